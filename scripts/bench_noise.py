@@ -74,7 +74,7 @@ class Bench:
         """Moments and losses of the steps up to the target, or up to the last step allowed."""
         from ptfast.config.read import read_config
         from ptfast.core.distributed import Ranks
-        from ptfast.measure.batch.gradient_noise import noise_of
+        from ptfast.measure.find.gradient_noise import noise_of
         from ptfast.report.terminal.display import Display
         from ptfast.training.build import build
 
@@ -129,7 +129,7 @@ def best_rate(tried: dict[float, list[int | None]], most_steps: int) -> float:
 
 def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> dict[str, Any]:
     """All runs of one recipe, told as they end."""
-    from ptfast.measure.batch.noise_forecast import estimate
+    from ptfast.measure.find.gradient_noise import estimate
 
     bench = Bench(recipe, words, case)
     print(f"{recipe}: target loss {case.target}, reference batch {case.reference}", flush=True)
@@ -152,13 +152,13 @@ def run_case(recipe: str, words: Sequence[str], case: Case, num_seeds: int) -> d
     middle, spread = statistics.mean(batches), statistics.stdev(batches)
     told = statistics.mean(critical.error for critical in estimates)
     print(f"  critical batch {middle:.0f}, deviation over seeds {spread:.0f}, as told by one run {told:.0f}")
-    from ptfast.measure.batch.noise_forecast import Critical
+    from ptfast.measure.find.gradient_noise import Critical
 
     critical = Critical(middle, spread, middle)
     rows = []
     for factor in FACTORS:
         batch = max(round(factor * middle / case.micro_batch), 2) * case.micro_batch
-        rule = best * critical.lr_ratio(batch, case.reference)
+        rule = best / critical.steps_ratio(batch, case.reference)
         predicted = statistics.mean(references) * critical.steps_ratio(batch, case.reference)
         most_steps, seeds = round(MOST * predicted), range(11, 11 + num_seeds)
         by_rate = tune(bench, batch, [rule], seeds, most_steps)

@@ -103,14 +103,14 @@ def find(args: Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if value is not None and name not in _OTHERS}
     with composed.naming_places():
         if args.kind == "lr":
-            from ptfast.measure.lr.lr_finder import find_lr
+            from ptfast.measure.find.lr_finder import find_lr
 
             return find_lr(composed, config, args.words, **options)
         if args.kind == "workers":
-            from ptfast.measure.loader.loader_finder import find_workers
+            from ptfast.measure.find.loader_finder import find_workers
 
             return find_workers(config, args.words, **options)
-        from ptfast.measure.batch.batch_finder import find_batch
+        from ptfast.measure.find.batch_finder import find_batch
 
         return find_batch(composed, config, args.words, **options)
 
@@ -118,7 +118,7 @@ def find(args: Namespace) -> int:
 def ablate(args: Namespace) -> int:
     """Measure what techniques are worth for a config, or what is claimed of them."""
     if args.claims:
-        from ptfast.measure.claims.hold_claims import hold_claims
+        from ptfast.measure.hold_claims import hold_claims
 
         others = [flag for flag, given in (("--only", args.only), ("--compile", args.compile)) if given]
         if other := [*args.words, *others]:
@@ -130,7 +130,7 @@ def ablate(args: Namespace) -> int:
     only = [technique_named(name, "--only") for name in args.only.split(",")] if args.only else []
     composed, config = read_typed(args.words)
     with composed.naming_places():
-        from ptfast.measure.ablate.ablate_run import ablate
+        from ptfast.measure.ablate_run import ablate
 
         how: dict[str, Any] = {"budget_s": args.budget, "compiles": args.compile, "out": args.out}
         return ablate(config, args.words, only=only, **how)
@@ -148,8 +148,8 @@ def audit(args: Namespace) -> int:
 
 def race(args: Namespace) -> int:
     """Race variants of a config."""
-    from ptfast.measure.race.race_results import RaceTarget
-    from ptfast.measure.race.racer import build_arms, race
+    from ptfast.measure.race_results import RaceTarget
+    from ptfast.measure.racer import build_arms, race
 
     if args.target is None:
         hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"

@@ -23,10 +23,7 @@ from ptfast.core.machine import die_with_parent, is_memory_error
 from ptfast.data.build_data import Data
 from ptfast.launch.launcher import reported_failure
 from ptfast.launch.rank_main import leave, report_failure
-from ptfast.report.terminal.display import Display
-from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
-from ptfast.training.build import build
 
 Place = tuple[int, int, int]
 """A process's rank, the number of ranks, and the port where they meet."""
@@ -57,16 +54,6 @@ class TrialRank:
         """Send a result from the first rank."""
         if self.ranks.is_first:
             self.send(result)
-
-    @contextmanager
-    def building(self, config: Config, result: dict[str, Any]) -> Iterator[Run]:
-        """Build a run that is closed afterwards; a lack of memory is reported with `result`."""
-        with self.reporting_lack_of_memory(result):
-            run = build(config, ranks=self.ranks, folder=self.folder, display=Display())
-            try:
-                yield run
-            finally:
-                run.close()
 
     @contextmanager
     def reporting_lack_of_memory(self, result: dict[str, Any]) -> Iterator[None]:

@@ -20,8 +20,8 @@ from ptfast.cli.command_line import run
 from ptfast.config.catalogue import CATALOGUE, Need, ThisMachine, technique_named
 from ptfast.config.read import read_config
 from ptfast.core.errors import EXIT_INTERRUPTED
-from ptfast.measure.ablate import ablate_run
-from ptfast.measure.ablate.ablate_run import COMPILES, choose
+from ptfast.measure import ablate_run
+from ptfast.measure.ablate_run import COMPILES, choose
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
 from ptfast.measure.experiment.warm_parent import Request
 

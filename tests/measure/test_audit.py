@@ -20,9 +20,8 @@ from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.measure.audit import audit_context as examination
 from ptfast.measure.audit import audit_run, step_checks
-from ptfast.measure.audit.audit_context import AuditContext, audit_context
+from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, audit_context
 from ptfast.measure.audit.audit_run import price_here, run_checks
-from ptfast.measure.audit.finding import Finding, Price
 from ptfast.report.terminal.display import Display
 
 NET = ("model=custom", "model._target_=planted.Net")

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from ptfast.config.catalogue import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
-from ptfast.measure.claims import hold_claims
-from ptfast.measure.claims.hold_claims import CLAIMS, Claim, ZeroedResNet, filled_in, judge
+from ptfast.measure import hold_claims
+from ptfast.measure.hold_claims import CLAIMS, Claim, ZeroedResNet, filled_in, judge
 from ptfast.models.resnet_cifar import ResNetCifar
 
 TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachine().lacks, claim.needs))]

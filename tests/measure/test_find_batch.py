@@ -15,9 +15,9 @@ from running import WITH_TESTS, train
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
-from ptfast.measure.batch import batch_finder, batch_search
-from ptfast.measure.batch.batch_finder import limit_of
-from ptfast.measure.batch.batch_search import BatchSearch
+from ptfast.measure.find import batch_finder, batch_search
+from ptfast.measure.find.batch_finder import limit_of
+from ptfast.measure.find.batch_search import BatchSearch
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
@@ -133,7 +133,7 @@ def test_checkpointing_where_it_buys_a_quicker_batch(
     search.ascend(8, 4096)
     if search.seen:
         search.refine(8, 4096)
-    assert search.rises_to_the_limit or not search.seen
+    assert search.too_large is not None
     best = batch_finder._choose([search, *batch_finder._with_checkpointing(search, 8, 4096)])
     assert best is not None
     assert (best[0].mode, best[1]) == (mode, size)

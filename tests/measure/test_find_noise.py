@@ -16,10 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
-from ptfast.measure.batch import batch_search
-from ptfast.measure.batch.batch_search import SPARE, BatchSearch, memory_to_spare
-from ptfast.measure.batch.gradient_noise import NoiseTrainer, moments, noise_of
-from ptfast.measure.batch.noise_forecast import Critical, NoiseForecast, estimate, forecast_noise
+from ptfast.measure.find import batch_search
+from ptfast.measure.find.batch_search import SPARE, BatchSearch, memory_to_spare
+from ptfast.measure.find.gradient_noise import (
+    Critical,
+    NoiseForecast,
+    NoiseTrainer,
+    estimate,
+    forecast_noise,
+    moments,
+    noise_of,
+)
 from ptfast.training.step import Trainer
 
 SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
 from ptfast.measure.experiment.warm_parent import Request
-from ptfast.measure.loader import loader_finder, loader_search
-from ptfast.measure.loader.loader_search import PLAIN, LoaderSearch, LoaderSetup
+from ptfast.measure.find import loader_finder
+from ptfast.measure.find.loader_finder import PLAIN, LoaderSearch, LoaderSetup
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 MEMORY = LoaderSetup("memory")
@@ -126,7 +125,7 @@ def test_what_no_loader_can_save_is_not_looked_for() -> None:
     search = searched(machine)
     assert search.chosen == PLAIN
     assert not tried(search)
-    remarks = [*loader_finder._remarks(search, PLAIN)]
+    remarks = [*loader_finder._remarks(search)]
     assert remarks[-1].startswith("without workers 1.0% of the time goes to reading")
 
 
@@ -134,11 +133,11 @@ def test_what_may_be_faster_is_named_where_figures_cannot_tell() -> None:
     machine = Machine(lambda loader: 100.0, repeatable=False)
     machine.noise = 0.15
     search = searched(machine, 4)
-    assert search.rivals(search.chosen)
-    assert "cannot tell if these are faster" in "".join(loader_finder._remarks(search, search.chosen))
+    assert search.rivals()
+    assert "cannot tell if these are faster" in "".join(loader_finder._remarks(search))
     machine = Machine(fast)
     search = searched(machine)
-    assert search.rivals(PLAIN) == []
+    assert search.rivals() == []
 
 
 def test_what_lies_beside_the_best_is_tried() -> None:
@@ -157,7 +156,7 @@ def test_no_more_are_tried_than_allowed() -> None:
 
 
 def test_the_search_ends_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_search, "available_memory", lambda: 2000 * MB)
+    monkeypatch.setattr(loader_finder, "available_memory", lambda: 2000 * MB)
     machine = Machine(slow, repeatable=False)
     machine.bytes = lambda loader: (100 + 200 * loader.workers) * MB
     search = searched(machine)
@@ -187,7 +186,7 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked() -> None:
     words = (*SMALL, "dataloader=workers", "dataloader.workers=5", "dataloader.prefetch=3")
     five = LoaderSetup("workers", 5, 3, 1)
     search = searched(Machine(fast, auto=five._replace(workers=3)), words=words)
-    marks = loader_finder._marks(search, PLAIN)
+    marks = loader_finder._marks(search)
     assert marks[five] == "as configured"
     assert marks[five._replace(workers=3)] == "auto"
     assert marks[five._replace(workers=4)] == "4 x GPUs"
@@ -201,12 +200,13 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytes
     search = searched(Machine(lambda one: 900.0 if one == three else fast(one)), words=words)
     search.measure(ahead, three)
     for name, chosen in {"a": ahead, "b": PLAIN, "c": three}.items():
-        loader_finder._write(Path(f"{name}.yaml"), words, search, chosen)
+        search.chosen = chosen
+        loader_finder._write(Path(f"{name}.yaml"), search)
         _, config = read_config([f"+recipe=./{name}.yaml"])
         assert config.dataloader.kind == chosen.kind
         assert config.dataloader.read_ahead == chosen.read_ahead
         assert config.model.target.kwargs["hidden"] == [8]
-        _, tried = read_config(merge(words, chosen.overrides))
+        _, tried = read_config(search._words(chosen))
         assert tried.dataloader.kind == chosen.kind
         if chosen.workers:
             assert (config.dataloader.workers, config.dataloader.prefetch) == (3, 2)

@@ -12,9 +12,9 @@ import pytest
 
 from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
-from ptfast.measure.race import racer
-from ptfast.measure.race.race_results import RaceTarget, lead, read_finish
-from ptfast.measure.race.racer import build_arms, describe_rates
+from ptfast.measure import racer
+from ptfast.measure.race_results import RaceTarget, lead, read_finish
+from ptfast.measure.racer import build_arms, describe_rates
 
 SMALL = ("model.hidden=[8]", "steps=12", "epochs=null", "eval.every=4steps", "log_every=2steps")
 

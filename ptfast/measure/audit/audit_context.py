@@ -1,4 +1,4 @@
-"""A run that is taken for some steps to be looked at: what is found out about it once, for all checks."""
+"""Findings of an audit, and the run they come from, which trains some steps that all checks look at."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import nn
 
 from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
@@ -25,13 +24,14 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
 from ptfast.core.machine import ROOT, is_memory_error
 from ptfast.core.protocols import StepBatch
+from ptfast.core.sections.section import Kind
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
-from ptfast.measure.audit.finding import Trial, code_place
-from ptfast.measure.audit.traces import CallTrace, OperatorTrace, cuda_syncs
+from ptfast.measure.audit.traces import CallTrace, OperatorTrace, code_place, cuda_syncs
 from ptfast.measure.experiment.segments import ProcessorTimes
+from ptfast.measure.experiment.verdicts import Verdict
 from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
@@ -46,6 +46,59 @@ LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
 CALL_STEPS = 2
 """Steps whose calls are traced."""
 ENDLESS = 2**31
+NUM_SAMPLES = 32
+
+Sides = tuple[Callable[[], object], Callable[[], object]]
+"""What a step does as it is, and mended."""
+Trial = Callable[[], Sides]
+"""Makes them, when the price of a finding is measured."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of a step that a finding costs, as measured here."""
+
+    seconds: float
+    low_s: float | None = None
+    """Of the interval of a paired trial, as `high_s`; None where its calls were timed as they are."""
+    high_s: float | None = None
+    verdict: Verdict | None = None
+    """What the trial says of the step without it: `faster` is what a finding promises."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs speed."""
+
+    what: str
+    where: str
+    """`file.py:12`, or the path of a module in the model; a config key where it is about that."""
+    mend: str
+    """The change of code as an imperative; empty where `overrides` say it all."""
+    overrides: tuple[str, ...] = ()
+    """Words for the command line that mend it."""
+    kind: Kind = "exact"
+    """What mending it does to the result."""
+    price: Price | None = None
+    """None where it was not measured."""
+    trial: Trial | None = None
+    """None where nothing in this process stands in for mending it."""
+    handled: bool = False
+    """The run mends it itself."""
+    area: str = ""
+    check: str = ""
+    """Name of the check that found it."""
+
+
+@dataclass(frozen=True)
+class SampleTrace:
+    """What fetching some samples one after another shows."""
+
+    num_samples: int
+    seconds: float
+    decoding_s: float
+    """Of that, in decoders of images."""
+    calls: CallTrace
 
 
 @dataclass
@@ -74,7 +127,7 @@ class AuditContext:
     """A micro-batch as the task takes it."""
     device_type: str
     samples: SampleTrace | None
-    """None for a stream, of which no sample is taken for nothing."""
+    """None for a stream, which reading would consume, and for data in memory."""
     steps: TimedSteps
     calls: CallTrace
     """Of `CALL_STEPS` steps."""
@@ -121,35 +174,53 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
 
 def _examine(config: Config, run: Run, source: Source) -> AuditContext:
     run.total_steps = ENDLESS
-    breaks_before = _graph_breaks() if run.compilation is not None else Counter[str]()
+    compiles = run.compilation is not None
+    breaks_before = _graph_breaks() if compiles else Counter[str]()
     run.call_back("on_start")
     trainer = Trainer(run)
-    aids = trainer.first_look.switches.found
-    seen: dict[str, Any] = {}
-    batches = _keeping(run.clock.waiting(run.train_loader.steps(0, ENDLESS)), seen)
-    with _noting_gradchecks(aids):
+    switches = trainer.first_look.switches
+    newest: list[Any] = []
+    """The first micro-batch of the last batch."""
+    shapes: set[Any] = set()
+
+    def noting(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        for batch in batches:
+            newest[:] = [batch.micro_batches[0].data]
+            shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(newest)))
+            yield batch
+
+    def take_step() -> None:
+        trainer.train(batches, run.progress.step + 1)
+        trainer.window.read()
+
+    batches = noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
+    with _noting_gradchecks(switches.found):
         batches = trainer.warm_up(batches)
         if run.compilation is not None:
             run.compilation.start(0.0)
-        _take_step(run, trainer, batches)
-        trainer.first_look.switches.look()
-    steps = _time_steps(run, trainer, batches, seen)
-    breaks = _graph_breaks() - breaks_before if run.compilation is not None else {}
+        take_step()
+        switches.look()
+    shapes.clear()
+    steps = _time_steps(run, take_step, shapes)
+    breaks = _graph_breaks() - breaks_before if compiles else {}
+    trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     trained: set[str] = set()
     calls, syncs = CallTrace(run.device.type), dict[str, int]()
-    with _noting_gradients(run.model, trained), run.uncompiled():
+    with run.uncompiled(), ExitStack() as hooks:
+        for name, parameter in trainable.items():
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: trained.add(name))
+            hooks.callback(hook.remove)
         # Operators are traced in another step, so that a GPU's queue is as full as ever.
         with cuda_syncs() if run.device.type == "cuda" else nullcontext(syncs) as syncs, calls:
             trainer.train(batches, run.progress.step + CALL_STEPS)
         operators, untraced = _trace_operators(run, trainer, batches)
     with run.uncompiled():
-        evaluation = _trace_evaluation(run, seen["batch"])
-
+        evaluation = _trace_evaluation(run, newest[0])
     return AuditContext(
         config=config,
         run=run,
         source=source,
-        batch=seen["batch"],
+        batch=newest[0],
         device_type=run.device.type,
         samples=trace_samples(source)
         if isinstance(source, MapSource) and source.storage != "memory"
@@ -158,46 +229,29 @@ def _examine(config: Config, run: Run, source: Source) -> AuditContext:
         calls=calls,
         operators=operators,
         syncs=syncs,
-        unused=[name for name, p in run.model.named_parameters() if p.requires_grad and name not in trained],
+        unused=[name for name in trainable if name not in trained],
         evaluation=evaluation,
-        aids=aids,
+        aids=switches.found,
         graph_breaks=breaks,
         untraced=untraced,
-        take_step=partial(_take_step, run, trainer, batches),
+        take_step=take_step,
     )
 
 
-def _take_step(run: Run, trainer: Trainer, batches: Iterator[StepBatch]) -> None:
-    """Train one step, and wait for the device."""
-    trainer.train(batches, run.progress.step + 1)
-    trainer.window.read()
-
-
-def _keeping(batches: Iterator[StepBatch], seen: dict[str, Any]) -> Iterator[StepBatch]:
-    """The same batches; keeps the newest's first micro-batch as `batch`, and the `shapes` of all inputs."""
-    shapes = seen.setdefault("shapes", set())
-    for batch in batches:
-        seen["batch"] = batch.micro_batches[0].data
-        shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(seen["batch"])))
-        yield batch
-
-
-def _time_steps(run: Run, trainer: Trainer, batches: Iterator[StepBatch], seen: dict[str, Any]) -> TimedSteps:
-    seen["shapes"].clear()
+def _time_steps(run: Run, take_step: Callable[[], None], shapes: set[Any]) -> TimedSteps:
     before, throttled = ProcessorTimes.read(), _throttle_counts()
-    waited_s, start = -run.clock.ledger()["data"], time.perf_counter()
-    first = run.progress.step
+    waited_s, start, first = run.clock.ledger()["data"], time.perf_counter(), run.progress.step
     while (num := run.progress.step - first) < LEAST_STEPS or (
         num < MOST_STEPS and time.perf_counter() - start < STEPS_S
     ):
-        _take_step(run, trainer, batches)
-    took_s, waited_s = time.perf_counter() - start, waited_s + run.clock.ledger()["data"]
+        take_step()
+    took_s, waited_s = time.perf_counter() - start, run.clock.ledger()["data"] - waited_s
     after = ProcessorTimes.read()
     outside = before.until(after, after.own_s - before.own_s)
     return TimedSteps(
         step_s=took_s / num,
         waiting=waited_s / took_s,
-        shapes=set(seen["shapes"]),
+        shapes=set(shapes),
         others_cores=outside["others_cores"] or 0.0,
         throttled=_throttle_counts() > throttled or _gpu_is_slowed(run.device),
     )
@@ -240,21 +294,6 @@ def _trace_evaluation(run: Run, batch: Any) -> CallTrace:
 
 
 @contextmanager
-def _noting_gradients(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Add to `names` the parameters that get a gradient inside."""
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
 def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
     """Add `gradcheck` to `aids`, with its place, where torch's is called inside."""
     module: Any = sys.modules["torch.autograd.gradcheck"]
@@ -282,27 +321,13 @@ def _throttle_counts() -> int:
 
 
 def _gpu_is_slowed(device: torch.device) -> bool:
-    """True if a GPU's clocks are held down for heat or power, by its driver's own account."""
+    """True if a GPU's driver holds its clocks down for heat or power."""
     if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
         return False
     reasons = "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.sw_thermal_slowdown"
     command = [tool, f"--query-gpu={','.join(reasons)}", "--format=csv,noheader", f"--id={device.index or 0}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     return " Active" in f" {done.stdout}"
-
-
-NUM_SAMPLES = 32
-
-
-@dataclass(frozen=True)
-class SampleTrace:
-    """What fetching some samples one after another shows."""
-
-    num_samples: int
-    seconds: float
-    decoding_s: float
-    """Of that, in decoders of images."""
-    calls: CallTrace
 
 
 def trace_samples(source: MapSource) -> SampleTrace:
@@ -314,7 +339,7 @@ def trace_samples(source: MapSource) -> SampleTrace:
         start = time.perf_counter()
         source.fetch(indices)
         seconds = time.perf_counter() - start
-    # To fetch images of ours is to decode them.
+    # Our own image files do nothing but decode.
     decoding_s = seconds if isinstance(source, ImageFiles) else decoding[0]
     return SampleTrace(len(indices), seconds, decoding_s, calls)
 

@@ -8,8 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,98 +22,24 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit import model_checks, step_checks
-from ptfast.measure.audit.audit_context import AuditContext, audit_context
-from ptfast.measure.audit.finding import Finding, Price, Trial
+from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Trial, audit_context
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
-from ptfast.measure.found import RECEIPT, check_outputs, label, make_folder, write_recipe
-from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
+from ptfast.measure.outputs import RECEIPT, check_outputs, label, make_folder, write_recipe
+from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output
 
 ORDER = (0, 1, 1, 0)
-"""The sides of a round, in the order they are measured: what drifts evenly weighs on both alike."""
+"""The sides of a round, in the order they are measured: an even drift weighs on both alike."""
 STRETCH_S = 0.1
 """Least time of a segment, next to which what begins and ends it counts for nothing."""
 SHARE = 0.2
 """Largest part of the budget that one finding in this process may take."""
 MOST_ROUNDS = 20
-
-OnTrial = Callable[[str, float], AbstractContextManager[None]]
-"""Called with the name of what is measured next and the seconds that are left at most; open while it is."""
-
-
-def price_here(
-    findings: list[Finding],
-    budget_s: float,
-    device_type: str,
-    on_trial: OnTrial = lambda what, left_s: nullcontext(),
-) -> None:
-    """Measure in this process what findings with a trial cost, and put the prices into `findings`.
-
-    Both sides of a trial have the same process with its memory and threads, so that no A/A run is needed.
-    """
-    tried = [number for number, finding in enumerate(findings) if finding.trial is not None]
-    seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
-    results: list[tuple[Effect | None, float]] = []
-    for position, number in enumerate(tried):
-        with on_trial(findings[number].check, seconds * (len(tried) - position)):
-            results.append(_measure(findings[number].trial, seconds, device_type))
-        _put(findings, tried, results, judge([effect for effect, _ in results]))
-
-
-def price_by_override(
-    findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial
-) -> dict[str, Any]:
-    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
-    tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
-    pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
-    with Laboratory(budget_s=budget_s) as laboratory, on_trial("what overrides gain", budget_s):
-        measure_pairs(laboratory, pairs)
-    effects, verdicts = judge_pairs(pairs)
-    steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
-    _put(findings, tried, list(zip(effects, steps_s, strict=True)), verdicts)
-    return {"budget_s": budget_s, "comparisons": list(map(Pair.receipt, pairs, effects, verdicts))}
-
-
-def _put(
-    findings: list[Finding],
-    tried: Sequence[int],
-    results: Sequence[tuple[Effect | None, float]],
-    verdicts: Sequence[Verdict],
-) -> None:
-    """Note what trials have shown so far; each may change the verdicts on those before it."""
-    for number, (effect, step_s), verdict in zip(tried, results, verdicts, strict=False):
-        if effect is not None:
-            findings[number] = replace(findings[number], price=Price.of(effect, step_s, verdict))
-
-
-def _measure(trial: Trial | None, seconds: float, device_type: str) -> tuple[Effect | None, float]:
-    """The effect of a trial, and the seconds of a step that its first side takes."""
-    assert trial is not None
-    sides = trial()
-
-    def segment(side: Callable[[], object], count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            side()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
-
-    end = time.perf_counter() + seconds
-    for side in sides:
-        segment(side, 1)
-    count = max(1, math.ceil(STRETCH_S / max(*(segment(side, 1) for side in sides), 1e-6)))
-    rounds: list[list[float]] = []
-    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
-        if len(rounds) < LEAST_ROUNDS and time.perf_counter() > end + seconds:
-            return None, 0.0
-        rounds.append([segment(sides[side], count) for side in ORDER])
-    ratios = [(math.log(a) + math.log(d) - math.log(b) - math.log(c)) / 2 for a, b, c, d in rounds]
-    return estimate(ratios), statistics.median((a + d) / 2 for a, _, _, d in rounds)
-
+FIX = "--fix"
 
 Check = Callable[[AuditContext], Iterator[Finding]]
-FIX = "--fix"
+OnTrial = Callable[[str, float], AbstractContextManager[None]]
+"""Called with the name of what is measured next and the seconds that are left at most; open while it is."""
 AREAS: dict[str, tuple[Check, ...]] = {
     "model": model_checks.CHECKS,
     "data": step_checks.DATA_CHECKS,
@@ -142,69 +67,55 @@ def audit(
         out: folder of the receipt; None for a new one under `run.root`.
     """
     check_outputs(out, fix, FIX)
-    display, result = build_display(), Audit()
-    flags = [f"--budget={budget_s:g}s" if budget_s else "--budget=0", *["--strict"] * strict]
+    display = build_display()
+    findings: list[Finding] = []
+    notes: list[str] = []
+    trials: dict[str, Any] = {}
+
+    def on_trial(what: str, left_s: float) -> AbstractContextManager[None]:
+        return display.status(f"measuring {what}", left_s)
+
     try:
-        with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
-            result.examine(config, Path(folder) / "run", display, budget_s)
-            result.price_overrides(arguments, display, budget_s)
+        with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
+            run_dir = Path(scratch) / "run"
+            run_dir.mkdir()
+            with audit_context(config, run_dir, display) as context:
+                findings += run_checks(context)
+                if context.untraced:
+                    notes.append(f"operators could not be traced: {context.untraced}")
+                if budget_s:
+                    price_here(findings, budget_s, context.device_type, on_trial)
+        if budget_s and any(finding.overrides and not finding.handled for finding in findings):
+            trials = price_by_override(findings, arguments, budget_s, on_trial)
+            if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
+                notes.append(f"{NOT_REACHED}, for the overrides of {', '.join(missed)}")
     except KeyboardInterrupt:
-        if result.findings:
-            show(result.findings, [*result.notes, "interrupted: this is what was found so far"])
+        if findings:
+            show(findings, [*notes, "interrupted: this is what was found so far"])
         else:
             say("interrupted before anything was found")
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if not is_memory_error(error):
+            raise
+        raise out_of_memory(config) from error
     finally:
         display.close()
-    show(result.findings, result.notes)
-    folder = make_folder(config, "audit", out)
-    run_directory.write_json(folder / RECEIPT, result.receipt(["ptfast", "audit", *arguments, *flags]))
+    show(findings, notes)
+    folder = make_folder("audit", out, config)
+    budget = f"--budget={budget_s:g}s" if budget_s else "--budget=0"
+    command = redact(["ptfast", "audit", *arguments, budget, *["--strict"] * strict])
+    receipts = [
+        {name: value for name, value in vars(each).items() if name != "trial"}
+        | {"price": each.price and asdict(each.price)}
+        for each in findings
+    ]
+    facts = {"command": command, "environment": run_directory.environment(command), **trials}
+    run_directory.write_json(folder / RECEIPT, {**facts, "notes": notes, "findings": receipts})
     say(f"figures: {folder}")
     if fix is not None:
-        _write_fix(fix, config, arguments, result.findings)
-    return EXIT_FINDINGS if strict and any(not finding.handled for finding in result.findings) else EXIT_OK
-
-
-@dataclass
-class Audit:
-    """What is found, and what could not be seen."""
-
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    trials: dict[str, Any] = field(default_factory=dict)
-    """Receipt of the session that measured overrides."""
-
-    def receipt(self, command: Sequence[str]) -> dict[str, Any]:
-        """What was found and measured, where, and how it is repeated, as plain values."""
-        facts = {"command": redact(command), "environment": run_directory.environment(redact(command))}
-        found = [finding.receipt() for finding in self.findings]
-        return {**facts, **self.trials, "notes": self.notes, "findings": found}
-
-    def examine(self, config: Config, folder: Path, display: Display, budget_s: float) -> None:
-        """Run all checks on some steps of a run of `config`, and measure their findings in this process."""
-        folder.mkdir()
-        try:
-            with audit_context(config, folder, display) as context:
-                self.findings += run_checks(context)
-                if context.untraced:
-                    self.notes.append(f"operators could not be traced: {context.untraced}")
-                if budget_s:
-                    price_here(self.findings, budget_s, context.device_type, partial(_status, display))
-        except Exception as error:
-            if not is_memory_error(error):
-                raise
-            raise out_of_memory(config) from error
-
-    def price_overrides(self, arguments: Sequence[str], display: Display, budget_s: float) -> None:
-        """Measure what the overrides of findings gain."""
-        if budget_s and any(finding.overrides and not finding.handled for finding in self.findings):
-            self.trials = price_by_override(self.findings, arguments, budget_s, partial(_status, display))
-            missed = [each["name"] for each in self.trials["comparisons"] if each["why"] == NOT_REACHED]
-            self.notes += [f"{NOT_REACHED}, for the overrides of {', '.join(missed)}"] * bool(missed)
-
-
-def _status(display: Display, what: str, left_s: float) -> AbstractContextManager[None]:
-    return display.status(f"measuring {what}", left_s)
+        _write_fix(fix, config, arguments, findings)
+    return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
 
 
 def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
@@ -220,11 +131,84 @@ def name_of(check: Check) -> str:
     return check.__name__.replace("_", " ")
 
 
+def price_here(
+    findings: list[Finding],
+    budget_s: float,
+    device_type: str,
+    on_trial: OnTrial = lambda what, left_s: nullcontext(),
+) -> None:
+    """Measure in this process what findings with a trial cost, and put the prices into `findings`.
+
+    Both sides of a trial have the same process with its memory and threads, so that no A/A run is needed.
+    """
+    tried = [(number, finding.trial) for number, finding in enumerate(findings) if finding.trial is not None]
+    seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
+    results: list[tuple[int, Effect | None, float]] = []
+    for position, (number, trial) in enumerate(tried):
+        with on_trial(findings[number].check, seconds * (len(tried) - position)):
+            results.append((number, *_measure(trial, seconds, device_type)))
+        # Each trial may change the verdicts on those before it.
+        _put(findings, results, judge([effect for _, effect, _ in results]))
+
+
+def price_by_override(
+    findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial
+) -> dict[str, Any]:
+    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
+    tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
+    pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
+    with Laboratory(budget_s=budget_s) as laboratory, on_trial("what overrides gain", budget_s):
+        measure_pairs(laboratory, pairs)
+    effects, verdicts = judge_pairs(pairs)
+    steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
+    _put(findings, list(zip(tried, effects, steps_s, strict=True)), verdicts)
+    return {"budget_s": budget_s, "comparisons": list(map(Pair.receipt, pairs, effects, verdicts))}
+
+
+def _put(
+    findings: list[Finding], results: Sequence[tuple[int, Effect | None, float]], verdicts: Sequence[Verdict]
+) -> None:
+    """Put prices into findings, by their numbers: what an effect saves of a step of so many seconds."""
+    for (number, effect, step_s), verdict in zip(results, verdicts, strict=True):
+        if effect is not None:
+            ratios = effect.ratio, *effect.interval()
+            price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
+            findings[number] = replace(findings[number], price=price)
+
+
+def _measure(trial: Trial, seconds: float, device_type: str) -> tuple[Effect | None, float]:
+    """The effect of a trial, and the seconds of a step that its first side takes."""
+    sides = trial()
+
+    def segment(side: Callable[[], object], count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            side()
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    end = time.perf_counter() + seconds
+    for side in sides:
+        segment(side, 1)
+    count = max(1, math.ceil(STRETCH_S / max(*(segment(side, 1) for side in sides), 1e-6)))
+    rounds: list[list[float]] = []
+    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
+        if len(rounds) < LEAST_ROUNDS and time.perf_counter() > end + seconds:
+            return None, 0.0
+        rounds.append([segment(sides[side], count) for side in ORDER])
+    ratios = [(math.log(a) + math.log(d) - math.log(b) - math.log(c)) / 2 for a, b, c, d in rounds]
+    return estimate(ratios), statistics.median((a + d) / 2 for a, _, _, d in rounds)
+
+
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:
     """Write a recipe with the overrides that keep the result and were not found to gain nothing."""
-    mending = [finding for finding in findings if finding.overrides and not finding.handled]
-    kept = [finding for finding in mending if finding.kind in ("exact", "reordered") and finding.gains]
-    left = [finding for finding in mending if finding not in kept]
+    kept: list[Finding] = []
+    left: list[Finding] = []
+    for finding in findings:
+        if finding.overrides and not finding.handled:
+            gains = finding.price is None or finding.price.verdict in (None, "faster")
+            (kept if gains and finding.kind in ("exact", "reordered") else left).append(finding)
     if not kept:
         say(f"{file} is not written: no override keeps the result and mends a finding")
         return
@@ -238,9 +222,10 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     """Print findings, in a table on a terminal and a line each elsewhere."""
     found = [finding for finding in findings if not finding.handled]
-    prices = {number: each.price.seconds for number, each in enumerate(found) if each.price}
     groups = {
-        "with a measured price": [found[number] for number in sorted(prices, key=lambda n: -prices[n])],
+        "with a measured price": sorted(
+            (each for each in found if each.price), key=lambda each: -each.price.seconds if each.price else 0
+        ),
         "without a price": [finding for finding in found if not finding.price],
         "handled by this config": [finding for finding in findings if finding.handled],
     }

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptfast.core.protocols import takes_own_steps
-from ptfast.measure.audit.audit_context import AuditContext
-from ptfast.measure.audit.finding import Finding, Sides, Trial
+from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides, Trial
 from ptfast.measure.audit.traces import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
@@ -44,13 +43,13 @@ def bias_before_a_norm(context: AuditContext) -> Iterator[Finding]:
         with run.uncompiled():
             dropped = find_cancelled_biases(run.model, forward)
     if dropped:
-        yield Finding(
-            f"{_counted(len(dropped), 'bias', 'biases')} that the BatchNorm behind subtracts again",
-            _listed(dropped),
-            "bias=False in these layers",
+        count = "1 bias" if len(dropped) == 1 else f"{len(dropped)} biases"
+        what, overrides = (
+            f"{count} that the BatchNorm behind subtracts again",
             ("rewrites.bias_before_norm=false",),
-            kind="reordered",
-            handled=handled,
+        )
+        yield Finding(
+            what, _listed(dropped), "bias=False in these layers", overrides, "reordered", handled=handled
         )
 
 
@@ -73,38 +72,28 @@ def widths_beside_tensor_cores(context: AuditContext) -> Iterator[Finding]:
     for width, names in odd.items():
         wider = math.ceil(width / TILE) * TILE
         what = "a vocabulary" if width == info.vocab_size else "a width"
-        yield Finding(
-            f"{what} of {width}, no multiple of {TILE}: which half-precision kernels pad",
-            _listed(names),
-            f"{wider} in place of {width}",
-            kind="training",
-        )
+        what = f"{what} of {width}, no multiple of {TILE}: which half-precision kernels pad"
+        yield Finding(what, _listed(names), f"{wider} in place of {width}", kind="training")
 
 
 def attention_by_hand(context: AuditContext) -> Iterator[Finding]:
     """softmax(QK^T)V by operators of their own, whose weights nothing else reads."""
     for place, calls in context.operators.attentions.items():
         modules = dict.fromkeys(module for module, _ in calls if module)
-        yield Finding(
-            f"attention by a softmax between two products, {times(len(calls))} a step",
-            f"{place} ({_listed(modules)})" if modules else place,
-            "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)",
-            kind="reordered",
-            trial=_trial(_attention, [shape for _, shape in calls], context.run.device),
-        )
+        what = f"attention by a softmax between two products, {times(len(calls))} a step"
+        where = f"{place} ({_listed(modules)})" if modules else place
+        mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
+        trial = _trial(_attention, [shape for _, shape in calls], context.run.device)
+        yield Finding(what, where, mend, kind="reordered", trial=trial)
 
 
 def gelu_by_hand(context: AuditContext) -> Iterator[Finding]:
     """GELU written out with erf or tanh, which is told by its values."""
     for place, calls in context.operators.gelus.items():
-        tanh = calls[0].approximate == "tanh"
-        yield Finding(
-            f"GELU in single operators, {times(len(calls))} a step",
-            place,
-            'F.gelu(x, approximate="tanh")' if tanh else "F.gelu(x)",
-            kind="reordered",
-            trial=_trial(_gelu, calls, context.run.device),
-        )
+        what = f"GELU in single operators, {times(len(calls))} a step"
+        mend = 'F.gelu(x, approximate="tanh")' if calls[0].approximate == "tanh" else "F.gelu(x)"
+        trial = _trial(_gelu, calls, context.run.device)
+        yield Finding(what, place, mend, kind="reordered", trial=trial)
 
 
 def dropout_of_zero(context: AuditContext) -> Iterator[Finding]:
@@ -112,23 +101,17 @@ def dropout_of_zero(context: AuditContext) -> Iterator[Finding]:
     model = context.run.model
     dropouts = [(name, module) for name, module in model.named_modules() if isinstance(module, _DROPOUTS)]
     if names := [name for name, module in dropouts if module.p == 0]:
-        yield Finding(
-            f"{_counted(len(names), 'dropout layer')} with p=0",
-            _listed(names),
-            "nn.Identity() where p is 0",
-            trial=context.trial(partial(_replaced, model, names)),
-        )
+        what, trial = f"{_counted(len(names), 'dropout layer')} with p=0", partial(_replaced, model, names)
+        yield Finding(what, _listed(names), "nn.Identity() where p is 0", trial=context.trial(trial))
 
 
 def data_parallel(context: AuditContext) -> Iterator[Finding]:
     """nn.DataParallel, which copies the model to every GPU in every step, from one process."""
     for name, module in context.run.model.named_modules():
         if isinstance(module, nn.DataParallel):
-            yield Finding(
-                "nn.DataParallel copies the model in every step",
-                name or type(module).__name__,
-                "the model without it; parallel=ddp where there are several GPUs",
-            )
+            what = "nn.DataParallel copies the model in every step"
+            mend = "the model without it; parallel=ddp where there are several GPUs"
+            yield Finding(what, name or type(module).__name__, mend)
 
 
 def unused_parameters(context: AuditContext) -> Iterator[Finding]:
@@ -137,11 +120,9 @@ def unused_parameters(context: AuditContext) -> Iterator[Finding]:
         return
     parameters = dict(context.run.model.named_parameters())
     total = sum(parameters[name].numel() for name in context.unused)
-    yield Finding(
-        f"{_counted(len(context.unused), 'parameter')} of {total:,} numbers got no gradient in any step",
-        _listed(context.unused),
-        "leave these layers out, or set requires_grad=False",
-    )
+    count = _counted(len(context.unused), "parameter")
+    what = f"{count} of {total:,} numbers got no gradient in any step"
+    yield Finding(what, _listed(context.unused), "leave these layers out, or set requires_grad=False")
 
 
 def float64(context: AuditContext) -> Iterator[Finding]:
@@ -152,12 +133,8 @@ def float64(context: AuditContext) -> Iterator[Finding]:
         yield Finding(what, _listed(names), "model.float()", kind="reduced")
         return
     for place, count in context.operators.doubles.items():
-        yield Finding(
-            f"float64, {_counted(count, 'operator')} in a forward pass",
-            place,
-            "dtype=torch.float32 where it is made, or .float()",
-            kind="reduced",
-        )
+        what = f"float64, {_counted(count, 'operator')} in a forward pass"
+        yield Finding(what, place, "dtype=torch.float32 where it is made, or .float()", kind="reduced")
 
 
 def deep_without_normalisation(context: AuditContext) -> Iterator[Finding]:
@@ -165,13 +142,10 @@ def deep_without_normalisation(context: AuditContext) -> Iterator[Finding]:
     operators, model = context.operators, context.run.model
     named = any("norm" in type(module).__name__.lower() for module in model.modules())
     if operators.weighted >= DEEP and not operators.normalises and not named and not context.untraced:
-        yield Finding(
-            f"{operators.weighted} layers with weights, and no normalisation",
-            type(model).__name__,
-            "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train; or clipping by "
-            "layer: gradients=adaptive",
-            kind="training",
-        )
+        what = f"{operators.weighted} layers with weights, and no normalisation"
+        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
+        mend = f"{norms}; or clipping by layer: gradients=adaptive"
+        yield Finding(what, type(model).__name__, mend, kind="training")
 
 
 def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], device: torch.device) -> Trial:
@@ -191,46 +165,46 @@ def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], d
 
 
 def _attention(shape: AttentionShape, device: torch.device) -> Sides:
-    """Attention forward and backward, without mask and dropout: in single operators, and in one."""
+    """Attention without mask and dropout: in single operators, and in one."""
     make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
     samples, *heads = shape.batch
     lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
     inputs = [make(samples, length, *heads, width) for length, width in lengths]
 
-    def split() -> list[Tensor]:
+    def attend(*, fused: bool) -> Tensor:
         # Views of projections, as in nearly every model, which products of matrices have to copy.
-        return [each.movedim(1, -2) for each in inputs]
+        queries, keys, values = (each.movedim(1, -2) for each in inputs)
+        if fused:
+            found = F.scaled_dot_product_attention(queries, keys, values)
+        else:
+            found = (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1) @ values
+        return found.movedim(-2, 1).flatten(2)
 
-    def by_hand() -> Tensor:
-        queries, keys, values = split()
-        weights = (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1)
-        return (weights @ values).movedim(-2, 1).flatten(2)
-
-    def fused() -> Tensor:
-        queries, keys, values = split()
-        return F.scaled_dot_product_attention(queries, keys, values).movedim(-2, 1).flatten(2)
-
-    return partial(_there_and_back, by_hand, inputs), partial(_there_and_back, fused, inputs)
+    return _both_ways(attend, inputs)
 
 
 def _gelu(shape: GeluShape, device: torch.device) -> Sides:
-    """GELU forward and backward: in single operators, and in one."""
+    """GELU in single operators, and in one."""
     inputs = torch.randn(shape.shape, device=device, dtype=shape.dtype, requires_grad=True)
 
-    def by_hand() -> Tensor:
+    def gelu(*, fused: bool) -> Tensor:
+        if fused:
+            return F.gelu(inputs, approximate=shape.approximate)
         if shape.approximate == "none":
             return 0.5 * inputs * (1 + torch.erf(inputs / math.sqrt(2)))
         return 0.5 * inputs * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inputs + 0.044715 * inputs**3)))
 
-    def fused() -> Tensor:
-        return F.gelu(inputs, approximate=shape.approximate)
-
-    return partial(_there_and_back, by_hand, (inputs,)), partial(_there_and_back, fused, (inputs,))
+    return _both_ways(gelu, [inputs])
 
 
-def _there_and_back(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
-    outputs = forward()
-    torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
+def _both_ways(forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Sides:
+    """Forward and backward by hand, and fused."""
+
+    def there_and_back(*, fused: bool) -> None:
+        outputs = forward(fused=fused)
+        torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
+
+    return partial(there_and_back, fused=False), partial(there_and_back, fused=True)
 
 
 @contextmanager
@@ -252,8 +226,8 @@ def times(count: float) -> str:
     return "once" if count == 1 else f"{count:g} times"
 
 
-def _counted(count: int, one: str, several: str = "") -> str:
-    return f"{count} {one if count == 1 else several or one + 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _listed(names: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -14,9 +13,9 @@ from ptfast.core.machine import shared_memory, spare_cores, usable_cores
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import duration, num_bytes
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
-from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, SampleTrace
-from ptfast.measure.audit.finding import Finding, Price, source_place
+from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, Finding, Price, SampleTrace
 from ptfast.measure.audit.model_checks import times
+from ptfast.measure.audit.traces import source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
 WAITING = 0.1
@@ -44,11 +43,9 @@ def decoding_in_every_epoch(context: AuditContext) -> Iterator[Finding]:
     """Steps wait for images that are decoded anew in every epoch."""
     samples = _awaited(context)
     if samples is not None and samples.decoding_s >= DECODING * samples.seconds:
-        yield Finding(
-            f"decoding takes {_each(samples.decoding_s, samples)} a sample, anew in every epoch",
-            _reader(context),
-            "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit",
-        )
+        what = f"decoding takes {_each(samples.decoding_s, samples)} a sample, anew in every epoch"
+        mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
+        yield Finding(what, _reader(context), mend)
 
 
 def work_on_single_samples(context: AuditContext) -> Iterator[Finding]:
@@ -56,18 +53,19 @@ def work_on_single_samples(context: AuditContext) -> Iterator[Finding]:
     if (samples := _awaited(context)) is None:
         return
     mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
-    transforms = _transforms(_dataset(context))
-    if transforms:
-        yield Finding(f"transforms of one image at a time: {', '.join(transforms)}", _reader(context), mend)
+    dataset, names = getattr(context.source, "dataset", None), list[str]()
+    while dataset is not None and not names:
+        for value in (getattr(dataset, name, None) for name in ("transform", "transforms")):
+            kinds = [type(part) for part in getattr(value, "transforms", [value])]
+            ours = [kind for kind in kinds if kind.__module__.startswith("torchvision.transforms")]
+            names = names or [kind.__name__ for kind in ours]
+        dataset = getattr(dataset, "dataset", None)
+    if names:
+        yield Finding(f"transforms of one image at a time: {', '.join(names)}", _reader(context), mend)
     for place, calls in samples.calls.arithmetic.items():
         if calls.count >= samples.num_samples and not place.startswith("torchvision/"):
-            names = ", ".join(sorted(calls.names))
-            yield Finding(
-                f"every sample goes through operations of its own ({names})",
-                place,
-                mend,
-                price=_price(context, samples, calls.seconds),
-            )
+            what = f"every sample goes through operations of its own ({', '.join(sorted(calls.names))})"
+            yield Finding(what, place, mend, price=_price(context, samples, calls.seconds))
 
 
 def arrays_copied(context: AuditContext) -> Iterator[Finding]:
@@ -75,12 +73,11 @@ def arrays_copied(context: AuditContext) -> Iterator[Finding]:
     if context.samples is None:
         return
     for place, calls in context.samples.calls.copied.items():
-        yield Finding(
+        what, mend = (
             "torch.tensor copies an array of each sample",
-            place,
             "torch.from_numpy(array), or torch.as_tensor(array)",
-            price=_price(context, context.samples, calls.seconds),
         )
+        yield Finding(what, place, mend, price=_price(context, context.samples, calls.seconds))
 
 
 def memory_not_pinned(context: AuditContext) -> Iterator[Finding]:
@@ -93,26 +90,25 @@ def memory_not_pinned(context: AuditContext) -> Iterator[Finding]:
 
 def padding(context: AuditContext) -> Iterator[Finding]:
     """A tenth of the tokens or more are padding, which costs what text does."""
-    batching, share = context.config.batching, context.run.resolved.padding_share
+    batching, kind, share = context.config.batching, context.run.info.kind, context.run.resolved.padding_share
     if share is None:
-        share = _padded_by_the_data(context)
+        tokens = next((t for t in tensors_in(context.batch) if t.dim() == 2 and t.dtype == torch.int64), None)
+        if tokens is None or kind not in ("text", "tokens"):
+            return
+        stated = context.run.info.pad_id
+        pad = int(tokens[:, -1].mode().values) if stated is None else stated
+        # Padding stands at the ends of rows.
+        share = float((tokens.flip(1) == pad).int().cumprod(1).float().mean())
         if share >= PADDING:
-            yield Finding(
-                f"{share:.0%} of the tokens of a batch are padding that the data set has put there",
-                _reader(context),
-                "leave texts as long as they are, with `lengths` in the data set; batching=buckets then",
-            )
+            what = f"{share:.0%} of the tokens of a batch are padding that the data set has put there"
+            mend = "leave texts as long as they are, with `lengths` in the data set; batching=buckets then"
+            yield Finding(what, _reader(context), mend)
         return
-    if share < PADDING or batching.pack:
-        return
-    fixed, documents = batching.padding == "fixed", context.run.info.kind == "tokens"
-    mend = "batching=longest" if fixed else "batching=pack" if documents else "batching=buckets"
-    if fixed or documents or not batching.buckets:
-        what, kind = (
-            f"{share:.0%} of the tokens of an epoch are padding",
-            "reordered" if fixed else "training",
-        )
-        yield Finding(what, "batching", "", (mend,), kind)
+    fixed, documents = batching.padding == "fixed", kind == "tokens"
+    if share >= PADDING and not batching.pack and (fixed or documents or not batching.buckets):
+        override = "batching=longest" if fixed else "batching=pack" if documents else "batching=buckets"
+        what = f"{share:.0%} of the tokens of an epoch are padding"
+        yield Finding(what, "batching", "", (override,), "reordered" if fixed else "training")
 
 
 def shapes_under_a_search_for_kernels(context: AuditContext) -> Iterator[Finding]:
@@ -142,14 +138,12 @@ def inputs_not_normalised(context: AuditContext) -> Iterator[Finding]:
     if 2 * int(off.sum()) < len(off):
         return
     what = f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
-    where = _reader(context) if context.samples is not None else "data"
+    where, overrides = _reader(context) if context.samples is not None else "data", ("data.normalize=true",)
+    mend = ""
     if context.config.data.normalize:
-        mend = (
-            "return uint8 images, which data.normalize takes care of, or normalise whole batches in the model"
-        )
-        yield Finding(what, where, mend, kind="training")
-    else:
-        yield Finding(what, where, "", ("data.normalize=true",), "training")
+        mend = "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
+        overrides = ()
+    yield Finding(what, where, mend, overrides, "training")
 
 
 def _awaited(context: AuditContext) -> SampleTrace | None:
@@ -166,40 +160,12 @@ def _each(seconds: float, samples: SampleTrace) -> str:
     return duration(each_s) if seconds > 1 else f"{each_s * 1e3:.2g} ms"
 
 
-def _dataset(context: AuditContext) -> Any:
-    """The user's data set; None for data of ours."""
-    return getattr(context.source, "dataset", None)
-
-
 def _reader(context: AuditContext) -> str:
-    """The place of the data set's `__getitem__`, or of its class."""
-    if (dataset := _dataset(context)) is None:
+    """The place of the `__getitem__` of the user's data set, or of its class; `data` for data of ours."""
+    if (dataset := getattr(context.source, "dataset", None)) is None:
         return "data"
     method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
     return source_place(method or type(dataset))
-
-
-def _transforms(dataset: Any) -> list[str]:
-    """Names of the transforms of torchvision in the attributes of a data set, or of one inside it."""
-    while dataset is not None:
-        for value in (getattr(dataset, name, None) for name in ("transform", "transforms")):
-            parts = getattr(value, "transforms", [value])
-            ours = [part for part in parts if type(part).__module__.startswith("torchvision.transforms")]
-            if ours:
-                return [type(part).__name__ for part in ours]
-        dataset = getattr(dataset, "dataset", None)
-    return []
-
-
-def _padded_by_the_data(context: AuditContext) -> float:
-    """The share of a batch of tokens that is padding at the ends of its rows."""
-    tokens = next((t for t in tensors_in(context.batch) if t.dim() == 2 and t.dtype == torch.int64), None)
-    if tokens is None or context.run.info.kind not in ("text", "tokens"):
-        return 0.0
-    stated = context.run.info.pad_id
-    pad = int(tokens[:, -1].mode().values) if stated is None else stated
-    # Of each row, tokens behind the last that is none.
-    return float((tokens.flip(1) == pad).int().cumprod(1).float().mean())
 
 
 DATA_CHECKS = (
@@ -230,13 +196,9 @@ def reads_on_the_host(context: AuditContext) -> Iterator[Finding]:
     for (what, place), calls in context.calls.reads.items():
         if _is_debugging(context, place):
             continue
-        often = calls.count / CALL_STEPS
-        yield Finding(
-            f"{what}: {times(often)} a step, the host waits for the device",
-            place,
-            _MENDS.get(what, _ELSE),
-            price=Price(calls.seconds / CALL_STEPS),
-        )
+        often, price = times(calls.count / CALL_STEPS), Price(calls.seconds / CALL_STEPS)
+        said = f"{what}: {often} a step, the host waits for the device"
+        yield Finding(said, place, _MENDS.get(what, _ELSE), price=price)
     known = {place for _, place in context.calls.reads}
     for place, count in context.syncs.items():
         if place not in known:
@@ -247,24 +209,18 @@ def tensors_made_on_the_host(context: AuditContext) -> Iterator[Finding]:
     """A tensor that the model makes on the host and moves to the device."""
     for place, calls in context.calls.moved.items():
         if not _is_debugging(context, place):
-            yield Finding(
-                f"a tensor made on the host and moved, {times(calls.count / CALL_STEPS)} a step",
-                place,
-                "device=x.device where it is made",
-                price=Price(calls.seconds / CALL_STEPS),
-            )
+            what = f"a tensor made on the host and moved, {times(calls.count / CALL_STEPS)} a step"
+            mend, price = "device=x.device where it is made", Price(calls.seconds / CALL_STEPS)
+            yield Finding(what, place, mend, price=price)
 
 
 def debugging_left_on(context: AuditContext) -> Iterator[Finding]:
     """Anomaly detection, a profiler, NVTX marks or gradcheck that the user's own code turns on."""
     names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
     for aid, places in context.aids.items():
-        yield Finding(
-            names.get(aid, f"{aid} runs"),
-            ", ".join(places) or "unknown",
-            f"remove it; debug={aid} when it is needed",
-            trial=context.trial(_without_anomaly_detection) if aid == "anomaly" else None,
-        )
+        what, where = names.get(aid, f"{aid} runs"), ", ".join(places) or "unknown"
+        trial = context.trial(_without_anomaly_detection) if aid == "anomaly" else None
+        yield Finding(what, where, f"remove it; debug={aid} when it is needed", trial=trial)
 
 
 def gradients_in_evaluation(context: AuditContext) -> Iterator[Finding]:

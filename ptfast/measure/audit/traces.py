@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import sysconfig
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ptfast.core.tensors.torch_internals import TorchDispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves
-from ptfast.measure.audit.finding import code_place
 
+_PACKAGE = Path(__file__).parents[2]
+_PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
+"""Our own code that stands where a user's may."""
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _VALUES = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero")
 _PRINTS = ("__repr__", "__format__")
 _COPIES = ("cpu", "numpy", "__array__")
@@ -33,6 +42,48 @@ _MAKERS = (
 _MOVES = ("to", "cuda", "type_as")
 _DEVICES = (Tensor, str, torch.device, int)
 """Types of arguments that name a device."""
+
+
+def code_place() -> str | None:
+    """The line of a user, a library or a model of ours that asks for what is at work, as `file.py:12`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not _is_framework(frame.f_code.co_filename):
+            file = _shown(frame.f_code.co_filename)
+            return f"{file}:{frame.f_lineno}" if file else None
+        frame = frame.f_back
+    return None
+
+
+def source_place(thing: Any) -> str:
+    """Where a class or function is written, as `file.py:12`; its name where no file says it."""
+    try:
+        _, line = inspect.getsourcelines(thing)
+        file = _shown(inspect.getsourcefile(thing) or "<>")
+    except (OSError, TypeError):
+        file, line = None, 0
+    return f"{file}:{line}" if file else f"{thing.__module__}.{thing.__qualname__}"
+
+
+@cache
+def _is_framework(file: str) -> bool:
+    """True for a file of torch, of Python's own library, or of this folder."""
+    path = Path(file)
+    ours = Path(__file__).parent, Path(torch.__file__).parent
+    standard = any(map(path.is_relative_to, _STANDARD)) and not any(map(path.is_relative_to, _LIBRARIES))
+    return file.startswith("<") or standard or any(map(path.is_relative_to, ours))
+
+
+@cache
+def _shown(file: str) -> str | None:
+    """The name to show for a file of code; None for one of this package that is no part of a run."""
+    path = Path(file)
+    if path.is_relative_to(_PACKAGE):
+        return str(path.relative_to(_PACKAGE.parent)) if any(map(path.is_relative_to, _PARTS)) else None
+    for folder in (*_LIBRARIES, Path.cwd()):
+        if path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return path.name
 
 
 @dataclass
@@ -86,17 +137,12 @@ class CallTrace(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             self.current = ("", (), {})
-        self._note(name, place, args, kwargs, result, time.perf_counter() - start)
-        return result
-
-    def _note(
-        self, name: str, place: str, args: Any, kwargs: dict[str, Any], result: Any, seconds: float
-    ) -> None:
+        seconds = time.perf_counter() - start
         given = [*tensors_in(args), *tensors_in(kwargs)]
         from_host = bool(given) and all(tensor in self._on_host for tensor in given)
         if self.with_gradients is None and torch.is_grad_enabled() and given:
             self.with_gradients = place
-        if not from_host and (what := self._read(name, args, kwargs, result)):
+        if not from_host and (what := self._read(name, args, kwargs)):
             self.reads[what, place].add(name, seconds)
         if name == "tensor" and args and isinstance(args[0], np.ndarray) and args[0].ndim:
             self.copied[place].add(name, seconds)
@@ -110,8 +156,9 @@ class CallTrace(TorchFunctionMode):
                 self._on_host[result] = True
             if given and result.is_floating_point() and result.numel() > 1 and name not in _MOVES:
                 self.arithmetic[place].add(name, seconds)
+        return result
 
-    def _read(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> str | None:
+    def _read(self, name: str, args: Any, kwargs: dict[str, Any]) -> str | None:
         """What a call reads on the host, in words; None where it leaves all on the device."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device.type != self._device_type:
@@ -160,7 +207,6 @@ def cuda_syncs() -> Iterator[dict[str, int]]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-_PRODUCTS = ("mm", "bmm")
 _CARRIERS = (
     *("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze"),
     *("clone", "_to_copy", "detach", "alias", "contiguous", "slice", "select", "as_strided"),
@@ -195,7 +241,7 @@ class GeluShape(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The part of a product of queries and keys, and what comes of it up to the softmax."""
+    """A product of queries and keys, or what elementwise operators make of it before the softmax."""
 
     depth: int
 
@@ -229,6 +275,7 @@ class OperatorTrace(TorchDispatchMode):
         self._calls = calls
         self._stack: list[str] = []
         self._roles: Any = WeakIdKeyDictionary()
+        """The part that a tensor plays: `parameter`, `_Scores`, `_Weights`, `squashed` or `shifted`."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._roles[tensor] = "parameter"
         self._softmaxes: list[_Weights] = []
@@ -273,16 +320,13 @@ class OperatorTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.recording:
-            self._note(func.overloadpacket.__name__, func, args, kwargs, result)
-        return result
-
-    def _note(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if "norm" in name or name == "rsqrt":
-            self.normalises = True
+        if not self.recording:
+            return result
+        name = func.overloadpacket.__name__
+        self.normalises |= "norm" in name or name == "rsqrt"
         first = next(tensors_in(result), None)
         if first is None:
-            return
+            return result
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
             self.doubles[place] += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -294,29 +338,28 @@ class OperatorTrace(TorchDispatchMode):
         # Torch's own attention may take these very operators.
         if not whole and calling != "scaled_dot_product_attention":
             role = self._attention(name, args, roles)
-            if role is None:
-                role = self._gelu(name, args, given, roles, first)
+            role = role or self._gelu(name, args, given, roles, first)
             if role is not None:
                 self._roles[first] = role
+        return result
 
     def _attention(self, name: str, args: Any, roles: list[Any]) -> Any:
-        """The part that the result plays: `parameter`, `_Scores`, `_Weights` or none."""
+        """The role of an operator's result in attention, if it has one."""
         weights = next((role for role in roles if isinstance(role, _Weights)), None)
-        if name in _PRODUCTS:
-            if weights is not None:
-                if roles[0] is weights and roles[1] != "parameter" and weights.shape is None:
-                    queries, keys = args[0].shape[-2:]
-                    values, dtype = args[1].shape[-1], args[0].dtype
-                    weights.module = self._stack[-1] if self._stack else ""
-                    # Torch may have merged the sizes of the weights before the last two.
-                    whole = next(tensors_in(self._calls.current[1]), args[0])
-                    shape = whole.shape if whole.numel() == args[0].numel() else args[0].shape
-                    batch = tuple(shape[:-2]) or (1,)
-                    weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, dtype)
-                else:
-                    weights.elsewhere = True
+        if name in ("mm", "bmm"):
+            if weights is None:
+                return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
+            if roles[0] is not weights or roles[1] == "parameter" or weights.shape is not None:
+                weights.elsewhere = True
                 return None
-            return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
+            queries, keys = args[0].shape[-2:]
+            weights.module = self._stack[-1] if self._stack else ""
+            # Torch may have merged the sizes of the weights before the last two.
+            whole = next(tensors_in(self._calls.current[1]), args[0])
+            shape = whole.shape if whole.numel() == args[0].numel() else args[0].shape
+            batch, values = tuple(shape[:-2]) or (1,), args[1].shape[-1]
+            weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, args[0].dtype)
+            return None
         if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
             found = _Weights(code_place() or "", roles[0].depth)
             self._softmaxes.append(found)
@@ -332,9 +375,8 @@ class OperatorTrace(TorchDispatchMode):
         """`squashed` for erf or tanh of something, `shifted` once 1 was added; notes a GELU."""
         if name in ("erf", "tanh"):
             return "squashed"
-        adds_one = name in ("add", "add_") and 1 in [a for a in args if isinstance(a, (int, float))]
-        if adds_one and "squashed" in roles:
-            return "shifted"
+        if name in ("add", "add_") and "squashed" in roles:
+            return "shifted" if 1 in [a for a in args if isinstance(a, (int, float))] else None
         if name not in ("mul", "mul_") or "shifted" not in roles:
             return None
         others = [tensor for tensor, role in zip(given, roles, strict=True) if role != "shifted"]

@@ -27,7 +27,7 @@ from ptfast.measure.experiment.verdicts import Effect, t_quantile
 
 Run = tuple[int, ...]
 """The level of each factor; 0 is the one that others are compared with."""
-Block = tuple[Run, Run, Run, Run]
+Block = Sequence[Run]
 _REDRAWS = 50
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def draw_blocks(
     while True:
         runs = [run for _ in range(2) for run in _allowed_pair(next(pairs), factors, rng, is_allowed)]
         rng.shuffle(runs)
-        yield runs[0], runs[1], runs[2], runs[3]
+        yield tuple(runs)
 
 
 def _pairs(factors: Sequence[Factor], rng: random.Random) -> Iterator[tuple[list[int], list[int]]]:

@@ -30,7 +30,7 @@ LEAST_BLOCKS = 3
 OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "backend.threads=")
 """Families and words of techniques that stay out of the plan, as those that change the training do: they
-start processes, compile, or change what a step is by so much that the others do other things beside them."""
+start processes, compile, or change a step so much that other switches act differently beside them."""
 NOT_REACHED = "not reached"
 NOTHING = "it changes nothing here"
 SEED = 0
@@ -74,11 +74,6 @@ class Worth:
             if not math.isfinite(loss):
                 self.why = "it diverges"
 
-    def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
-        effect = self.effect and self.effect.receipt()
-        return vars(self) | {"technique": self.technique.name, "effect": effect}
-
 
 @dataclass
 class Confirmed:
@@ -88,11 +83,6 @@ class Confirmed:
     over_given: Effect
     process_sd: float
     """Deviation of processes of one config, as a logarithm."""
-
-    def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
-        effects = {"over_plain": self.over_plain.receipt(), "over_given": self.over_given.receipt()}
-        return vars(self) | effects
 
 
 class Ablation:
@@ -118,11 +108,12 @@ class Ablation:
 
     def begin(self) -> Measured:
         """Build plain and the config as given, as one trial each, whose errors are the user's."""
-        for words in (self._words([]), self.arguments):
+        configs = [self._words([]), self.arguments]
+        for words in configs:
             read_config(words)
-        plain, given = self.laboratory.look([self._words([]), self.arguments])
+        plain, given = self.laboratory.look(configs)
         start_s = self.laboratory.left_s
-        self.laboratory.look([self._words([])])
+        self.laboratory.look(configs[:1])
         self.look_s = start_s - self.laboratory.left_s
         for each in (plain, given):
             each.raise_failure()
@@ -130,10 +121,12 @@ class Ablation:
         return plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
-        """Build each technique of the plan alone over plain, and sort out what fails or changes nothing."""
+        """Build each technique of the plan alone over plain, and sort out what fails or changes nothing.
+
+        The plan then has a factor for each switch, or for the alternatives of a group.
+        """
         self.findings = [Worth(technique) for technique in techniques]
         plain = _tree(self._words([]))
-        waiting = []
         for finding in self.findings:
             try:
                 if _tree(self._words([finding.technique])) == plain:
@@ -141,15 +134,21 @@ class Ablation:
             except PtfastError as error:
                 finding.why = str(error.what)
             finding.is_apart = not finding.why and _is_outside(finding.technique)
-            if not finding.why and not finding.is_apart:
-                waiting.append(finding)
+        waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
             found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
             self._on_stage(f"looked at {min(start + 4, len(waiting))} of {len(waiting)} switches alone")
-        self._group()
+        groups: dict[str, list[Worth]] = {}
+        for finding in waiting:
+            if not finding.why:
+                name = finding.technique.alternatives or finding.technique.name
+                groups.setdefault(name, []).append(finding)
+        self._members = list(groups.values())
+        for name, members in groups.items():
+            self.factors.append(Factor(name, ("plain", *(each.technique.name for each in members))))
 
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds for looking at those of the plan, and for the fewest blocks after that."""
@@ -171,34 +170,16 @@ class Ablation:
         self._confirm()
         self._judge()
 
-    def receipt(self) -> dict[str, Any]:
-        """Every run, its figures and how far it is trusted, as plain values."""
-        fitted, confirmed, laboratory = self.fitted, self.confirmed, self.laboratory
-        environment = (self.plain.facts if self.plain else {}).get("environment", {})
-        return {
-            "environment": environment | {"usable_cores": usable_cores()},
-            "budget_s": laboratory.budget_s,
-            "took_s": laboratory.budget_s - laboratory.left_s,
-            "timed_s": laboratory.timed_s,
-            "turn_s": laboratory.turn_s,
-            "seed": SEED,
-            "factors": [asdict(factor) for factor in self.factors],
-            "plan": [[list(run) for run in block] for block in self.blocks],
-            "weights": fitted.weights if fitted is not None else [],
-            "process_sd": self.process_sd,
-            "findings": [finding.receipt() for finding in self.findings],
-            "pick": [technique.name for technique in self.picked],
-            "pairs": [(*([each.name for each in term] for term in pair), more) for *pair, more in self.pairs],
-            "predicted_speedup": self.predicted,
-            "confirmed": None if confirmed is None else confirmed.receipt(),
-            "best": self.pick_words if self.best_is_pick else [],
-            "blocks": [[measured.receipt() for measured in block] for block in laboratory.blocks],
-        }
-
     @property
     def apart(self) -> list[Worth]:
         """What is measured beside the pick."""
         return [finding for finding in self.findings if finding.is_apart]
+
+    @property
+    def measured(self) -> list[tuple[Worth, Effect]]:
+        """What has a figure, the fastest first."""
+        found = [(each, each.effect) for each in self.findings if each.effect is not None and not each.why]
+        return sorted(found, key=lambda pair: -pair[1].log_ratio)
 
     def _measure_plan(self, reserve_s: float) -> None:
         """Measure blocks of the plan until `reserve_s` are left, and estimate every effect.
@@ -208,19 +189,40 @@ class Ablation:
         if not self.factors:
             return
         laboratory, enough = self.laboratory, math.ceil((len(columns(self.factors)) + SPARE_DOF) / 3)
-        is_allowed = cache(lambda run: _tree_or_none(self._words(self._techniques(run))) is not None)
+
+        def words_of(run: Run) -> list[str]:
+            levels = zip(self._members, run, strict=True)
+            return self._words([members[level - 1].technique for members, level in levels if level])
+
+        is_allowed = cache(lambda run: _tree_or_none(words_of(run)) is not None)
         for block in draw_blocks(self.factors, SEED, is_allowed):
             least_s = reserve_s if len(self.blocks) >= enough else LEAST_BLOCKS * laboratory.block_s
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
-            found = self.laboratory.measure([self._words(self._techniques(run)) for run in block])
+            found = laboratory.measure([words_of(run) for run in block])
             self.blocks.append(block)
             self.times.append(times_of(found))
             self._memory.append([float(each.facts.get("peak_memory_bytes", math.nan)) for each in found])
-            self._on_stage(
-                f"block {len(self.blocks)}: {4 * len(self.blocks)} runs of {len(self.factors)} factors"
-            )
+            num_blocks = len(self.blocks)
+            self._on_stage(f"block {num_blocks}: {4 * num_blocks} runs of {len(self.factors)} factors")
         self.estimate()
+
+    def estimate(self) -> None:
+        """Estimate effects, what to expect of each, and the pick."""
+        self.fitted = fitted = fit(self.factors, self.blocks, self.times)
+        memory = fit(self.factors, self.blocks, self._memory)
+        for place, (factor, level) in enumerate(columns(self.factors)):
+            finding = self._members[factor][level - 1]
+            finding.effect, finding.expected = fitted.effects[place], fitted.shrunk[place]
+            if finding.effect is None:
+                finding.why = "no combination with it could be run"
+            if (change := memory.effects[place]) is not None:
+                finding.memory_bytes = -change.log_ratio
+        for members in self._members:
+            allowed = [each for each in members if each.expected > GAIN and self._is_allowed(each.technique)]
+            if allowed:
+                self.picked.append(max(allowed, key=lambda finding: finding.expected).technique)
+        self._judge()
 
     def _measure_apart(self, reserve_s: float) -> None:
         """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain."""
@@ -239,13 +241,17 @@ class Ablation:
         for finding in self.apart:
             finding.why = finding.why or ("" if finding.log_ratios else NOT_REACHED)
         self._judge()
-        gains = [each for each in self.apart if each.effect is not None and self.is_allowed(each.technique)]
-        best = max(gains, key=lambda each: each.effect.interval()[0] if each.effect else 0.0, default=None)
-        if best is not None and best.effect is not None and best.effect.interval()[0] > 1:
+        gains = [
+            (each, effect)
+            for each, effect in self.measured
+            if each.is_apart and effect.interval()[0] > 1 and self._is_allowed(each.technique)
+        ]
+        if gains:
+            best, effect = max(gains, key=lambda gain: gain[1].interval()[0])
             group = best.technique.alternatives
             kept = [each for each in self.picked if group is None or each.alternatives != group]
             self.picked = [*kept, best.technique]
-            best.expected = best.effect.log_ratio
+            best.expected = effect.log_ratio
 
     def _confirm(self) -> None:
         """Run the pick again in fresh processes, against plain and the config as given.
@@ -256,16 +262,14 @@ class Ablation:
         sure = [technique for technique in self.picked if technique in sure]
         last = sure if sure and sure != self.picked else self.picked
         words = [self._words([]), self.arguments, self._words(self.picked), self._words(last)]
-        order = (0, 1, 2, 3 if last is sure else 2)
+        order = [0, 1, 2, 3 if last is sure else 2]
         factor = Factor("config", ("plain", "given", "pick", "sure")[: max(order) + 1])
         blocks: list[Block] = []
         times: list[list[float]] = []
         while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
-            found = self.laboratory.measure([words[level] for level in order])
-            first, *rest = order
-            blocks.append(((first,), (rest[0],), (rest[1],), (rest[2],)))
-            times.append(times_of(found))
-            order = (order[1], order[2], order[3], order[0])
+            times.append(times_of(self.laboratory.measure([words[level] for level in order])))
+            blocks.append([(level,) for level in order])
+            order = [*order[1:], order[0]]
             self._on_stage(f"confirming: block {len(blocks)}")
             if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
                 break
@@ -280,13 +284,24 @@ class Ablation:
         over_given = Effect(best.log_ratio - given.log_ratio, best.se, best.dof)
         self.confirmed = Confirmed(best, over_given, fitted.residual_sd)
 
+    def _judge(self) -> None:
+        """The verdicts of the whole table, with what two processes of one config are known to differ by."""
+        sd, dof = self._noise
+        for finding in self.apart:
+            if finding.log_ratios and sd:
+                se = sd * math.sqrt(2 / len(finding.log_ratios))
+                finding.effect = Effect(statistics.fmean(finding.log_ratios), se, dof)
+        words = judge([finding.effect for finding in self.findings])
+        for finding, word in zip(self.findings, words, strict=True):
+            finding.verdict = "not applicable" if finding.why else word
+
     @property
     def predicted(self) -> float:
         """The speed-up over plain that the plan predicts of the pick."""
         log_ratio = sum(f.expected for f in self.findings if f.technique in self.picked)
         for *pair, more in self.pairs:
             first, second = (any(each in self.picked for each in term) for term in pair)
-            # Of effects that hold with the other one on in half of all runs.
+            # Effects are estimated with the other one on in half of all runs.
             log_ratio -= more / 2 if first != second else 0.0
         return math.exp(log_ratio)
 
@@ -303,17 +318,10 @@ class Ablation:
         ]
 
     @property
-    def best_is_pick(self) -> bool:
-        """Return True if the pick is not slower than the config as given."""
-        return self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0 and bool(self.picked)
-
-    @property
-    def pick_words(self) -> list[str]:
-        """Overrides of the pick over the user's words."""
-        words: list[str] = [*PLAIN]
-        for technique in self.picked:
-            words = merge(words, technique.on)
-        return words
+    def best_words(self) -> list[str]:
+        """Overrides of the pick over the user's words; none where the config as given is faster."""
+        is_pick = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
+        return _switched_on(self.picked) if is_pick and self.picked else []
 
     @property
     def _noise(self) -> tuple[float, float]:
@@ -342,7 +350,7 @@ class Ablation:
         sd, dof = self._noise_of_pick
         return self.fitted is not None and dof > 1 and self.fitted.residual_sd > POOR_FIT * sd
 
-    def is_allowed(self, technique: Technique) -> bool:
+    def _is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.
 
         What leaves the result as it is may, up to rounding. Lower precision may where the config as given has
@@ -355,58 +363,45 @@ class Ablation:
         given = _tree(self.arguments)
         return any(_tree_or_none(merge(self.arguments, each.on)) == given for each in kin)
 
-    def _group(self) -> None:
-        """The factors of the plan: a switch each, or the alternatives of a group."""
-        groups: dict[str, list[Worth]] = {}
-        for finding in self.findings:
-            if finding.why or finding.is_apart:
-                continue
-            name = finding.technique.alternatives or finding.technique.name
-            groups.setdefault(name, []).append(finding)
-        self._members = list(groups.values())
-        self.factors = [
-            Factor(name, ("plain", *(finding.technique.name for finding in members)))
-            for name, members in groups.items()
-        ]
-
-    def _techniques(self, run: Run) -> list[Technique]:
-        return [
-            members[level - 1].technique for members, level in zip(self._members, run, strict=True) if level
-        ]
-
     def _words(self, techniques: Sequence[Technique]) -> list[str]:
-        words = merge(self.arguments, PLAIN)
-        for technique in techniques:
-            words = merge(words, technique.on)
-        return words
+        return merge(self.arguments, _switched_on(techniques))
 
-    def estimate(self) -> None:
-        """Estimate effects, what to expect of each, and the pick."""
-        self.fitted = fitted = fit(self.factors, self.blocks, self.times)
-        memory = fit(self.factors, self.blocks, self._memory)
-        for place, (factor, level) in enumerate(columns(self.factors)):
-            finding = self._members[factor][level - 1]
-            finding.effect, finding.expected = fitted.effects[place], fitted.shrunk[place]
-            if finding.effect is None:
-                finding.why = "no combination with it could be run"
-            if (change := memory.effects[place]) is not None:
-                finding.memory_bytes = -change.log_ratio
-        for members in self._members:
-            allowed = [each for each in members if each.expected > GAIN and self.is_allowed(each.technique)]
-            if allowed:
-                self.picked.append(max(allowed, key=lambda finding: finding.expected).technique)
-        self._judge()
+    def receipt(self) -> dict[str, Any]:
+        """Every run, its figures and how far it is trusted, as plain values."""
+        fitted, laboratory = self.fitted, self.laboratory
+        environment = (self.plain.facts if self.plain else {}).get("environment", {})
+        findings = [
+            vars(each) | {"technique": each.technique.name, "effect": each.effect and each.effect.receipt()}
+            for each in self.findings
+        ]
+        confirmed = None
+        if self.confirmed is not None:
+            effects = {name: getattr(self.confirmed, name).receipt() for name in ("over_plain", "over_given")}
+            confirmed = vars(self.confirmed) | effects
+        return {
+            "environment": environment | {"usable_cores": usable_cores()},
+            "budget_s": laboratory.budget_s,
+            "took_s": laboratory.budget_s - laboratory.left_s,
+            "timed_s": laboratory.timed_s,
+            "turn_s": laboratory.turn_s,
+            "seed": SEED,
+            "factors": [asdict(factor) for factor in self.factors],
+            "plan": [[list(run) for run in block] for block in self.blocks],
+            "weights": fitted.weights if fitted is not None else [],
+            "process_sd": self.process_sd,
+            "findings": findings,
+            "pick": [technique.name for technique in self.picked],
+            "pairs": [(*([each.name for each in term] for term in pair), more) for *pair, more in self.pairs],
+            "predicted_speedup": self.predicted,
+            "confirmed": confirmed,
+            "best": self.best_words,
+            "blocks": [[measured.receipt() for measured in block] for block in laboratory.blocks],
+        }
 
-    def _judge(self) -> None:
-        """The verdicts of the whole table, with what two processes of one config are known to differ by."""
-        sd, dof = self._noise
-        for finding in self.apart:
-            if finding.log_ratios and sd:
-                se = sd * math.sqrt(2 / len(finding.log_ratios))
-                finding.effect = Effect(statistics.fmean(finding.log_ratios), se, dof)
-        words = judge([finding.effect for finding in self.findings])
-        for finding, word in zip(self.findings, words, strict=True):
-            finding.verdict = "not applicable" if finding.why else word
+
+def _switched_on(techniques: Sequence[Technique]) -> list[str]:
+    """Overrides that switch on these techniques and nothing else."""
+    return merge(PLAIN, [word for technique in techniques for word in technique.on])
 
 
 def _is_outside(technique: Technique) -> bool:

@@ -18,10 +18,9 @@ from ptfast.config.overrides import merge
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.section import Need
-from ptfast.core.units import clock
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA
-from ptfast.measure.found import RECEIPT, live_line
+from ptfast.measure.outputs import RECEIPT, live_line, make_folder
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.report.terminal.display import say, table
 
@@ -73,7 +72,7 @@ TUNING_GUIDE = "PyTorch Performance Tuning Guide"
 CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174"
 PADDING = "Benesty 2020, CamemBERT-base on X-NLI, RTX 2080 Ti"
 REPEATED = "often repeated; first source not found"
-ZEROED = "ptfast.measure.claims.hold_claims.ZeroedResNet"
+ZEROED = "ptfast.measure.hold_claims.ZeroedResNet"
 
 RESNET: Words = ("data=arrays", "data.path={images}", "model=resnet20", "optimizer=sgd")
 WIDE: Words = (*RESNET, "model.width=32")
@@ -185,26 +184,6 @@ CLAIMS = (
 )
 """In the order in which the sources give them."""
 
-COMMON: Words = ("preset=plain",)
-"""What every trial begins with: the ways of a blog post before its tips."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A claim and what was found."""
-
-    claim: Claim
-    finding: Finding
-    ratio: str = ""
-    why: str = ""
-
-    def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
-        claim = self.claim
-        facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
-        facts |= {"finding": self.finding, "measured": self.ratio, "why": self.why}
-        return {**facts, "range": [claim.least, claim.most]}
-
 
 def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
     """Compare every claim that can be tried here with blocked pairs of trials on data made for it.
@@ -216,59 +195,58 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
         out: folder of the receipt; None for a new one under `runs`.
     """
     check_out(out)
-    folder = out or run_directory.new_folder(Path("runs"), "claims")
     machine, code = ThisMachine(), EXIT_OK
+    pairs: dict[int, Pair] = {}
     lacks = [claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS]
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
-        live_line() as live,
+        live_line(lambda: laboratory.left_s) as live,
     ):
-        pairs = []
-        for claim, lack in zip(CLAIMS, lacks, strict=True):
-            if not lack:
-                data = [*COMMON, *filled_in(claim.workload, Path(scratch))]
+        for number, claim in enumerate(CLAIMS):
+            if not lacks[number]:
+                data = ["preset=plain", *filled_in(claim.workload, Path(scratch))]
                 without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
-                pairs.append(Pair(claim.technique, without, with_it))
-
-        def on_pair(pair: Pair) -> None:
-            live(f"{pair.name}  {clock(max(laboratory.left_s, 0.0))} left")
-
+                pairs[number] = Pair(claim.technique, without, with_it)
         try:
-            measure_pairs(laboratory, pairs, on_pair)
+            measure_pairs(laboratory, [*pairs.values()], lambda pair: live(pair.name))
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
-    found = iter(pairs)
-    rows = [
-        Row(claim, "not testable here", why=lack) if lack else _found(claim, next(found), len(pairs))
-        for claim, lack in zip(CLAIMS, lacks, strict=True)
-    ]
-    cells = []
-    for row in rows:
-        claim, here = row.claim, row.ratio or row.why
-        cells.append([claim.technique, claim.says, claim.against or claim.without, here, row.finding])
+    cells: list[list[str]] = []
+    receipts: list[dict[str, Any]] = []
+    for number, claim in enumerate(CLAIMS):
+        finding: Finding = "not testable here"
+        ratio, why, pair = "", lacks[number], pairs.get(number)
+        if pair is not None:
+            finding, ratio, why = _compare(claim, pair, len(pairs))
+        against = claim.against or claim.without
+        cells.append([claim.technique, claim.says, against, ratio or why, finding])
+        facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
+        facts |= {"finding": finding, "measured": ratio, "why": why}
+        receipts.append({**facts, "range": [claim.least, claim.most]})
     table(["technique", "claim", "against", "here", "finding"], cells)
-    run_directory.create_folder(folder)
+    folder = make_folder("claims", out)
     facts = {
         "command": ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"],
         "environment": run_directory.environment([]),
-        "claims": [row.receipt() for row in rows],
-        "pairs": [pair.receipt(pair.effect(), "cannot tell") for pair in pairs],
+        "claims": receipts,
+        "pairs": [pair.receipt(pair.effect(), "cannot tell") for pair in pairs.values()],
     }
     run_directory.write_json(folder / RECEIPT, facts)
     say(f"figures: {folder}")
     return code
 
 
-def _found(claim: Claim, pair: Pair, num_pairs: int) -> Row:
+def _compare(claim: Claim, pair: Pair, num_pairs: int) -> tuple[Finding, str, str]:
+    """What a pair says of a claim, the ratio that it shows, and why it shows none."""
     effect = pair.effect()
     if effect is None:
-        return Row(claim, "cannot tell", why=pair.why or NOT_REACHED)
+        return "cannot tell", "", pair.why or NOT_REACHED
     if claim.quantity == "memory":
         ratio = pair.memory_ratio()
-        return Row(claim, judge(claim, ratio, ratio), f"{ratio:.2f}x")
+        return judge(claim, ratio, ratio), f"{ratio:.2f}x", ""
     low, high = effect.interval(1 - ALPHA / num_pairs)
-    return Row(claim, judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]")
+    return judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]", ""
 
 
 NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
@@ -278,25 +256,22 @@ LENGTHS = (8, 256)
 
 def filled_in(words: Words, folder: Path) -> Words:
     """Replace the placeholders of a workload by paths of data in `folder`, which is made on first use."""
-    for name, make in _MAKERS.items():
+    for name, make in {"images": _make_images, "files": _make_files, "texts": _make_texts}.items():
         if any(f"{{{name}}}" in word for word in words):
-            path = folder / name
             if not list(folder.glob(f"{name}*")):
-                make(path)
+                make(folder / name, np.random.default_rng(0))
             (found,) = folder.glob(f"{name}*")
             words = tuple(word.replace(f"{{{name}}}", str(found)) for word in words)
     return words
 
 
-def _make_images(path: Path) -> None:
-    chance = np.random.default_rng(0)
+def _make_images(path: Path, chance: np.random.Generator) -> None:
     images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
     np.savez(path.with_suffix(".npz"), train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
 
 
-def _make_files(path: Path) -> None:
+def _make_files(path: Path, chance: np.random.Generator) -> None:
     """JPEG files of 256 x 256 that take about as long to decode as photographs of that size."""
-    chance = np.random.default_rng(0)
     for number in range(NUM_FILES):
         pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         file = path / f"class_{number % 2}" / f"{number:04d}.jpg"
@@ -304,15 +279,11 @@ def _make_files(path: Path) -> None:
         Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
 
 
-def _make_texts(path: Path) -> None:
-    chance = np.random.default_rng(0)
+def _make_texts(path: Path, chance: np.random.Generator) -> None:
     lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
     lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
     path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
-
-
-_MAKERS = {"images": _make_images, "files": _make_files, "texts": _make_texts}
 
 
 class ZeroedResNet(ResNetCifar):

@@ -1,20 +1,25 @@
-"""The search for the quickest loader: what is tried, in which order, and what is chosen of it."""
+"""`ptfast find workers`: who loads the data quickest beside the training, and what memory that takes."""
 
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
+from ptfast.core.errors import EXIT_OK
 from ptfast.core.machine import available_memory, usable_cores
-from ptfast.core.units import duration, num_bytes
+from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.laboratory import Laboratory, Measured
-from ptfast.measure.experiment.plan import Factor, fit
+from ptfast.measure.experiment.plan import Block, Factor, fit
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
+from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
+from ptfast.report.terminal.display import is_terminal, say, standard_output, table
 
 RULE = 4
 """Workers of each rank by the rule of thumb, 4 for each GPU."""
@@ -28,6 +33,9 @@ FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
 """So many of the quickest, within this part of the best, are measured in so many blocks together."""
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
+NARROW = 100
+"""Columns of a terminal below which the table says less."""
+PASSES = 4
 
 
 class LoaderSetup(NamedTuple):
@@ -56,11 +64,6 @@ class LoaderSetup(NamedTuple):
             }
         return found
 
-    @property
-    def overrides(self) -> list[str]:
-        """Words that ask for it."""
-        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
-
     def label(self, config: Config) -> str:
         """Its kind, and what else differs from `config`, but for the number of workers."""
         words = [self.kind]
@@ -73,14 +76,62 @@ class LoaderSetup(NamedTuple):
         return ", ".join(words)
 
 
-def workers(count: int, config: Config) -> LoaderSetup:
-    """`count` worker processes that read as far ahead as `config` says; for 0 this process reads."""
-    if not count:
-        return LoaderSetup("plain")
-    return LoaderSetup("workers", count, config.dataloader.prefetch, config.backend.worker_threads)
-
-
 PLAIN = LoaderSetup("plain")
+
+
+def find_workers(
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    most: int | None = None,
+    seconds: float = 2.0,
+    out: Path | None = None,
+    write: Path | None = None,
+) -> int:
+    """Train with one loader beside another, each in a process of its own, and say which is the quickest.
+
+    What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
+    Worker processes double until more gain nothing; then what lies beside the best is tried, and the best of
+    all, with what `auto` takes if it is among them, are measured again in blocks of fresh processes.
+
+    Args:
+        most: worker processes of each rank.
+        seconds: that a process is measured for.
+        out: folder of the figures; None for a new one under `run.root`.
+        write: file of a recipe with the loader.
+
+    Raises:
+        ReportedError: what stops training without workers.
+    """
+    check_outputs(out, write)
+    with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / PASSES) as laboratory:
+
+        def on_loader(loader: LoaderSetup) -> None:
+            rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.figure(loader, "waiting")
+            say(f"  {search.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
+
+        search = LoaderSearch(laboratory, config, arguments, most, on_loader)
+        say(f"measuring loaders beside the training, {seconds:g} s each")
+        search.run()
+    _show(search)
+    chosen, best = search.chosen, search.best()
+    facts = {
+        "chosen": {**chosen._asdict(), "samples_per_s": search.figure(chosen, "samples_per_s")},
+        **{name: loader._asdict() for name, loader in search.named.items()},
+        "best": best._asdict(),
+        "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in search.effects(best).items()],
+        "rivals": [one._asdict() for one in search.rivals()],
+        "blocks": [
+            [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
+            for block in search.blocks
+        ],
+        "failed": {search.label(loader): why for loader, why in search.failed.items()},
+        "data": search.data,
+    }
+    say(f"figures: {write_figures(config, 'workers', out, facts)}")
+    if write is not None:
+        _write(write, search)
+    return EXIT_OK
 
 
 class LoaderSearch:
@@ -100,7 +151,7 @@ class LoaderSearch:
         on_loader: Callable[[LoaderSetup], None] = lambda loader: None,
     ) -> None:
         self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
-        self.most, self._on_loader = most, on_loader
+        self.most, self._on_loader = most or 0, on_loader
         self.blocks: list[list[tuple[LoaderSetup, Measured]]] = []
         self.failed: dict[LoaderSetup, str] = {}
         """The reasons why loaders cannot be had."""
@@ -110,23 +161,27 @@ class LoaderSearch:
         """What decides which loaders make sense for the data."""
         self.notes: list[str] = []
         self.chosen = PLAIN
+        self._cores = 1
+        """Of each rank."""
 
     def run(self) -> None:
         """Measure what may be the quickest loader, and what `auto` and the config would take; choose one."""
-        alone, *others = self.laboratory.look(
-            [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments], asks=True
-        )
+        configs = [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments]
+        alone, *others = self.laboratory.look(configs, asks=True)
         alone.raise_failure()
-        self.data = alone.facts["data"] | {"num_ranks": resolve_num_ranks(self.config)}
+        num_ranks = resolve_num_ranks(self.config)
+        self.data = alone.facts["data"] | {"num_ranks": num_ranks}
+        self._cores = usable_cores(hyperthreads=True) // num_ranks
+        self.most = self.most or max(LEAST_LIMIT, 4 * self._cores)
+        self.most = min(self.most, self.data["num_shards"] or self.most)
         for name, measured in zip(("auto", "configured"), others, strict=True):
             if (resolved := measured.facts.get("resolved")) is not None:
                 kind, count = resolved["dataloader"], resolved["workers"]
-                found = workers(count, self.config) if kind in ("plain", "workers") else LoaderSetup(kind)
+                found = self.workers(count) if kind in ("plain", "workers") else LoaderSetup(kind)
                 self.named[name] = found._replace(read_ahead=bool(resolved["read_ahead"]))
         if self.config.dataloader.kind == "auto":
             self.named.pop("configured", None)
-        kinds = [LoaderSetup(kind) for kind in self._other_kinds()]
-        self.measure(PLAIN, *kinds, *self.named.values())
+        self.measure(PLAIN, *self._other_kinds(), *self.named.values())
         if self.figure(PLAIN, "waiting") > NOTHING:
             self._ascend()
             self._refine()
@@ -134,6 +189,14 @@ class LoaderSearch:
             near = [loader for loader in self.by_speed() if self.ratio(loader) >= NEAR]
             self._block(near[:FINALISTS])
         self.chosen = self.choose()
+
+    def workers(self, count: int) -> LoaderSetup:
+        """`count` worker processes that read as far ahead as the config says; for 0 this process reads."""
+        if not count:
+            return PLAIN
+        return LoaderSetup(
+            "workers", count, self.config.dataloader.prefetch, self.config.backend.worker_threads
+        )
 
     def measure(self, *loaders: LoaderSetup) -> None:
         """Measure those that were not measured before."""
@@ -154,23 +217,20 @@ class LoaderSearch:
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than one of them."""
         order = [base, *(loader for loader in self.seen if loader != base)]
-        factor = Factor("loader", tuple(map(repr, order)))
-        blocks: list[Any] = []
+        blocks: list[Block] = []
         times: list[list[float]] = []
         for block in self.blocks:
             whole = [(order.index(one), run.time) for one, run in block if run.time is not None]
             whole += [(0, math.nan)] * (4 - len(whole))
-            blocks.append(tuple((level,) for level, _ in whole))
+            blocks.append([(level,) for level, _ in whole])
             times.append([time for _, time in whole])
-        found = fit([factor], blocks, times, spare_dof=0).effects
+        found = fit([Factor("loader", tuple(map(repr, order)))], blocks, times, spare_dof=0).effects
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
     def by_speed(self) -> list[LoaderSetup]:
         """Those that have figures, the quickest first."""
         effects = self.effects(PLAIN)
-        return sorted(
-            self.seen, key=lambda one: effects[one].log_ratio if one in effects else 0.0, reverse=True
-        )
+        return sorted(self.seen, key=lambda one: -effects[one].log_ratio if one in effects else 0.0)
 
     def best(self) -> LoaderSetup:
         """The quickest."""
@@ -186,12 +246,12 @@ class LoaderSearch:
         close = [loader for loader in self.seen if self.ratio(loader) >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
-    def rivals(self, chosen: LoaderSetup) -> list[LoaderSetup]:
+    def rivals(self) -> list[LoaderSetup]:
         """Those that may be faster than the chosen one by more than counts, as far as the figures tell."""
-        effects, most = self.effects(chosen), 1 / (1 - CLOSE)
+        effects = self.effects(self.chosen)
         # Each of them has had its chance to look slower than it is.
         level = 1 - ALPHA / max(len(effects), 1)
-        return [one for one, effect in effects.items() if effect.interval(level)[1] > most]
+        return [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
 
     def figure(self, loader: LoaderSetup, name: str) -> float:
         """The median of a figure over the processes of a loader.
@@ -205,10 +265,19 @@ class LoaderSearch:
 
     def label(self, loader: LoaderSetup) -> str:
         """Its name in lines of text."""
-        label = loader.label(self.config)
+        found = loader.label(self.config)
         if loader.workers == 1:
-            label = label.replace("workers", "worker", 1)
-        return f"{loader.workers} {label}" if loader.workers else label
+            found = found.replace("workers", "worker", 1)
+        return f"{loader.workers} {found}" if loader.workers else found
+
+    def settings(self) -> dict[str, Any]:
+        """The values to set for the chosen loader, by key; a thread that nobody asked for is left out."""
+        found = self.chosen.values
+        if not (self.chosen.read_ahead or self.config.dataloader.read_ahead):
+            del found["dataloader.read_ahead"]
+        if self.chosen.threads == self.config.backend.worker_threads == 1:
+            del found["backend.worker_threads"]
+        return found
 
     def _block(self, loaders: Sequence[LoaderSetup]) -> None:
         before = self.seen
@@ -222,44 +291,38 @@ class LoaderSearch:
 
     def _words(self, loader: LoaderSetup) -> list[str]:
         # What grows is measured at its full size.
-        return merge(self.arguments, ["curriculum=none", *loader.overrides])
+        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
+        return merge(self.arguments, ["curriculum=none", *own])
 
-    def _other_kinds(self) -> Iterator[str]:
+    def _other_kinds(self) -> Iterator[LoaderSetup]:
         """Kinds without workers besides `plain` that may suit this data and device."""
         if self.data["iterable"]:
             self.notes.append("iterable data is read by this process or by workers")
             return
-        memory, read_s, why = LoaderSetup("memory"), self.data["read_s"], ""
+        memory, read_s = LoaderSetup("memory"), self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
             why = "samples may differ from epoch to epoch, and would be held as they first are"
-        elif read_s > HOLD_S and memory not in self.named.values():
-            why = f"decoding everything once would take {duration(read_s)} on one core"
-        if why:
             self.failed[memory] = why
+        elif read_s > HOLD_S and memory not in self.named.values():
+            self.failed[memory] = f"decoding everything once would take {duration(read_s)} on one core"
         else:
-            yield "memory"
+            yield memory
             if self.data["device"] == "cuda":
-                yield "device"
+                yield LoaderSetup("device")
         if self.data["packed"]:
-            yield "packed"
-
-    def _limit(self) -> int:
-        cores = usable_cores(hyperthreads=True) // self.data["num_ranks"]
-        limit = self.most or max(LEAST_LIMIT, 4 * cores)
-        return min(limit, self.data["num_shards"] or limit)
+            yield LoaderSetup("packed")
 
     def _ascend(self) -> None:
         """Double the workers until that gains nothing twice, or memory ends."""
-        most, useless = self._limit(), 0
+        most, useless = self.most, 0
         counts = [*(2**power for power in range(16) if 2**power < most), *([most] if most else [])]
         for start in range(0, len(counts), 2):
             pair = [count for count in counts[start : start + 2] if self._has_room(count)]
             before = math.log(self.ratio(self.best(), PLAIN))
-            self.measure(*(workers(count, self.config) for count in pair))
+            self.measure(*map(self.workers, pair))
             if len(pair) < 2 and start + 2 < len(counts):
                 return
-            for count in pair:
-                loader = workers(count, self.config)
+            for loader in map(self.workers, pair):
                 if loader in self.failed:
                     return
                 speed = math.log(self.ratio(loader, PLAIN))
@@ -270,34 +333,105 @@ class LoaderSearch:
 
     def _has_room(self, count: int) -> bool:
         """Return False where workers would take more memory than is free, by what others have taken."""
-        tried = [loader for loader in self.seen if loader.workers]
-        if not tried:
+        largest = max(self.seen, key=lambda loader: loader.workers)
+        if not largest.workers:
             return True
-        largest = max(tried, key=lambda loader: loader.workers)
         plain = self.figure(PLAIN, "memory_bytes")
         each = max(0.0, self.figure(largest, "memory_bytes") - plain) / largest.workers
-        # Those of a block are there together.
+        # The two counts of a block run at the same time.
         needed, free = plain + 2 * each * count, available_memory()
         if needed > free:
-            self.notes.append(
-                f"{count} workers would take about {num_bytes(plain + each * count)}, "
-                f"and {num_bytes(free)} are free"
-            )
+            taken = num_bytes(plain + each * count)
+            self.notes.append(f"{count} workers would take about {taken}, and {num_bytes(free)} are free")
         return needed <= free
 
     def _refine(self) -> None:
         """Try what lies beside the best: counts in between, reading further ahead, threads."""
-        best, most = self.choose(), self._limit()
+        best = self.choose()
         beside: list[LoaderSetup] = []
         if best.workers:
             counts = sorted({round(best.workers * factor) for factor in (0.75, 1.5)})
-            beside += [best._replace(workers=count) for count in counts if 0 < count <= most]
+            beside += [best._replace(workers=count) for count in counts if 0 < count <= self.most]
             beside.append(best._replace(prefetch=2 * best.prefetch))
-            cores = usable_cores(hyperthreads=True) // self.data["num_ranks"]
-            if 2 * best.workers <= cores:
+            if 2 * best.workers <= self._cores:
                 beside.append(best._replace(threads=2 * best.threads))
         if self.data["device"] == "cpu" and (self.data["in_memory"] or self.data["repeatable"]):
             beside.append(best._replace(read_ahead=True))
         self.measure(*beside)
-        if self.choose().workers == most and not self.data["num_shards"]:
-            self.notes.append(f"more than {most} workers were not tried: --to goes further")
+        if self.choose().workers == self.most and not self.data["num_shards"]:
+            self.notes.append(f"more than {self.most} workers were not tried: --to goes further")
+
+
+def _show(search: LoaderSearch) -> None:
+    chosen, best = search.chosen, search.best()
+    marks, effects = _marks(search), search.effects(best)
+    narrow = is_terminal(standard_output()) and shutil.get_terminal_size().columns < NARROW
+    whole = (run for block in search.blocks for _, run in block if run.time is not None)
+    memory_kind = next(whole).facts["memory"][1]
+    rows: list[dict[str, str]] = []
+    for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
+        ratio, interval = 1.0, ""
+        if loader != best and loader in effects:
+            ratio, (low, high) = effects[loader].ratio, effects[loader].interval()
+            interval = f"{low:.2f}-{high:.2f}"
+        row = {
+            "loader": search.label(loader) if narrow else loader.label(search.config),
+            "workers": str(loader.workers),
+            "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
+            "of the best": f"{ratio:.2f}",
+            "95 %": interval,
+            "waiting": f"{search.figure(loader, 'waiting'):.0%}",
+            f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
+            "": marks.get(loader, ""),
+        }
+        rows.append(row)
+    headers = [name for name in rows[0] if not (narrow and name in ("workers", "waiting"))]
+    say()
+    table(headers, [[row[name] for name in headers] for row in rows])
+    for loader, why in search.failed.items():
+        say(f"not measured: {search.label(loader)} ({why})")
+    for line in [*search.notes, *_remarks(search)]:
+        say(line)
+    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.settings().items())
+    say(f"\nchosen: {settings} at {search.figure(chosen, 'samples_per_s'):,.0f} samples/s")
+
+
+def _marks(search: LoaderSearch) -> dict[LoaderSetup, str]:
+    """Remarks on some of the loaders."""
+    marks: dict[LoaderSetup, list[str]] = {search.chosen: ["chosen"]}
+    for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
+        marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
+    return {loader: ", ".join(names) for loader, names in marks.items()}
+
+
+def _remarks(search: LoaderSearch) -> Iterator[str]:
+    """Remarks on the figures."""
+    chosen = search.chosen
+    if chosen != search.best():
+        yield (
+            f"{search.label(chosen)} is as quick as {search.label(search.best())}, which is the quickest, "
+            "and takes fewer processes or less memory"
+        )
+    if rivals := search.rivals():
+        names = ", ".join(map(search.label, rivals))
+        yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
+    if search.data["num_ranks"] > 1:
+        yield f"workers of each of {search.data['num_ranks']} ranks; samples of all together"
+    if (share := search.figure(PLAIN, "waiting")) <= NOTHING:
+        line = "of the time goes to reading: no loader can save more than that"
+        yield f"without workers {max(share, 0.001):.1%} {line}"
+    if chosen.kind in ("memory", "device") and not search.data["in_memory"]:
+        took = duration(search.data["read_s"])
+        yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
+
+
+def _write(file: Path, search: LoaderSearch) -> None:
+    """A recipe of the chosen loader; what the arguments said of loaders is not carried into it."""
+    own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
+    others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
+    rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
+    comment = [
+        f"Loader for {label(search.config)}, found by ptfast find workers",
+        f"{search.label(search.chosen)}: {rate:,.0f} samples/s in {num_bytes(int(memory))}.",
+    ]
+    write_recipe(file, others, search.settings(), comment)

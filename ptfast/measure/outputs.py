@@ -1,4 +1,4 @@
-"""What commands that measure write and show: figures, a recipe with what was found, a line of progress."""
+"""Output of the measuring commands: figures, pictures, a recipe with what was found, a progress line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
+from ptfast.core.units import clock
 from ptfast.report.terminal.display import is_terminal, say, standard_output
 
 if TYPE_CHECKING:
@@ -32,17 +33,18 @@ def label(config: Config) -> str:
     return config.recipe or config.run.name or "train"
 
 
-def write_figures(config: Config, what: str, out: Path | None, facts: dict[str, Any]) -> Path:
-    """Write `WHAT.json` and return its folder: `out`, or a new one under `run.root`."""
-    folder = make_folder(config, f"find-{what}", out)
-    run_directory.write_json(folder / f"{what}.json", facts)
+def make_folder(what: str, out: Path | None, config: Config | None = None) -> Path:
+    """Make the folder of a command's figures: `out`, or a new one under `run.root`."""
+    root, name = ("runs", what) if config is None else (config.run.root, f"{what}-{label(config)}")
+    folder = out or run_directory.new_folder(Path(root), name)
+    run_directory.create_folder(folder)
     return folder
 
 
-def make_folder(config: Config, what: str, out: Path | None) -> Path:
-    """Make the folder of what a command has measured: `out`, or a new one under `run.root`."""
-    folder = out or run_directory.new_folder(Path(config.run.root), f"{what}-{label(config)}")
-    run_directory.create_folder(folder)
+def write_figures(config: Config, what: str, out: Path | None, facts: dict[str, Any]) -> Path:
+    """Write `WHAT.json`, the figures of a search, and return its folder."""
+    folder = make_folder(f"find-{what}", out, config)
+    run_directory.write_json(folder / f"{what}.json", facts)
     return folder
 
 
@@ -54,23 +56,28 @@ def write_recipe(
     say(f"wrote {file}; train with it: ptfast train +recipe={called}")
 
 
-def save_picture(picture: Figure, file: Path) -> None:
-    """Write a PNG, whole or not at all."""
+@contextlib.contextmanager
+def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw on, of so many inches; written as a PNG afterwards, whole or not at all."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     partial = file.with_suffix(".partial")
-    picture.savefig(partial, dpi=120, format="png")
+    figure.savefig(partial, dpi=120, format="png")
     partial.replace(file)
 
 
 @contextlib.contextmanager
-def live_line() -> Iterator[Callable[[str], None]]:
-    """A line that is written over again and again on a terminal; nothing elsewhere."""
+def live_line(left_s: Callable[[], float]) -> Iterator[Callable[[str], None]]:
+    """A line with the time left, which is redrawn in place on a terminal; empty text clears it."""
     stream = standard_output()
     shows = is_terminal(stream)
 
     def write(text: str) -> None:
         if shows:
-            width = shutil.get_terminal_size().columns - 1
-            stream.write(f"\r{text[:width]}\x1b[K")
+            line = text and f"{text}  {clock(max(left_s(), 0.0))} left"
+            stream.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
             stream.flush()
 
     try:

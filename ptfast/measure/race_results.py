@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.units import better_mode
@@ -99,9 +98,11 @@ class Lead:
     effect: Effect | None
     """The same, where both reached the target with every seed and the ratios differ."""
 
-    def receipt(self) -> dict[str, Any]:
-        """It as plain values."""
-        return {name: value for name, value in vars(self).items() if name != "effect"}
+    def __str__(self) -> str:
+        figures = (each for each in (self.ratio, self.low, self.high) if each is not None)
+        ratio, *bounds = (f"{each:.2f}" if each < 99 else "99+" for each in figures)
+        text = f"{ratio}x" if self.ratio else "never"
+        return f"{text} [{'-'.join(bounds)}]" if bounds else text
 
 
 def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead | None:
@@ -115,38 +116,29 @@ def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead |
     Returns:
         None if every pair missed.
     """
-    pairs = list(zip(first, other, strict=True))
-    if all(a is None and b is None for a, b in pairs):
+    known: list[float] = []
+    for mine, theirs in zip(first, other, strict=True):
+        if mine is None and theirs is None:
+            continue
+        known.append(math.inf if mine is None else 0.0 if theirs is None else mine / theirs)
+    count, unknown = len(first), len(first) - len(known)
+    if not known:
         return None
-    lows, highs = (sorted(_ratio(a, b, unknown) for a, b in pairs) for unknown in (0.0, math.inf))
-    known = [_ratio(a, b, math.nan) for a, b in pairs if a is not None or b is not None]
-    if len(pairs) == 1:
+    if count == 1:
         return Lead(known[0], None, None, 1, None)
-    if len(known) == len(pairs) and 0 < min(known) < max(known) < math.inf:
+    if not unknown and 0 < min(known) < max(known) < math.inf:
         effect = estimate([math.log(ratio) for ratio in known])
-        low, high = effect.interval()
-        return Lead(effect.ratio, low, high, len(pairs), effect)
-    place = _bound(len(pairs))
-    low, high = (0.0, math.inf) if place is None else (lows[place], highs[-1 - place])
-    return Lead(statistics.median(known), low, high, len(pairs), None)
-
-
-def _ratio(first: float | None, other: float | None, unknown: float) -> float:
-    if first is None:
-        return unknown if other is None else math.inf
-    return 0.0 if other is None else first / other
-
-
-def _bound(count: int) -> int | None:
-    """How many of `count` ordered values lie outside a 95 % interval of the median on each side, or None.
-
-    A value lies below the median with probability 1/2, so the number that do is binomial: with fewer than six
-    values even the smallest and the largest do not enclose the median in 95 % of cases.
-    """
+        return Lead(effect.ratio, *effect.interval(), count, effect)
+    # A value lies below the median with probability 1/2, so the number that do is binomial: with fewer than
+    # six values even the smallest and the largest do not enclose the median in 95 % of cases.
     tail, place = 0.0, None
     for below in range(count // 2):
         tail += math.comb(count, below) / 2**count
         if tail > ALPHA / 2:
             break
         place = below
-    return place
+    low, high = 0.0, math.inf
+    if place is not None:
+        low = sorted([*known, *[0.0] * unknown])[place]
+        high = sorted([*known, *[math.inf] * unknown])[-1 - place]
+    return Lead(statistics.median(known), low, high, count, None)

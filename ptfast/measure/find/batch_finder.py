@@ -14,9 +14,9 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import num_bytes
-from ptfast.measure.batch.batch_search import LESS_MEMORY, BatchSearch, multiple
-from ptfast.measure.batch.noise_forecast import NUM_STEPS, forecast_noise
-from ptfast.measure.found import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.find.batch_search import BatchSearch
+from ptfast.measure.find.gradient_noise import NUM_STEPS, forecast_noise
+from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.report.terminal.display import say, table
 
 SMALLEST, LARGEST = 8, 65_536
@@ -25,6 +25,8 @@ TRIED = ("full", "selective", "every_n")
 """Modes of activation checkpointing; a model that cannot have the first can have none."""
 WORTH = 1.02
 """Gain in throughput below which computing again is not worth it."""
+LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
+"""The suggestion where not even the smallest batch fits."""
 
 
 def find_batch(
@@ -33,11 +35,11 @@ def find_batch(
     arguments: Sequence[str],
     *,
     smallest: int | None = None,
-    largest: int | None = None,
+    largest: int = LARGEST,
     seconds: float = 2.0,
     checkpointing: bool = False,
     noise: bool = False,
-    num_steps: int | None = None,
+    num_steps: int = NUM_STEPS,
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
@@ -57,29 +59,36 @@ def find_batch(
         out: folder of the figures; None for a new one under `run.root`.
         write: file of a recipe with the size, and the learning rate that goes with it.
     """
-    check_batch_search(config, "--noise" if noise else None)
+    if (tokens := config.batching.batch_tokens) is not None:
+        what, hint = "batches of so many tokens have no size to search for", "Use batching=buckets"
+        raise ConfigError("C011", what, key="batching.batch_tokens", value=tokens, suggestion=hint)
+    if noise and config.parallel.strategy == "fsdp":
+        what, hint = "no rank has whole gradients to measure the noise of", "Use parallel=ddp"
+        raise ConfigError("C011", what, key="--noise", suggestion=hint)
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = BatchSearch(composed, config, Path(name), seconds)
-        first = multiple(smallest or SMALLEST, search.parts)
+        first = search.multiple(smallest or SMALLEST)
         say(f"measuring batches of {first} samples and more, {seconds:g} s each")
-        search.ascend(first, largest or LARGEST)
+        search.ascend(first, largest)
         if search.refused and not search.seen and search.too_large is None:
             size, what = next(iter(search.refused.items()))
             hint = "Begin with a smaller size (--from), or use more data"
             raise DataError("D006", what, key="batch_size", value=size, suggestion=hint)
         if search.seen:
-            search.refine(first, largest or LARGEST)
+            search.refine(first, largest)
         searches = [search]
-        if checkpointing or search.rises_to_the_limit or not search.seen:
-            searches += _with_checkpointing(search, first, largest or LARGEST)
+        limited = search.too_large is not None
+        if checkpointing or not search.seen or (limited and search.best() == max(search.seen)):
+            # Where memory ends the search while larger batches are still quicker, less memory may pay.
+            searches += _with_checkpointing(search, first, largest)
         best = _choose(searches)
         if best is None:
             hint = LESS_MEMORY if smallest is None else f"Begin with a smaller size (--from). {LESS_MEMORY}"
             raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
-        show_searches(searches, search, chosen)
-        forecast = forecast_noise(search, num_steps or NUM_STEPS) if noise else None
+        _show(searches, search, chosen)
+        forecast = forecast_noise(search, num_steps) if noise else None
     facts: dict[str, Any] = {"chosen": chosen, "trials": search.seen, "too_large": search.too_large}
     if len(searches) > 1:
         modes = {each.mode: {"trials": each.seen, "too_large": each.too_large} for each in searches}
@@ -93,16 +102,6 @@ def find_batch(
     if write is not None:
         _write(write, arguments, search, facts["chosen"], lr_ratio)
     return EXIT_OK
-
-
-def check_batch_search(config: Config, noise_flag: str | None) -> None:
-    """Refuse a config that has no size to search for, or no gradient noise where a flag asks for it."""
-    if (tokens := config.batching.batch_tokens) is not None:
-        what, hint = "batches of so many tokens have no size to search for", "Use batching=buckets"
-        raise ConfigError("C011", what, key="batching.batch_tokens", value=tokens, suggestion=hint)
-    if noise_flag and config.parallel.strategy == "fsdp":
-        what, hint = "no rank has whole gradients to measure the noise of", "Use parallel=ddp"
-        raise ConfigError("C011", what, key=noise_flag, suggestion=hint)
 
 
 def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[BatchSearch]:
@@ -148,44 +147,47 @@ def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
 def _write(
     file: Path, arguments: Sequence[str], search: BatchSearch, chosen: int, lr_ratio: float | None
 ) -> None:
-    """A recipe of the size, with the rate that goes with it and the checkpointing that it was found with."""
-    config = search.config
-    rate, how = scaled_rate(config, chosen, lr_ratio)
-    comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch", *how]
-    if search.checkpointing is not None:
-        others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
-        arguments = [*others, f"checkpointing={search.checkpointing}"]
-    write_recipe(file, arguments, {"batch_size": chosen, **rate}, comment)
-
-
-def scaled_rate(config: Config, size: int, lr_ratio: float | None) -> tuple[dict[str, Any], list[str]]:
-    """The learning rate that goes with another batch than the config's, for a recipe, and how it was found.
+    """Write a recipe of the size, the rate that goes with it, and the checkpointing it was found with.
 
     Args:
         lr_ratio: of SGD's rate to the config's, where the noise gives it.
     """
-    if size == config.batch_size or config.optimizer.lr_scaling != "none":
-        return {}, []
-    path = config.optimizer.target.path.lower()
-    adapts = any(name in path for name in ADAPTIVE)
-    given = config.optimizer.target.kwargs.get("lr")
-    if lr_ratio is not None and given is not None:
-        rate = float(f"{given * (lr_ratio**0.5 if adapts else lr_ratio):.3g}")
-        how = f"The learning rate follows the gradient noise, from batch {config.batch_size}."
-        return {"optimizer.lr": rate}, [how]
-    rule, own = "sqrt" if adapts else "linear", config.batch_size
-    scaling = {"optimizer.lr_scaling": rule, "optimizer.reference_batch": own}
-    return scaling, [f"The learning rate is scaled from that of batch {own}."]
+    config, own = search.config, search.config.batch_size
+    found: dict[str, Any] = {"batch_size": chosen}
+    comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch"]
+    if chosen != own and config.optimizer.lr_scaling == "none":
+        adapts = any(name in config.optimizer.target.path.lower() for name in ADAPTIVE)
+        given = config.optimizer.target.kwargs.get("lr")
+        if lr_ratio is not None and given is not None:
+            found["optimizer.lr"] = float(f"{given * (lr_ratio**0.5 if adapts else lr_ratio):.3g}")
+            comment.append(f"The learning rate follows the gradient noise, from batch {own}.")
+        else:
+            found["optimizer.lr_scaling"] = "sqrt" if adapts else "linear"
+            found["optimizer.reference_batch"] = own
+            comment.append(f"The learning rate is scaled from that of batch {own}.")
+    if search.checkpointing is not None:
+        others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
+        arguments = [*others, f"checkpointing={search.checkpointing}"]
+    write_recipe(file, arguments, found, comment)
 
 
-def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
+def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
     """Tables of what was measured, one for each mode of checkpointing, and what is best."""
     most = best.median(chosen)
     several = len(searches) > 1
     for search in searches:
         say(f"\ncheckpointing={search.mode}" if several else "")
-        if search.seen:
-            _show_sizes(search, chosen if search is best else None, most)
+        rows = []
+        for size, results in sorted(search.seen.items()):
+            name = f"{size:,}" + " *" * (search is best and size == chosen)
+            rate = search.median(size)
+            low, high = min(each["low"] for each in results), max(each["high"] for each in results)
+            speed = f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{rate / most:.2f}"
+            # The peak of a child that tried larger sizes before is theirs.
+            memory = num_bytes(min(each["memory_bytes"] for each in results))
+            rows.append([name, *speed, f"{1e3 * search.median(size, 'step_s'):,.1f}", memory])
+        if rows:
+            table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
         if search.too_large is not None:
             spare = " with room to spare" if search.too_large.get("rehearsed") else ""
             say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
@@ -195,26 +197,12 @@ def show_searches(searches: Sequence[BatchSearch], best: BatchSearch, chosen: in
         say("the largest that was tried: --to goes further")
 
 
-def _show_sizes(search: BatchSearch, chosen: int | None, most: float) -> None:
-    rows = []
-    for size in sorted(search.seen):
-        rate = search.median(size)
-        low = min(result["low"] for result in search.seen[size])
-        high = max(result["high"] for result in search.seen[size])
-        # Of a child that has tried larger sizes before, the peak is theirs.
-        memory = min(result["memory_bytes"] for result in search.seen[size])
-        name, step_ms = f"{size:,}" + " *" * (size == chosen), f"{1e3 * search.median(size, 'step_s'):,.1f}"
-        speed = f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{rate / most:.2f}"
-        rows.append([name, *speed, step_ms, num_bytes(memory)])
-    table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
-
-
 def limit_of(search: BatchSearch) -> str:
     """The memory that there is, and the error when it was not enough."""
     assert search.too_large is not None
     limit, name = memory_limit(search.config.device)
     said = search.too_large["no_room"]
-    # What allocators say around it helps nobody.
+    # Only the size matters of the allocator's message.
     if found := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
         number, unit = found.groups()
         size = num_bytes(int(number)) if unit == "bytes" else f"{number} {unit}"

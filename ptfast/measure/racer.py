@@ -33,83 +33,15 @@ from ptfast.core.errors import (
 from ptfast.core.machine import die_with_parent
 from ptfast.core.units import clock, duration
 from ptfast.measure.experiment.verdicts import judge
-from ptfast.measure.found import RECEIPT, check_outputs, make_folder, save_picture
-from ptfast.measure.race.race_results import Finish, Lead, RaceTarget, lead, read_finish
+from ptfast.measure.outputs import RECEIPT, check_outputs, make_folder, picture
+from ptfast.measure.race_results import Finish, Lead, RaceTarget, lead, read_finish
 from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
 
 PICTURE = "race.png"
 _WORDS = {"faster": "sooner", "slower": "later"}
-
-
-class Race:
-    """Trains every arm with seeds 0, 1, ..., each run in a process and a run directory of its own."""
-
-    def __init__(self, arms: Sequence[Arm], target: RaceTarget, num_seeds: int, folder: Path) -> None:
-        self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
-        self.finishes: list[Finish] = []
-        self._wall_s: dict[int, list[float]] = {}
-        self._display = terminal_display()
-
-    def run(self) -> None:
-        """Train, seed by seed, and say of each run how it ended."""
-        for seed in range(self.num_seeds):
-            for number, arm in enumerate(self.arms):
-                start_s = time.monotonic()
-                what = f"run {len(self.finishes) + 1} of {len(self.arms) * self.num_seeds}: {arm.name}"
-                with self._display.status(what, self._left_s() if self.finishes else None):
-                    finish = self._train(number, arm, seed)
-                self._wall_s.setdefault(number, []).append(time.monotonic() - start_s)
-                self.finishes.append(finish)
-                self._say(arm, finish)
-
-    def leads(self, figure: str) -> list[Lead | None]:
-        """Each further arm against the first, by `train_s` or `steps`."""
-        by_arm = [
-            [getattr(finish, figure) for finish in self.finishes if finish.arm == number]
-            for number in range(len(self.arms))
-        ]
-        # What was cut short has more runs of the first arms.
-        return [lead(by_arm[0][: len(other)], other[: len(by_arm[0])]) for other in by_arm[1:]]
-
-    def _train(self, number: int, arm: Arm, seed: int) -> Finish:
-        run_dir = self.folder / f"arm{number + 1}-seed{seed}"
-        words = [*arm.words, f"seed={seed}", f"stop.metric={self.target.metric}", "stop.patience=null"]
-        words.append(f"run.dir={quoted(run_dir.absolute())}")
-        code = _ptfast(["train", *words], run_dir.with_suffix(".log"))
-        diverged = code == NumericsError.exit_code
-        if code and not diverged:
-            self._raise(run_dir, code)
-        finish = read_finish(run_dir, self.target, number, seed, "diverged" if diverged else "finished")
-        if finish.best is None and not diverged:
-            what, hint = "the runs evaluate no validation split", "Leave out data.val=0"
-            raise ConfigError("C011", what, key="--target", value=self.target.metric, suggestion=hint)
-        return finish
-
-    def _raise(self, run_dir: Path, code: int) -> None:
-        log = run_dir.with_suffix(".log")
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        line = next((line for line in reversed(lines) if "error[" in line), "")
-        if "stop.metric=" in line and "no such figure" in line:
-            hint = line.partition("no such figure. ")[2].rstrip(".")
-            what = "no such figure"
-            raise ConfigError("C005", what, key="--target", value=self.target.metric, suggestion=hint)
-        raise ReportedError(line or f"ptfast: {run_dir.name} left with {code}; see {log}", max(code, 1))
-
-    def _say(self, arm: Arm, finish: Finish) -> None:
-        done, total = len(self.finishes), len(self.arms) * self.num_seeds
-        if finish.steps is not None and finish.train_s is not None:
-            how = f"{self.target} after {finish.steps:,} steps, {duration(finish.train_s)}"
-        else:
-            best = "" if finish.best is None else f", best {finish.best:.4g}"
-            how = ("diverged" if finish.ended == "diverged" else "missed it") + best
-        eta = f"  eta {clock(self._left_s())}" if done < total else ""
-        say(f"{done}/{total}  seed {finish.seed}  {arm.name}: {how}{eta}")
-
-    def _left_s(self) -> float:
-        """Seconds that the runs to come will take, by those of the same arm, or of any."""
-        known_s = [statistics.fmean(times) for times in self._wall_s.values()]
-        by_arm = [self._wall_s.get(number, []) for number in range(len(self.arms))]
-        return sum((self.num_seeds - len(times)) * statistics.fmean(times or known_s) for times in by_arm)
+_OWN = {"seed": "--seeds", "run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
+"""Keys that are set for each run of a race, and the flag that says how."""
+_RATE = "optimizer.lr"
 
 
 def race(
@@ -131,11 +63,11 @@ def race(
     Raises:
         PtfastError, ReportedError: what stops a run, other than a loss that diverges, or a search for a rate.
     """
-    check_outputs(out, None)
+    check_outputs(out)
     if out is not None and out.exists() and any(out.iterdir()):
         what, hint = "is not empty", "Choose a new one"
         raise MachineError("E001", what, key="--out", value=out, suggestion=hint)
-    folder = make_folder(arms[0].config, "race", out)
+    folder = make_folder("race", out, arms[0].config)
     say(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
     code, racing = EXIT_OK, Race(arms, target, num_seeds, folder)
     try:
@@ -144,21 +76,100 @@ def race(
         racing.run()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    if racing.finishes:
-        _show(racing, "" if tunes else describe_rates(arms))
-        _write(racing, command, tunes)
-        title = f"{arms[0].config.recipe or 'train'}: {target}"
-        draw(folder / PICTURE, [arm.name for arm in racing.arms], racing.finishes, title)
-        say(f"picture and figures: {folder}" if is_terminal(standard_output()) else f"folder {folder}")
+    if not racing.finishes:
+        return code
+    _show(racing, "" if tunes else describe_rates(arms))
+    facts = {
+        "command": redact(command),
+        "environment": run_directory.read_json(folder / "arm1-seed0" / run_directory.ENVIRONMENT),
+        "target": asdict(target),
+        "seeds": num_seeds,
+        "rates_tuned": tunes,
+        "arms": [{"name": arm.name, "overrides": redact(arm.words), "lr": arm.lr} for arm in racing.arms],
+        "runs": [asdict(finish) for finish in racing.finishes],
+        "sooner": {
+            name: [
+                each and {key: value for key, value in vars(each).items() if key != "effect"}
+                for each in racing.leads(name)
+            ]
+            for name in ("train_s", "steps")
+        },
+    }
+    run_directory.write_json(folder / RECEIPT, facts)
+    draw(folder / PICTURE, racing, f"{arms[0].config.recipe or 'train'}: {target}")
+    say(f"picture and figures: {folder}" if is_terminal(standard_output()) else f"folder {folder}")
     return code
+
+
+class Race:
+    """Trains every arm with seeds 0, 1, ..., each run in a process and a run directory of its own."""
+
+    def __init__(self, arms: Sequence[Arm], target: RaceTarget, num_seeds: int, folder: Path) -> None:
+        self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
+        self.finishes: list[Finish] = []
+        self._wall_s: dict[int, list[float]] = {}
+        """Of the runs so far, by arm."""
+
+    def run(self) -> None:
+        """Train, seed by seed, and say of each run how it ended."""
+        display, total = terminal_display(), len(self.arms) * self.num_seeds
+        for seed, (number, arm) in itertools.product(range(self.num_seeds), enumerate(self.arms)):
+            start_s, done = time.monotonic(), len(self.finishes) + 1
+            left_s = self._left_s() if self.finishes else None
+            with display.status(f"run {done} of {total}: {arm.name}", left_s):
+                finish = self._train(number, arm, seed)
+            self._wall_s.setdefault(number, []).append(time.monotonic() - start_s)
+            self.finishes.append(finish)
+            if finish.steps is not None and finish.train_s is not None:
+                how = f"{self.target} after {finish.steps:,} steps, {duration(finish.train_s)}"
+            else:
+                best = "" if finish.best is None else f", best {finish.best:.4g}"
+                how = ("diverged" if finish.ended == "diverged" else "missed it") + best
+            eta = f"  eta {clock(self._left_s())}" if done < total else ""
+            say(f"{done}/{total}  seed {seed}  {arm.name}: {how}{eta}")
+
+    def leads(self, figure: str) -> list[Lead | None]:
+        """Each further arm against the first, by `train_s` or `steps`."""
+        by_arm = [
+            [getattr(finish, figure) for finish in self.finishes if finish.arm == number]
+            for number in range(len(self.arms))
+        ]
+        # An interrupted race has more runs of the first arms.
+        return [lead(by_arm[0][: len(other)], other[: len(by_arm[0])]) for other in by_arm[1:]]
+
+    def _train(self, number: int, arm: Arm, seed: int) -> Finish:
+        run_dir = self.folder / f"arm{number + 1}-seed{seed}"
+        log, metric = run_dir.with_suffix(".log"), self.target.metric
+        words = [*arm.words, f"seed={seed}", f"stop.metric={metric}", "stop.patience=null"]
+        code = _ptfast(["train", *words, f"run.dir={quoted(run_dir.absolute())}"], log)
+        diverged = code == NumericsError.exit_code
+        if code and not diverged:
+            lines = log.read_text(errors="replace").splitlines()
+            line = next((line for line in reversed(lines) if "error[" in line), "")
+            if "stop.metric=" in line and "no such figure" in line:
+                hint = line.partition("no such figure. ")[2].rstrip(".")
+                raise ConfigError("C005", "no such figure", key="--target", value=metric, suggestion=hint)
+            raise ReportedError(line or f"ptfast: {run_dir.name} left with {code}; see {log}", max(code, 1))
+        finish = read_finish(run_dir, self.target, number, seed, "diverged" if diverged else "finished")
+        if finish.best is None and not diverged:
+            what, hint = "the runs evaluate no validation split", "Leave out data.val=0"
+            raise ConfigError("C011", what, key="--target", value=metric, suggestion=hint)
+        return finish
+
+    def _left_s(self) -> float:
+        """Seconds that the runs to come will take, by those of the same arm, or of any."""
+        known_s = [statistics.fmean(times) for times in self._wall_s.values()]
+        by_arm = [self._wall_s.get(number, []) for number in range(len(self.arms))]
+        return sum((self.num_seeds - len(times)) * statistics.fmean(times or known_s) for times in by_arm)
 
 
 def _tuned(arm: Arm, folder: Path) -> Arm:
     """The arm at the learning rate that `find lr` chooses for it."""
-    code = _ptfast(["find", "lr", *arm.words, "--out", str(folder)], folder.with_suffix(".log"))
+    log = folder.with_suffix(".log")
+    code = _ptfast(["find", "lr", *arm.words, "--out", str(folder)], log)
     found = run_directory.read_json(folder / "lr.json")
     if code or found.get("chosen") is None:
-        lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()
+        lines = log.read_text(errors="replace").splitlines()
         raise ReportedError(lines[-1] if lines else f"ptfast: find lr left with {code}", max(code, 1))
     lr = float(f"{found['chosen'] / found['lr_scale']:.3g}")
     say(f"{arm.name}: learning rate {lr:g} by find lr")
@@ -166,7 +177,7 @@ def _tuned(arm: Arm, folder: Path) -> Arm:
 
 
 def _ptfast(words: Sequence[str], log: Path) -> int:
-    """Run a command of ptfast, what it says in a file, and return its exit code."""
+    """Run a command of ptfast with its output in a file, and return its exit code."""
     environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -189,17 +200,19 @@ def _show(racing: Race, note: str) -> None:
     say()
     by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
     words = [_WORDS.get(word, word) for word in judge([each and each.effect for each in by_time])]
-    against_first = zip(map(_ratio, by_steps), map(_ratio, by_time), words, strict=True)
     rows: list[list[str]] = []
     for number, arm in enumerate(racing.arms):
+        against_first = ["1.00x", "1.00x", ""]
+        if number:
+            leads = (str(found[number - 1] or "-") for found in (by_steps, by_time))
+            against_first = [*leads, words[number - 1]]
         runs = [finish for finish in finishes if finish.arm == number]
         reached = [run for run in runs if run.steps is not None]
         took = ["", ""]
         if reached:
             steps, times = [run.steps or 0 for run in reached], [run.train_s or 0.0 for run in reached]
             took = [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))]
-        ratios = next(against_first) if number else ("1.00x", "1.00x", "")
-        rows.append([arm.name, f"{len(reached)} of {len(runs)}", *took, *ratios])
+        rows.append([arm.name, f"{len(reached)} of {len(runs)}", *took, *against_first])
     table(["arm", "reached", "steps", "time", "by steps", "by time", "verdict"], rows)
     if all(finish.steps is None for finish in finishes):
         bests = [finish.best for finish in finishes if finish.best is not None]
@@ -216,70 +229,30 @@ def _show(racing: Race, note: str) -> None:
         say(note)
 
 
-def _ratio(found: Lead | None) -> str:
-    if found is None:
-        return "-"
-    text = "never" if not found.ratio else f"{_short(found.ratio)}x"
-    if found.low is None or found.high is None:
-        return text
-    return f"{text} [{_short(found.low)}-{_short(found.high)}]"
-
-
-def _short(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 99 else "99+"
-
-
-def _write(racing: Race, command: Sequence[str], tuned: bool) -> None:
-    """Write the receipt: every run, the ratios, machine, versions and the command to repeat it."""
-    first = racing.folder / "arm1-seed0" / run_directory.ENVIRONMENT
-    ratios = {name: racing.leads(name) for name in ("train_s", "steps")}
-    run_directory.write_json(
-        racing.folder / RECEIPT,
-        {
-            "command": redact(command),
-            "environment": run_directory.read_json(first),
-            "target": asdict(racing.target),
-            "seeds": racing.num_seeds,
-            "rates_tuned": tuned,
-            "arms": [{"name": arm.name, "overrides": redact(arm.words), "lr": arm.lr} for arm in racing.arms],
-            "runs": [asdict(finish) for finish in racing.finishes],
-            "sooner": {name: [each and each.receipt() for each in found] for name, found in ratios.items()},
-        },
-    )
-
-
-def draw(path: Path, names: Sequence[str], finishes: Sequence[Finish], title: str) -> None:
+def draw(path: Path, racing: Race, title: str) -> None:
     """Write a PNG of a curve for each arm; ticks mark runs that ended without reaching the target."""
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(10, 4.5), layout="constrained")
     panels = ("seconds of training", "train_s"), ("optimizer steps", "steps")
-    for axes, (label, figure) in zip(picture.subplots(1, 2, sharey=True), panels, strict=True):
-        for arm, name in enumerate(names):
-            runs = [finish for finish in finishes if finish.arm == arm]
-            reached = sorted(value for run in runs if (value := getattr(run, figure)) is not None)
-            ends = [getattr(run, f"total_{figure}") for run in runs]
-            shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
-            xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
-            # Where curves lie upon each other, those below stand out on both sides.
-            width = 2 + 2 * min(len(names) - 1 - arm, 4)
-            axes.step(xs, [*shares, shares[-1]], where="post", color=f"C{arm}", lw=width, label=name)
-            missed = [end for run, end in zip(runs, ends, strict=True) if getattr(run, figure) is None]
-            axes.plot(missed, [shares[-1]] * len(missed), "|", color=f"C{arm}", markersize=12, mew=2)
-        axes.set_xlabel(label)
-        axes.set_xlim(left=0)
-        axes.set_ylim(-0.03, 1.03)
-        axes.grid(alpha=0.3)
-    picture.axes[0].set_ylabel("share of runs that have reached it")
-    handles, labels = picture.axes[0].get_legend_handles_labels()
-    picture.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=min(len(labels), 3))
-    picture.suptitle(title, x=0.01, ha="left", fontsize=11)
-    save_picture(picture, path)
-
-
-_OWN = {"seed": "--seeds", "run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
-"""Keys that are set for each run of a race, and the flag that says how."""
-_RATE = "optimizer.lr"
+    with picture(path, 10, 4.5) as drawn:
+        for axes, (x_label, figure) in zip(drawn.subplots(1, 2, sharey=True), panels, strict=True):
+            for number, arm in enumerate(racing.arms):
+                runs = [finish for finish in racing.finishes if finish.arm == number]
+                reached = sorted(value for run in runs if (value := getattr(run, figure)) is not None)
+                ends = [getattr(run, f"total_{figure}") for run in runs]
+                shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
+                xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
+                # Where curves lie upon each other, those below stand out on both sides.
+                width, color = 2 + 2 * min(len(racing.arms) - 1 - number, 4), f"C{number}"
+                axes.step(xs, [*shares, shares[-1]], where="post", color=color, lw=width, label=arm.name)
+                missed = [end for run, end in zip(runs, ends, strict=True) if getattr(run, figure) is None]
+                axes.plot(missed, [shares[-1]] * len(missed), "|", color=color, markersize=12, mew=2)
+            axes.set_xlabel(x_label)
+            axes.set_xlim(left=0)
+            axes.set_ylim(-0.03, 1.03)
+            axes.grid(alpha=0.3)
+        drawn.axes[0].set_ylabel("share of runs that have reached it")
+        handles, labels = drawn.axes[0].get_legend_handles_labels()
+        drawn.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=min(len(labels), 3))
+        drawn.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 @dataclass(frozen=True)

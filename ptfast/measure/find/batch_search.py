@@ -8,7 +8,6 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,15 @@ TIE = 0.02
 FINALISTS, ROUNDS = 3, 3
 """The best so many are measured so many times, in turns."""
 WINDOWS = 5
-"""Segments that are timed, of which the median counts: a neighbour's burst spoils one of them."""
+"""Timed segments, of which the median counts: a neighbour's burst spoils one of them."""
 LOSES = 0.9
 """Part of the best throughput below which a size has lost; after two in a row no larger one is tried."""
+SPARE = 0.05
+"""Part of the memory that a run may take at most, which has to stay free."""
 
 
 class BatchSearch:
-    """Measures sizes, of which memory allows only some, each in a process that may run out of it.
+    """Measures sizes, some of which may not fit in memory, each in a process of its own.
 
     Args:
         seconds: that a size is measured for.
@@ -56,16 +57,16 @@ class BatchSearch:
     ) -> None:
         self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
         self.num_ranks = resolve_num_ranks(config)
-        self.seen: dict[int, list[dict[str, Any]]] = {}
-        """Results, in the order they came in."""
-        self.display = build_display()
-        self._num_processes = 0
+        self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
         self.checkpointing = checkpointing
         self.mode = checkpointing or config.checkpointing.mode
-        self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
+        self.seen: dict[int, list[dict[str, Any]]] = {}
+        """Results, in the order they came in."""
         self.refused: dict[int, str] = {}
         """The reasons why the data cannot be cut into batches of a size."""
         self.too_large: dict[str, Any] | None = None
+        self.display = build_display()
+        self._num_processes = 0
 
     def run(
         self, measurement: Callable[..., None], keywords: dict[str, Any], on_result: OnResult
@@ -77,7 +78,10 @@ class BatchSearch:
             process that it has no memory for.
         """
         self._num_processes += 1
-        folder = self.folder / str(self._num_processes)
+        folder, keywords = (
+            self.folder / str(self._num_processes),
+            keywords | {"checkpointing": self.checkpointing},
+        )
         results, killed = measure_once(
             measurement, self.composed, self.config, folder, self.num_ranks, keywords, on_result
         )
@@ -86,6 +90,10 @@ class BatchSearch:
     def median(self, size: int, figure: str = "samples_per_s") -> float:
         """The median of a figure over all times that `size` was measured."""
         return statistics.median(result[figure] for result in self.seen[size])
+
+    def multiple(self, size: int) -> int:
+        """The largest size up to `size` that can be cut into the parts of a batch, at least the smallest."""
+        return max(size // self.parts, 1) * self.parts
 
     def ascend(self, first: int, largest: int) -> None:
         """Double the size until it does not fit, has lost twice, or two in a row do not suit the data."""
@@ -104,14 +112,13 @@ class BatchSearch:
     def refine(self, smallest: int, largest: int) -> None:
         """Try sizes beside the best, and measure the best of all again, in turns."""
         best = self.best()
-        beside = {multiple(round(best * factor), self.parts) for factor in (0.75, 1.5)}
+        beside = {self.multiple(round(best * factor)) for factor in (0.75, 1.5)}
         limit = self.too_large["size"] if self.too_large else largest + 1
-        fresh = sorted(size for size in beside - self.seen.keys() if smallest <= size < limit)
-        if fresh:
+        if fresh := sorted(size for size in beside - self.seen.keys() if smallest <= size < limit):
             self.measure(fresh)
         leaders = sorted(self.seen, key=self.median, reverse=True)[:FINALISTS]
         if len(leaders) > 1:
-            self.measure([size for _ in range(ROUNDS - 1) for size in leaders])
+            self.measure((ROUNDS - 1) * leaders)
 
     def confirm(self) -> int | None:
         """The best size that does all that a run does with memory to spare; None where none does.
@@ -130,8 +137,8 @@ class BatchSearch:
 
     def measure(self, sizes: Sequence[int], *, rehearsed: bool = False) -> None:
         """Measure `sizes` in turn, as `time_batches` does, up to the first that does not fit."""
-        keywords = {"sizes": list(sizes), "seconds": self.seconds, "checkpointing": self.checkpointing}
-        results, killed = self.run(time_batches, {**keywords, "rehearsed": rehearsed}, self._show)
+        keywords = {"sizes": list(sizes), "seconds": self.seconds, "rehearsed": rehearsed}
+        results, killed = self.run(time_batches, keywords, self._show)
         for result in results:
             if "no_room" in result:
                 self.too_large = result
@@ -152,11 +159,6 @@ class BatchSearch:
         least = (1 - TIE) * max(map(self.median, self.seen))
         return min(size for size in self.seen if self.median(size) >= least)
 
-    @property
-    def rises_to_the_limit(self) -> bool:
-        """Return True if memory ended the search while larger batches were still quicker."""
-        return self.too_large is not None and bool(self.seen) and self.best() == max(self.seen)
-
     def _show(self, result: dict[str, Any]) -> None:
         how = f"  checkpointing={self.checkpointing}" if self.checkpointing else ""
         if why := result.get("refused") or ("does not fit" if "no_room" in result else None):
@@ -168,20 +170,9 @@ class BatchSearch:
         self.display.note(f"  {result['size']:>6,}  {rate:>8} samples/s  {memory}{checked}")
 
 
-def multiple(size: int, parts: int) -> int:
-    """The largest multiple of `parts` up to `size`, at least one of them."""
-    return max(size // parts, 1) * parts
-
-
-SPARE = 0.05
-"""Part of the memory that a run may take at most, which has to stay free."""
-LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
-"""The suggestion where not even the smallest batch fits."""
-
-
-@contextmanager
+@contextlib.contextmanager
 def memory_to_spare(device: torch.device) -> Iterator[None]:
-    """Have what is done inside get by with a little less memory than there is.
+    """Leave what is done inside a little less memory than there is.
 
     Held is what counts against the limit: memory of the GPU, or addresses of this process under `ulimit`.
     Pages of a machine or a container count when they are written: their peak is compared afterwards.
@@ -201,32 +192,25 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
 
 
 def time_batches(
-    trial: TrialRank,
-    *,
-    sizes: Sequence[int],
-    seconds: float,
-    checkpointing: str | None = None,
-    rehearsed: bool = False,
+    trial: TrialRank, *, sizes: Sequence[int], seconds: float, rehearsed: bool, checkpointing: str | None
 ) -> None:
     """Measure each of `sizes` in turn, up to the first that does not fit.
 
     Args:
         sizes: samples of an optimizer step over all ranks.
         seconds: that the measurement of a size takes, warm-up and building left out.
-        checkpointing: mode in place of the config's.
         rehearsed: evaluate, save and train on, too, with some memory held back all the while.
+        checkpointing: mode in place of the config's.
     """
-    config = trial.config
-    changes: dict[str, Any] = {"curriculum": Curriculum()}
-    if checkpointing is not None:
-        changes["checkpointing"] = with_mode(config.checkpointing, checkpointing)
+    section = with_mode(trial.config.checkpointing, checkpointing)
     for size in sizes:
         result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
         # What grows is measured at its full size, at which it has to fit.
-        changed = config.model_copy(update={"batch_size": size, **changes})
+        changes = {"batch_size": size, "curriculum": Curriculum(), "checkpointing": section}
+        changed = replace(trial, config=trial.config.model_copy(update=changes))
         try:
             with trial.reporting_lack_of_memory(result):
-                result |= _time(replace(trial, config=changed), seconds, rehearsed)
+                result |= _time(changed, seconds, rehearsed)
         except DataError as error:
             if error.code != "D006":
                 raise
@@ -267,7 +251,9 @@ def _time(trial: TrialRank, seconds: float, rehearsed: bool) -> dict[str, Any]:
     }
 
 
-def with_mode(section: Checkpointing, mode: str) -> Checkpointing:
-    """The section with another mode, as the option of that name has it."""
+def with_mode(section: Checkpointing, mode: str | None) -> Checkpointing:
+    """The section with another mode, as the option of that name has it; None changes nothing."""
+    if mode is None:
+        return section
     every = section.every or 2 if mode == "every_n" else None
     return section.model_copy(update={"mode": mode, "every": every, "memory_budget": None})

@@ -1,1 +1,0 @@
-"""`ptfast ablate`: what each technique is worth here."""

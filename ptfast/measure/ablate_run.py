@@ -1,0 +1,244 @@
+"""`ptfast ablate`: what each technique is worth here, and the best config of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from ptfast.config.catalogue import CATALOGUE, OF_THE_RUN, Need, Technique, ThisMachine, verdict
+from ptfast.config.files.frozen import redact
+from ptfast.config.files.overlay import check_overlay
+from ptfast.config.overrides import merge
+from ptfast.config.schema import Config
+from ptfast.core import run_directory
+from ptfast.core.errors import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_OK, ConfigError, name_some
+from ptfast.core.units import duration, num_bytes
+from ptfast.measure.ablation import Ablation
+from ptfast.measure.experiment.laboratory import Laboratory
+from ptfast.measure.experiment.verdicts import Effect
+from ptfast.measure.outputs import (
+    RECEIPT,
+    check_outputs,
+    label,
+    live_line,
+    make_folder,
+    picture,
+    write_recipe,
+)
+from ptfast.report.terminal.display import say, table
+
+LEAST_S = 30.0
+"""A shorter budget is refused at once."""
+BEST, PICTURE = "best.yaml", "ablate.png"
+CHEAPER_STEPS = ("batching", "optimizer")
+"""Families whose techniques change the training but may make a step cheaper."""
+COMPILES = "it compiles: add --compile"
+
+
+def ablate(
+    config: Config,
+    arguments: Sequence[str],
+    *,
+    budget_s: float,
+    only: Sequence[Technique] = (),
+    compiles: bool = False,
+    out: Path | None = None,
+) -> int:
+    """Measure techniques by a designed experiment, show them by worth, and write the best config as a recipe.
+
+    Args:
+        budget_s: seconds for everything.
+        only: measure no others.
+        compiles: measure those that compile, too.
+        out: folder of receipt, picture and recipe; None for a new one under `run.root`.
+    """
+    check_outputs(out)
+    if out is not None and out.is_dir():
+        check_overlay(out / BEST)
+    if budget_s < LEAST_S:
+        raise _too_short(budget_s, LEAST_S)
+    interrupted, left_out = False, dict[str, str]()
+    with Laboratory(budget_s=budget_s) as laboratory, live_line(lambda: laboratory.left_s) as live:
+        say(f"measuring for {duration(budget_s)}: torch and the data are loaded first, once for all trials")
+        ablation = Ablation(laboratory, arguments, live)
+        try:
+            plain = ablation.begin()
+            techniques, left_out = choose(plain.facts["meets"], ThisMachine(), only=only, compiles=compiles)
+            needed_s = ablation.needed_s(techniques)
+            if needed_s > laboratory.left_s:
+                raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
+            ablation.look(techniques)
+            live("")
+            more = f"{len(ablation.apart)} more are measured beside the best of them"
+            say(f"{len(ablation.factors)} switches are set at once in every trial, {more}")
+            ablation.run()
+        except KeyboardInterrupt:
+            live("")
+            say("interrupted: this is what was found by then")
+            interrupted = True
+            if ablation.blocks and ablation.fitted is None:
+                ablation.estimate()
+    _show(ablation, left_out)
+    folder, name = make_folder("ablate", out, config), label(config)
+    command = redact(["ptfast", "ablate", *arguments, "--budget", f"{budget_s:g}s"])
+    facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **ablation.receipt()}
+    run_directory.write_json(folder / RECEIPT, facts)
+    if ablation.measured:
+        draw(folder / PICTURE, ablation, f"{name}: what each technique is worth")
+    if (confirmed := ablation.confirmed) is not None:
+        names = ", ".join(technique.name for technique in ablation.picked)
+        how = f"As it was given: {names or 'plain'} came to {confirmed.over_given} of it."
+        if ablation.best_words:
+            how = f"On: {names}; {confirmed.over_plain} plain's speed."
+        comment = [f"The best config of {name} on one machine, found by ptfast ablate", how]
+        write_recipe(folder / BEST, merge(arguments, ablation.best_words), {}, comment)
+    say(f"figures: {folder}")
+    return EXIT_INTERRUPTED if interrupted else EXIT_OK
+
+
+def _too_short(budget_s: float, needed_s: float) -> ConfigError:
+    what = f"too short for this recipe: it takes about {duration(needed_s)}"
+    hint = f"Give --budget {math.ceil(needed_s / 10) * 10}s"
+    value = f"{budget_s:g}s"
+    return ConfigError("C005", what, key="--budget", value=value, place=COMMAND_LINE, suggestion=hint)
+
+
+def choose(
+    meets: Collection[Need], machine: ThisMachine, *, only: Sequence[Technique] = (), compiles: bool = False
+) -> tuple[list[Technique], dict[str, str]]:
+    """The techniques to measure, and why each of the others is left out.
+
+    Args:
+        meets: needs on the model and the data that the run meets.
+        only: measure no others, but these whatever their class.
+        compiles: measure those that compile.
+    """
+    chosen: list[Technique] = []
+    left_out: dict[str, str] = {}
+    switches: dict[tuple[str, ...], str] = {}
+    for technique in only or [each for each in CATALOGUE if each.on]:
+        if why := _unfit(technique, meets, machine, compiles, bool(only)):
+            left_out[technique.name] = why
+        elif technique.on in switches:
+            left_out[technique.name] = f"it is the same switch as {switches[technique.on]}"
+        else:
+            switches[technique.on] = technique.name
+            chosen.append(technique)
+    return chosen, left_out
+
+
+def _unfit(
+    technique: Technique, meets: Collection[Need], machine: ThisMachine, compiles: bool, is_named: bool
+) -> str:
+    """Why a technique is not measured; empty where it is."""
+    if not technique.on:
+        return "it is always on"
+    here = verdict(technique, machine)
+    if not here.applies:
+        return here.text.removeprefix("no: ")
+    for need, where in OF_THE_RUN.items():
+        # Only composing tells if the data is a pack.
+        if need in technique.needs and need not in meets and need != "pack":
+            return f"it acts {where}"
+    if "compiler" in technique.needs and not compiles:
+        return COMPILES
+    if technique.family == "evaluation":
+        return "it acts in evaluation, not in training"
+    if technique.kind == "training" and technique.family not in CHEAPER_STEPS and not is_named:
+        return "it changes how fast the loss falls, not what a step costs: ptfast race"
+    return ""
+
+
+def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
+    """Print the techniques by worth, what was not measured, and the pick with what it came to."""
+    say()
+    rows: list[list[str]] = []
+    for finding, effect in ablation.measured:
+        memory, drift = finding.memory_bytes, finding.loss_drift
+        rows.append(
+            [
+                finding.technique.name,
+                finding.technique.kind,
+                f"{effect.ratio:.2f}x",
+                "{:.2f}-{:.2f}".format(*effect.interval()),
+                finding.words,
+                "beside" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
+                "-" if memory is None else f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}",
+                "-" if drift is None else f"{drift:+.1%}",
+            ]
+        )
+    if rows:
+        table(["technique", "class", "worth", "95 %", "verdict", "expect", "memory", "loss"], rows)
+    if (fitted := ablation.fitted) is not None:
+        runs = sum(math.isfinite(time) for times in ablation.times for time in times)
+        half = statistics.median(
+            math.expm1(math.log(effect.interval()[1] / effect.ratio)) for effect in fitted.effects if effect
+        )
+        say(
+            f"{runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
+            f"{ablation.process_sd or 0.0:.1%} here, and intervals reach {half:.1%} to either side"
+        )
+        for first, second, more in ablation.pairs:
+            names = (" or ".join(each.name for each in term) for term in (first, second))
+            say(f"together {math.exp(more):.2f}x of what each does alone: {', and '.join(names)}")
+        if ablation.fits_poorly:
+            say("some switches do other things together than alone, which widens the intervals: try --only")
+        if doubted := sum(weight < 0.5 for weight in fitted.weights):
+            noun = "run lies" if doubted == 1 else "runs lie"
+            say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")
+    if any(finding.is_apart for finding, _ in ablation.measured):
+        say("beside: measured in a block with the pick, not in the plan")
+    if any(finding.words.endswith("per step") for finding, _ in ablation.measured):
+        say("faster per step: ptfast race measures if the same loss is reached sooner")
+    if again := ablation.laboratory.num_again:
+        say(f"{again} blocks were measured again: other processes took a core meanwhile")
+    reasons: dict[str, list[str]] = {}
+    failed = {finding.technique.name: finding.why for finding in ablation.findings if finding.why}
+    for name, why in {**failed, **left_out}.items():
+        reasons.setdefault(why.rstrip("."), []).append(name)
+    for why, names in reasons.items():
+        say(f"not measured ({why}): {name_some(names)}")
+    say()
+    if not rows:
+        say("no technique was measured: give a longer --budget")
+        return
+    picked = ", ".join(technique.name for technique in ablation.picked)
+    say(f"the pick: {picked or 'plain, as nothing is expected to be faster'}")
+    if (confirmed := ablation.confirmed) is None:
+        say("it was not confirmed: give a longer --budget")
+        return
+    # Effects that do not multiply predict nothing.
+    predicted = "" if ablation.fits_poorly else f"predicted {ablation.predicted:.2f}x, "
+    say(f"over plain: {predicted}confirmed in fresh processes {confirmed.over_plain}")
+    say(f"over the config as given: {confirmed.over_given}")
+    if not ablation.best_words:
+        say("the config as given is no slower, so best.yaml holds that")
+
+
+def draw(path: Path, ablation: Ablation, title: str) -> None:
+    """Write a PNG of every effect with its interval, the pick's confirmed speed below them."""
+    rows: list[tuple[str, Effect, str]] = []
+    for finding, effect in ablation.measured:
+        clear = finding.verdict in ("faster", "slower")
+        rows.append((finding.technique.name, effect, "C0" if clear else "0.6"))
+    if ablation.confirmed is not None:
+        rows.append(("the pick, confirmed", ablation.confirmed.over_plain, "C2"))
+    with picture(path, 8, 1.4 + 0.26 * (len(ablation.measured) + 2)) as figure:
+        axes = figure.add_subplot()
+        for place, (_, effect, color) in enumerate(reversed(rows)):
+            axes.plot(effect.interval(), [place, place], color=color, lw=2, solid_capstyle="butt")
+            axes.plot(effect.ratio, place, "o", color=color, ms=5)
+        axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)])
+        axes.axvline(1.0, color="0.4", lw=0.8)
+        axes.set_xscale("log")
+        ticks = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0]
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], minor=False)
+        axes.minorticks_off()
+        bounds = [bound for _, effect, _ in rows for bound in effect.interval()]
+        axes.set_xlim(max(min(bounds) * 0.97, 0.3), min(max(bounds) * 1.03, 4.0))
+        axes.set_xlabel("speed with it over speed without it, 95 % interval; grey: not told apart from 1")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)

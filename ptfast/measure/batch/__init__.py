@@ -1,1 +1,0 @@
-"""The largest useful batch: memory, throughput and gradient noise."""

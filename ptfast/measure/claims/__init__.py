@@ -1,1 +1,0 @@
-"""What the sources of the techniques promise, held against this machine."""

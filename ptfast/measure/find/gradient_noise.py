@@ -1,0 +1,418 @@
+"""The gradient noise of a recipe, measured while it trains, and what it forecasts for other batch sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core import devices
+from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.errors import ConfigError, DataError, PtfastError, ReportedError
+from ptfast.core.protocols import StepBatch, takes_own_steps
+from ptfast.core.units import duration, grouped
+from ptfast.measure.find.batch_search import TIE, BatchSearch, with_mode
+from ptfast.measure.trial_rank import TrialRank
+from ptfast.report.terminal.display import Display, say, table
+from ptfast.run import Run
+from ptfast.techniques.curriculum import Curriculum
+from ptfast.techniques.gradients.clipping import global_norm
+from ptfast.training.build import build
+from ptfast.training.step import Trainer
+
+PARTS = 4
+"""Least micro-batches of a step: of two, the product of one pair would have to say what all of them share."""
+READS = 10
+"""Times that the figures are read from the device."""
+NUM_STEPS = 200
+LEAST_STEPS = 10
+"""Fewer steps say nothing about their own spread."""
+NUM_SEGMENTS = 20
+"""About how many segments a run is cut into, within each of which gradients are taken to be equally long."""
+POINTS = 5
+"""Parts of the training for which the noise is shown apart, since it grows."""
+MOMENTS = ("signal", "noise", "square", "loss")
+
+
+def train_for_noise(
+    trial: TrialRank, *, batch_size: int, micro_batches: int, num_steps: int, checkpointing: str | None
+) -> None:
+    """Train a config from its start and report the moments of its gradients, some steps each.
+
+    Args:
+        batch_size, micro_batches: that every step takes, over all ranks.
+        num_steps: optimizer steps, or up to the end of the data or of the run.
+        checkpointing: mode in place of the config's.
+    """
+    changed: dict[str, Any] = {
+        "batch_size": batch_size,
+        "micro_batches": micro_batches,
+        "gradients": trial.config.gradients.model_copy(update={"accumulate": 1}),
+        "curriculum": Curriculum(),
+        "callbacks": [],
+        "checkpointing": with_mode(trial.config.checkpointing, checkpointing),
+    }
+    config = trial.config.model_copy(update=changed)
+    with trial.reporting_lack_of_memory({}):
+        run = build(config, ranks=trial.ranks, folder=trial.folder, display=Display())
+        with contextlib.closing(run):
+            for moments in noise_of(run, num_steps):
+                trial.report(moments)
+
+
+def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str, Any]]:
+    """Train `run` and yield the moments of its gradients, a segment of steps at a time, of `reads` in all.
+
+    Yields:
+        Lists with an entry for each step: `signal` and `noise` as `moments` gives them, `square`, the squared
+        norm of the step's gradient, and the mean `loss`; and `total_steps`. Ends early where the loss is no
+        longer finite, or the data ends: what was seen before counts.
+    """
+    if takes_own_steps(run.task):
+        what = "takes its steps itself, and the noise is that of the gradients of one loss"
+        raise ConfigError("C011", what, key="task", value=run.resolved.task)
+    num_steps = min(num_steps, run.total_steps)
+    trainer = NoiseTrainer(run)
+    batches = trainer.warm_up(run.train_loader.steps(0, num_steps))
+    trainer.rows.clear()
+    for part in range(reads):
+        try:
+            trainer.train(batches, num_steps * (part + 1) // reads)
+        except DataError as error:
+            if error.code != "D006":
+                raise
+            num_steps = 0
+        found = trainer.read()
+        num_finite = next((i for i, loss in enumerate(found["loss"]) if not math.isfinite(loss)), None)
+        if found["loss"] and num_finite != 0:
+            seen = {name: values[:num_finite] for name, values in found.items()}
+            yield {**seen, "total_steps": run.total_steps}
+        if num_finite is not None or not num_steps:
+            return
+
+
+class NoiseTrainer(Trainer):
+    """Takes the steps that `Trainer` takes, and keeps the norms of what its micro-batches would do alone.
+
+    Cost: a second set of gradients, two passes over them for every micro-batch; among ranks, gradients cross
+    after the backward passes and not during the last. No step makes the host wait.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.rows: list[tuple[Tensor, Tensor]] = []
+
+    def accumulate(self, batch: StepBatch, step: int) -> None:
+        """Keep the norms on the way to the gradient of the step."""
+        run, ranks, window, alone = self.run, self.run.ranks, self.window, self.statistics is None
+        weight = self.item_weight(batch)
+        zero = torch.zeros((), dtype=torch.float32, device=run.device)
+        squares, weighted, shares_squared, num_parts = zero.clone(), zero.clone(), 0.0, 0
+        loss_before, items_before = window.sums()
+        sums: dict[Tensor, Tensor] = {}
+        for index, (data, num_samples) in enumerate(batch.micro_batches):
+            if not num_samples and alone:
+                continue
+            run.seed_step(run.seed, step, self.first_micro_batch + index)
+            with contextlib.nullcontext() if alone else self.among_ranks(num_samples, exchanges=False):
+                loss, count = self.loss_of(data, step)
+                loss.backward(weight if num_samples else weight * 0)
+            if num_samples:
+                window.add(loss.detach(), count)
+                share = num_samples / batch.num_samples
+                square = self._square()
+                squares += square
+                weighted += square / share
+                shares_squared += share**2
+                num_parts += 1
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    if sums.setdefault(parameter, parameter.grad) is not parameter.grad:
+                        sums[parameter].add_(parameter.grad)
+                    parameter.grad = None
+        for parameter in self.parameters:
+            if ranks.distributed and parameter.requires_grad:
+                whole = sums.setdefault(parameter, torch.zeros_like(parameter))
+                sum_over_ranks(whole, ranks).div_(ranks.num_ranks)
+            parameter.grad = sums.get(parameter)
+        # The weight holds the ranks that gradients are averaged over: a rank's own are too long by as much.
+        figures = (
+            *(squares / ranks.num_ranks**2, weighted / ranks.num_ranks**2, shares_squared, num_parts),
+            *(window.loss_sum - loss_before, window.num_items - items_before),
+            batch.num_samples / ranks.num_ranks,
+        )
+        # A number goes to the device as an argument of the sum; a tensor of it would be copied there.
+        self.rows.append((torch.stack([(zero + figure).float() for figure in figures]), self._square()))
+
+    def read(self) -> dict[str, list[float]]:
+        """Moments of the steps since the last call, over all ranks; makes the host wait for the device."""
+        found: dict[str, list[float]] = {name: [] for name in MOMENTS}
+        if self.rows:
+            rows = torch.stack([row for row, _ in self.rows]).to(devices.sum_dtype(self.run.device))
+            rows = sum_over_ranks(rows, self.run.ranks)
+            of_steps = torch.stack([square for _, square in self.rows]).tolist()
+            for row, square in zip(rows.tolist(), of_steps, strict=True):
+                squares, weighted, shares_squared, num_parts, loss, items, num_samples = row
+                parts = squares, weighted, shares_squared, num_parts
+                signal, noise = moments(square, *parts, num_samples, self.run.info.num_train)
+                figures = signal, noise, square, loss / max(items, 1)
+                for name, figure in zip(MOMENTS, figures, strict=True):
+                    found[name].append(figure)
+        self.rows.clear()
+        return found
+
+    def _square(self) -> Tensor:
+        """The squared norm of the gradients that there are, without fp16's scale; on the device."""
+        norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+        return (norm if self.scaled is None else norm / self.scaled.scale).float() ** 2
+
+
+def moments(
+    square: float,
+    squares: float,
+    weighted: float,
+    shares_squared: float,
+    num_parts: float,
+    num_samples: float,
+    num_train: int | None = None,
+) -> tuple[float, float]:
+    """Unbiased squared norm of the true gradient, and variance of a sample's, from one step's micro-batches.
+
+    With h_i the part that micro-batch i, a share f_i of the samples, adds to the step's gradient:
+    the products of different parts hold the true gradient alone, for their noise is independent.
+
+    Args:
+        square: |sum of h_i|^2.
+        squares: sum of |h_i|^2.
+        weighted: sum of |h_i|^2 / f_i.
+        shares_squared: sum of f_i^2.
+        num_parts: micro-batches.
+        num_samples: of the step.
+        num_train: samples that are drawn from without putting any back, which makes parts of one batch a
+            little less alike than chance would.
+
+    Returns:
+        |G|^2, which may come out negative, and tr(Sigma); not numbers where there is a single part.
+
+    Source: McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.1, for parts of any size.
+    """
+    if num_parts < 2:
+        return math.nan, math.nan
+    variance = (weighted - square) / (num_parts - 1) * num_samples
+    signal = (square - squares) / (1 - shares_squared)
+    return signal + (variance / num_train if num_train else 0.0), variance
+
+
+@dataclass(frozen=True)
+class Critical:
+    """A batch size at which a step is half as good as one with the true gradient."""
+
+    batch: float | None
+    """In samples; None where noise swamps the true gradient."""
+    error: float | None
+    """Standard error of `batch`."""
+    at_least: float | None
+    """Lower bound of `batch`, by two standard errors of the true gradient; None where there is none."""
+
+    def __str__(self) -> str:
+        if self.batch is None:
+            return f"> {grouped(self.at_least)}" if self.at_least else "swamped"
+        return f"{grouped(self.batch)} +- {grouped(self.error or 0.0)}"
+
+    def steps_ratio(self, batch: float, reference: float, errors: float = 0.0) -> float:
+        """Steps to the same loss with `batch`, to those with `reference`: S = S_min (1 + B_crit / B).
+
+        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse.
+
+        Args:
+            errors: standard errors by which the critical batch is taken larger than estimated.
+        """
+        assert self.batch is not None
+        critical = max(self.batch + errors * (self.error or 0.0), 0.0)
+        return (1 + critical / batch) / (1 + critical / reference)
+
+
+def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[float]) -> Critical | None:
+    """The critical batch of the steps given, all of them taken together.
+
+    One small step with batch B is worth 1 / (1 + b/B) of a step with the true gradient, b = tr(Sigma)/|G|^2
+    being the noise scale there. A whole run takes S_min (1 + B_crit/B) steps, with B_crit the mean of b over
+    the run weighted by what each step is worth. That worth is |G|^2 over the expected square of a batch's
+    gradient, so B_crit is the sum of tr(Sigma) over the sum of |G|^2, each divided by that square. Numerator
+    and denominator are summed apart: their quotients in single steps are mostly noise.
+
+    Args:
+        signal, noise: |G|^2 and tr(Sigma) of each step, unbiased.
+        square: squared norm of each step's gradient.
+
+    Returns:
+        The estimate with the error that a jackknife over steps gives it, or None for too few steps.
+
+    Source: McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2.2, appendices A and D.
+    """
+    finite = [row for row in zip(signal, noise, square, strict=True) if all(map(math.isfinite, row))]
+    if len(finite) < LEAST_STEPS:
+        return None
+    length = max(len(finite) // NUM_SEGMENTS, 5)
+    scaled: list[tuple[float, float]] = []
+    for start in range(0, len(finite), length):
+        segment = finite[start : start + length]
+        mean = sum(row[2] for row in segment) / len(segment)
+        if mean > 0:
+            scaled += [(row[0] / mean, row[1] / mean) for row in segment]
+    num_steps = len(scaled)
+    if not num_steps:
+        return None
+    below, above = (sum(column) for column in zip(*scaled, strict=True))
+    mean = below / num_steps
+    spread = math.sqrt(sum((row[0] - mean) ** 2 for row in scaled) / (num_steps - 1) / num_steps)
+    highest = mean + 2 * spread
+    at_least = above / num_steps / highest if highest > 0 else None
+    # With a true gradient within two errors of zero, the quotient could be anything.
+    if mean <= 2 * spread:
+        return Critical(None, None, at_least)
+    without = [(above - row[1]) / (below - row[0]) for row in scaled]
+    middle = sum(without) / num_steps
+    error = math.sqrt((num_steps - 1) / num_steps * sum((value - middle) ** 2 for value in without))
+    return Critical(above / below, error, at_least)
+
+
+@dataclass
+class NoiseForecast:
+    """The measured gradient noise of a config, and the forecast that it allows."""
+
+    batch_size: int
+    """Samples of each step that it was measured in."""
+    total_steps: int = 0
+    """Of the whole run."""
+    moments: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
+    """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
+    critical: Critical | None = None
+    """None for too few steps."""
+    points: list[dict[str, Any]] = field(default_factory=list)
+    """Steps, loss and noise scale of parts of the training."""
+    loss: float | None = None
+    """At the end."""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.moments["loss"])
+
+    def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
+        """Steps and samples to the loss at the end, and the time where a size was measured, by batch size."""
+        critical, own = self.critical, self.batch_size
+        if critical is None or critical.batch is None:
+            return []
+        found = []
+        for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
+            ratios = (critical.steps_ratio(size, own, errors) for errors in (-1, 0, 1))
+            low, steps, high = sorted(self.num_steps * ratio for ratio in ratios)
+            took_s = steps * size / search.median(size) if size in search.seen else None
+            row = {"size": size, "steps": steps, "low": low, "high": high}
+            found.append(row | {"samples": steps * size, "time_s": took_s})
+        return found
+
+    def advise(self, search: BatchSearch) -> tuple[int, float] | None:
+        """The measured size that should come to the loss first, and the rate of SGD there to the config's."""
+        timed = [row for row in self.rows(search) if row["time_s"] is not None]
+        if not timed or self.critical is None:
+            return None
+        least = min(row["time_s"] for row in timed)
+        size = next(row["size"] for row in timed if row["time_s"] <= (1 + TIE) * least)
+        return size, 1 / self.critical.steps_ratio(size, search.config.batch_size)
+
+
+def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
+    """Train for some steps in a child, estimate the critical batch, and show what it means.
+
+    An error that stops the training is printed; the steps before it count.
+    """
+    parts = search.parts * -(-PARTS // search.parts)
+    # Micro-batches have two samples at least: BatchNorm cannot train on one.
+    batch_size = max(search.config.batch_size // parts, 2) * parts
+    forecast = NoiseForecast(batch_size)
+    moments = forecast.moments
+    say(f"\ngradient noise: {num_steps} steps of {batch_size} samples in {parts} micro-batches")
+
+    def on_result(result: dict[str, Any]) -> None:
+        if "loss" in result:
+            shown = forecast.num_steps + len(result["loss"])
+            loss = sum(result["loss"]) / len(result["loss"])
+            search.display.note(f"  {shown:>6,}  loss {loss:.4g}")
+            forecast.total_steps = result["total_steps"]
+            for name in MOMENTS:
+                moments[name] += result[name]
+
+    ended: str | None = None
+    try:
+        cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
+        results, killed = search.run(train_for_noise, cut, on_result)
+        no_room = [f"out of memory: {result['no_room']}" for result in results if "no_room" in result]
+        ended = f"ended by {killed}" if killed else next(iter(no_room), None)
+    except (PtfastError, ReportedError) as error:
+        ended = str(error)
+    count = forecast.num_steps
+    if ended is None and count < min(num_steps, forecast.total_steps or num_steps):
+        ended = f"the loss diverged or the data ended after {count} steps"
+    forecast.critical = estimate(*(moments[name] for name in MOMENTS[:3]))
+    for part in range(POINTS):
+        start, stop = (count * end // POINTS for end in (part, part + 1))
+        if stop > start:
+            forecast.loss = sum(moments["loss"][start:stop]) / (stop - start)
+            found = estimate(*(moments[name][start:stop] for name in MOMENTS[:3]))
+            forecast.points.append({"steps": (start + 1, stop), "loss": forecast.loss, "scale": found})
+    _show(forecast, search, ended)
+    return forecast
+
+
+def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> None:
+    if ended is not None:
+        say(f"the training for it ended early: {ended}")
+    if forecast.points:
+        say()
+        rows = []
+        for point in forecast.points:
+            steps, scale = "{:,} to {:,}".format(*point["steps"]), str(point["scale"] or "too few steps")
+            rows.append([steps, f"{point['loss']:.4g}", scale])
+        table(["steps", "loss", "noise scale"], rows)
+    critical = forecast.critical
+    if critical is None:
+        say(f"{forecast.num_steps} steps are too few to tell the gradient noise from chance")
+        return
+    if critical.batch is None:
+        say("the noise swamps the true gradient, whose length cannot be told from nothing in these steps")
+        least = f"above about {grouped(critical.at_least)} samples" if critical.at_least else "large"
+        say(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
+        return
+    of_all = f"the first {forecast.num_steps:,} of {forecast.total_steps:,} steps"
+    say(f"critical batch: {critical} samples over {of_all}")
+    rows, advised = forecast.rows(search), forecast.advise(search)
+    say(f"\npredicted, to the loss of {forecast.loss:.4g}:")
+    cells = [
+        [
+            f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else ""),
+            f"{row['steps']:,.0f}",
+            f"{row['low']:,.0f} to {row['high']:,.0f}" if row["size"] != forecast.batch_size else "as seen",
+            f"{row['samples']:,.0f}",
+            duration(row["time_s"]) if row["time_s"] is not None else "-",
+        ]
+        for row in rows
+    ]
+    table(["batch", "steps", "spread", "samples", "time"], cells)
+    if advised is None:
+        say("none of these sizes was measured")
+        return
+    size, lr_ratio = advised
+    times = {row["size"]: row["time_s"] for row in rows}
+    say(f"first at that loss: batch_size={size} in {duration(times[size])}")
+    if (quickest := search.best()) != size:
+        how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
+        say(f"{quickest:,}, with the most samples/s, is there {how}")
+    if size != search.config.batch_size:
+        say(f"SGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}")
+    say("assumed: the best rate at every batch, and noise as in these steps: later ones have more")

@@ -1,0 +1,237 @@
+"""The learning rate range test, whose rate rises step by step until the loss diverges, and single trials."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ptfast.optim.build_optimizer import load_optimizer
+from ptfast.optim.parameter_groups import reference_lr
+from ptfast.run import Run
+from ptfast.techniques.schedule.scheduled_run import LrSchedule
+from ptfast.training.loss_window import MOST_SKIPPED, sum_and_read
+from ptfast.training.step import Trainer
+
+LOSS_DIVERGED = "the loss diverged"
+SMOOTHING = 0.85
+"""Weight in the smoothed loss of each step, relative to its neighbour's."""
+START_STEPS = 10
+"""Steps at the lowest rates, which hardly change anything."""
+EXPLODED = 1.5
+"""The curve ends at the first loss above so many times that of the start."""
+LEAST_FALL = 0.01
+"""Smallest fall of the loss, as a part, that is not taken for noise."""
+LEAST_STEPS = 10
+"""Steps before which no curve is judged."""
+DIVERGED = 4.0
+"""Training has diverged where the smoothed loss is so many times its lowest."""
+FACTOR = math.sqrt(10)
+"""Between neighbouring trials: half a decade. Within it the loss hardly depends on the rate."""
+MOST_TRIALS = 6
+REPLACED = ("schedule", "ema", "callbacks", "watchers", "progress", "figures", "best_figures")
+"""Attributes of a run that are replaced during a trial."""
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """The steps of a test that count."""
+
+    lrs: list[float]
+    losses: list[float]
+    """Mean item loss of each step over all ranks, before the step changed anything."""
+    ended: str
+    """Why it ended: `at the highest rate`, `the loss diverged` or `the data ended`."""
+    epochs: float | None
+    """Epochs that it took; None where that has no length."""
+
+
+def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
+    """Train with rates that rise from `lowest` to `highest` by a constant factor; the run is left as it was.
+
+    Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
+    Losses are summed over ranks, so that all of them end at the same step.
+
+    Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
+    """
+    growth = (highest / lowest) ** (1 / (num_steps - 1))
+    return train_at(run, [lowest * growth**step for step in range(num_steps)])
+
+
+def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
+    """Train one step at each rate, until the loss diverges, and leave the run as it was."""
+    # What grows during training is at its full size in the last steps.
+    first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
+    taken: list[float] = []
+    losses: list[float] = []
+    means: list[float] = []
+    """Running means, by exponentially falling weights."""
+    total = weight = 0.0
+    skipped_in_a_row = 0
+    ended = "at the highest rate"
+    with preserving_state(run):
+        base = reference_lr(run.optimizer, "initial_lr")
+        run.schedule = LrSchedule(
+            lambda step: lrs[min(step - first, len(lrs) - 1)] / base, None, warmup_steps=0, delay_steps=0
+        )
+        run.progress.step = first
+        trainer = Trainer(run)
+        batches = trainer.warm_up(run.train_loader.steps(first, first + len(lrs)))
+        run.display.start(0, len(lrs), None)
+        for step in range(len(lrs)):
+            batch = next(batches, None)
+            if batch is None:
+                ended = "the data ended"
+                break
+            lr = lrs[step - (trainer.scaled.held_steps if trainer.scaled is not None else 0)]
+            trainer.train(iter([batch]), first + step + 1)
+            loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
+            trainer.window.clear()
+            skipped_in_a_row = 0 if items else skipped_in_a_row + 1
+            if not items and skipped_in_a_row < MOST_SKIPPED:
+                continue
+            loss = loss_sum / items if items else math.nan
+            if not math.isfinite(loss):
+                ended = LOSS_DIVERGED
+                break
+            taken.append(lr)
+            losses.append(loss)
+            total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+            means.append(total / weight)
+            run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
+            low, now = min(means), means[-1]
+            # Where losses come near to 0, four times the lowest is little.
+            if step >= LEAST_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
+                ended = LOSS_DIVERGED
+                break
+    plan = run.train_loader.plan
+    epochs = None if plan.size is None else plan.epoch_at(first + len(losses)) - plan.epoch_at(first)
+    return RangeTest(taken, losses, ended, epochs)
+
+
+@contextlib.contextmanager
+def preserving_state(run: Run) -> Iterator[None]:
+    """Train `run` inside this, without callbacks, and find weights, optimizer, progress and draws as before.
+
+    Cost: a copy of weights and optimizer state on the device.
+    """
+    model, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    scaler = run.precision.scaler
+    scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    replaced = {name: getattr(run, name) for name in REPLACED}
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    run.progress = replace(run.progress)
+    run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
+    run.ema, run.callbacks, run.watchers = None, [], []
+    was_training = run.model.training
+    try:
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in run.model.state_dict().items():
+                value.copy_(model[name])
+        run.optimizer.zero_grad(set_to_none=True)
+        run.optimizer.state.clear()
+        load_optimizer(run.optimizer, optimizer)
+        if scaler is not None:
+            scaler.load_state_dict(scaling)
+        for name, value in replaced.items():
+            setattr(run, name, value)
+        run.model.train(was_training)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Exponential means to both sides of each step, which unlike running ones do not lag behind.
+
+    The curve ends before the first loss far above those of the start, which would hide its neighbours.
+    """
+    limit = EXPLODED * statistics.median(losses[:START_STEPS])
+    losses = losses[: next((step for step, loss in enumerate(losses) if loss > limit), len(losses))]
+    smoothed = []
+    for here in range(len(losses)):
+        weights = [SMOOTHING ** abs(step - here) for step in range(len(losses))]
+        total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+        smoothed.append(total / sum(weights))
+    return smoothed
+
+
+def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, float]:
+    """Learning rates that a curve suggests, by the rule that finds them; empty where it never falls.
+
+    `steepest` is where the loss falls fastest by the logarithm of the rate. `valley` is the middle between
+    where a quarter of the fall is done for good and where the loss is lowest. `minimum/10` is a tenth of the
+    rate at which it is lowest, just before it rises again.
+
+    Args:
+        smoothed: loss at each of the first of the rates.
+    """
+    end = min(range(len(smoothed)), key=smoothed.__getitem__)
+    fall = smoothed[0] - smoothed[end]
+    if end < 2 or fall < LEAST_FALL * smoothed[0]:
+        return {}
+    slopes = [smoothed[i + 1] - smoothed[i - 1] for i in range(1, end)]
+    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
+    above = [i for i in range(end) if smoothed[i] > smoothed[0] - fall / 4]
+    return {
+        "steepest": lrs[steepest],
+        "valley": math.sqrt(lrs[above[-1]] * lrs[end]),
+        "minimum/10": lrs[end] / 10,
+    }
+
+
+def run_trials(
+    run: Run, start: float, *, lowest: float, highest: float, num_steps: int
+) -> dict[float, float]:
+    """Train anew at single rates, beginning with `start`, until those beside the best one are worse.
+
+    A range test has a few steps at each rate, after all that the lower ones have taught the model: it finds
+    the decade. A trial trains at one rate from the start, and every trial on the same batches, so that
+    small differences count. The run is left as it was.
+
+    Args:
+        lowest, highest: rates that are not to be passed.
+
+    Returns:
+        The loss of each rate tried, infinite where it diverged.
+
+    Cost: 3 to 6 trials of `num_steps` optimizer steps.
+    """
+
+    def loss_at(lr: float) -> float:
+        test = train_at(run, [lr] * num_steps)
+        diverged = test.ended == LOSS_DIVERGED or not test.losses
+        loss = math.inf if diverged else statistics.mean(test.losses[-max(len(test.losses) // 4, 1) :])
+        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else LOSS_DIVERGED}")
+        return loss
+
+    run.display.note(f"trials of {num_steps} steps each")
+    return descend(loss_at, start, lowest, highest)
+
+
+def descend(
+    loss_at: Callable[[float], float], start: float, lowest: float, highest: float
+) -> dict[float, float]:
+    """Losses by rate, from `start` on towards the better neighbour until none is better."""
+    losses = {start: loss_at(start)}
+    # Above a rate at which the loss diverges there is nothing to find.
+    for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
+        here = start
+        while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:
+            beside = here * factor
+            losses[beside] = loss_at(beside)
+            if losses[beside] >= losses[here] and not math.isinf(losses[here]):
+                break
+            here = beside
+        if here != start:
+            break
+    return losses

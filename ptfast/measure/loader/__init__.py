@@ -1,1 +1,0 @@
-"""The loader and the number of workers that feed training."""

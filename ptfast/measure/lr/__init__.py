@@ -1,1 +1,0 @@
-"""The learning rate: a range test and short trials."""

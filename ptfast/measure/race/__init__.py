@@ -1,1 +1,0 @@
-"""`ptfast race`: which of several ways to train reaches a target first."""
