@@ -6,20 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import exchanged
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from running import build_run, same_bits, training_state, weights
+from running import same_bits, training_state, weights
 from torch import nn
 from toys import Lines
 
-from ptfast.core.distributed import Ranks
+from ptfast.config.read import read_config
+from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
 from ptfast.data.loaders.shared_memory import build_holder
+from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
+from ptfast.techniques.precision.number_formats import PROBE_SIZE
+from ptfast.training.build import build
 from ptfast.training.fit import evaluate_split, fit
 from ptfast.training.stopping import caught_signals
 from ptfast.training.user_code import callback_states
@@ -40,7 +43,6 @@ BATCH = ("batch_size=8", "epochs=3", "log_every=2", "eval.every=2steps")
 LAYOUTS = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
 """Strategy and micro-batches."""
 SMALL = ("model.hidden=[47]", "batch_size=64", "steps=8", "log_every=2", "eval.every=4steps", "seed=3")
-OPTIMIZERS = ("sgd", "nadam", "radam")
 MIXED = ("ema.decay=0.6", "gradients.clip_norm=0.3", "gradients.accumulate=2", "optimizer=adamw")
 SYNCED = ("model=custom", "model._target_=toys.DoubleNormed", "data=custom", "data._target_=toys.blobs")
 SYNCED = (*SYNCED, "data.num_samples=52", "data.val=0", "optimizer=sgd", "batch_size=16", "epochs=2")
@@ -100,7 +102,10 @@ class Cases:
 
     def build(self, name: str, *words: str, strategy: str = "ddp", **given: Any) -> Run:
         words = (*words, f"parallel={strategy}", f"parallel.nproc={self.ranks.num_ranks}", "device=cpu")
-        run = build_run(Path(name), *words, ranks=self.ranks, **given)
+        # Composed once, as by the launcher.
+        config = on_first_rank(lambda: read_config(words)[1], self.ranks)
+        Path(name).mkdir(parents=True, exist_ok=True)
+        run = build(config, ranks=self.ranks, folder=Path(name), display=Display(), **given)
         run.logger = Lines()
         return run
 
@@ -138,6 +143,8 @@ class Cases:
 def cases(ranks: Ranks) -> dict[str, Any]:
     """Everything, by name."""
     on = Cases(ranks)
+    # Half precision is tried on small products: its warning is for another test.
+    PROBE_SIZE["cpu"] = 16
     found: dict[str, Any] = {"folder": str(Path.cwd())}
     for kind, words in RAGGED.items():
         for strategy, parts in LAYOUTS:
@@ -157,7 +164,6 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
         found[f"stream {name}"] = refusal_of_stream(on, name)
     found["held"] = held_together(on)
-    found["exchanged"] = exchanged.cases(ranks, exchanged.QUICK)
     found["stuck"] = stuck(on)
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():
@@ -322,11 +328,9 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
     if on.ranks.is_first:
         Path("text.txt").write_text("so it goes, and on it goes. " * 60)
     torch.distributed.barrier()
-    for name in OPTIMIZERS:
-        for strategy in ("ddp", "fsdp"):
-            words = (*SMALL, f"optimizer={name}", "optimizer.lr=0.01")
-            found[f"{name} {strategy}"] = on.train(f"{name}-{strategy}", *words, strategy=strategy)
     for strategy in ("ddp", "fsdp"):
+        words = (*SMALL, "optimizer=nadam", "optimizer.lr=0.01")
+        found[f"nadam {strategy}"] = on.train(f"nadam-{strategy}", *words, strategy=strategy)
         words = (*SMALL, *MIXED, "saving.every=4steps", "saving.keep=9")
         found[f"mixed {strategy}"] = on.train(f"mixed-{strategy}", *words, strategy=strategy)
     for strategy in ("ddp", "fsdp"):
