@@ -136,17 +136,10 @@ def test_52_a_data_set_that_cannot_be_pickled_under_spawn(capsys: Capture, monke
     assert_refused(f"train {OWN}Unpicklable {bad_data.WORKERS}".split(), "D008", says, capsys)
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "says"),
-    [
-        ("train +recipe=resnet_cfar", "C003", "Did you mean resnet_cifar?"),
-        ("train data=imagefolder data.root=nope", "D001", "data.root=nope (command line): no such folder"),
-    ],
-)
-def test_as_a_user_sees_it(line: str, code: str, says: str, run_ptfast: RunPtfast, in_tmp: Path) -> None:
-    done = run_ptfast(*line.split())
-    assert_says(done.err, code, (says,))
-    assert done.code == bad_configs.EXIT_CODES[code[0]]
+def test_as_a_user_sees_it(run_ptfast: RunPtfast, in_tmp: Path) -> None:
+    done = run_ptfast("train", "+recipe=resnet_cfar")
+    assert_says(done.err, "C003", ("Did you mean resnet_cifar?",))
+    assert done.code == 2
     assert not tree(in_tmp)
 
 

@@ -130,6 +130,7 @@ def test_a_sweep_without_a_validation_split_ranks_by_the_training_loss(
     assert "2 runs by train.loss, lowest first" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_signal_lets_the_jobs_save_and_starts_no_other(in_tmp: Path) -> None:
     words = ("model=custom", "model._target_=test_sweep.Sometimes", "+model.ending=slow", "seed=0,1,2")
     command = [sys.executable, "-m", "ptfast", "train", "-m", *words, "steps=2000", "log_every=1000"]

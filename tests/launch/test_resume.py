@@ -16,12 +16,13 @@ from conftest import RunPtfast
 from resuming import (
     BASE,
     KILLED,
-    MODEL,
-    RHYTHM,
     Armed,
     arm,
     assert_same_run,
+    runs,
+    stopped,
     train_in_child,
+    whole,
 )
 from running import WITH_TESTS, records, same_bits, summary, train, training_state, weights
 
@@ -33,6 +34,8 @@ from ptfast.core.resolved import Resolved
 from ptfast.core.saved_state import list_states
 from ptfast.launch.resume import resume_command
 from ptfast.training.stages.machine_stage import cut_batch
+
+__all__ = ["runs", "stopped", "whole"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -71,33 +74,28 @@ def assert_goes_on(*words: str) -> None:
     assert_same_run(Path("whole"), Path("killed"))
 
 
-def test_the_command_goes_on_where_it_was_killed(in_tmp: Path, run_ptfast: RunPtfast) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_the_command_goes_on_where_it_was_killed(in_tmp: Path, run_ptfast: RunPtfast, whole: Path) -> None:
     """As above, as a user runs it."""
-    callback = "callbacks=[{_target_: resuming.Armed, step: 17}]"
-    words = ("train", *MODEL, *RHYTHM, callback, "run.resume=auto", "run.name=mine")
     arm("SIGKILL")
-    killed = run_ptfast(*words, env=WITH_TESTS)
-    assert killed.code == -signal.SIGKILL
-    resumed = run_ptfast(*words, env=WITH_TESTS)
+    assert train_in_child(*BASE, "run.name=mine") == -signal.SIGKILL
+    resumed = run_ptfast("train", *BASE, "run.name=mine", env=WITH_TESTS)
     assert (resumed.code, resumed.err) == (0, "")
     assert "at step 16" in resumed.out
     (folder,) = Path("runs/mine").iterdir()
-    assert train(*BASE, "run.dir=whole") == 0
     assert_same_run(Path("whole"), folder)
     assert (folder / "report.html").is_file()
 
 
-def test_worker_processes_change_nothing(in_tmp: Path) -> None:
-    assert train(*BASE, "run.dir=none") == 0
+def test_worker_processes_change_nothing(in_tmp: Path, whole: Path) -> None:
     assert train(*BASE, "run.dir=two", "dataloader.kind=workers", "dataloader.workers=2") == 0
-    assert_same_run(Path("none"), Path("two"))
+    assert_same_run(whole, Path("two"))
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
 def test_a_stopped_run_goes_on(
-    in_tmp: Path, name: str, code: int, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, name: str, code: int, capsys: pytest.CaptureFixture[str], whole: Path
 ) -> None:
-    assert train(*BASE, "run.dir=whole") == 0
     arm(name)
     assert train(*BASE, "run.dir=stopped") == code
     assert list_states(Path("stopped/saved"))[0].name == "step-17"
@@ -128,8 +126,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_config(in_tmp: Path) -
     assert len(list(Path("runs/mine").iterdir())) == 3
 
 
-def test_a_failed_run_is_unfinished(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train(*BASE, "run.dir=whole") == 0
+def test_a_failed_run_is_unfinished(in_tmp: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Armed, "on_step", lambda self, run, step: 1 // (17 - step))
         assert train(*BASE, "run.name=mine") == 2
@@ -139,12 +136,11 @@ def test_a_failed_run_is_unfinished(in_tmp: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_run(Path("whole"), folder)
 
 
-def test_a_finished_run_is_left_alone(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(*BASE, "run.dir=a") == 0
-    before = {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")}
-    assert train(*BASE, "run.dir=a") == 0
+def test_a_finished_run_is_left_alone(in_tmp: Path, capsys: pytest.CaptureFixture[str], whole: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    assert train(*BASE, "run.dir=whole") == 0
     assert "finished already" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in Path("a").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
 def test_a_run_that_gained_no_more_is_finished(in_tmp: Path) -> None:
@@ -208,10 +204,9 @@ def test_a_run_without_its_resolved_json_goes_by_its_state(
     assert command_line.run(["eval", "a", "eval.last=pad"]) == 0
 
 
-def test_a_changed_config_names_the_keys(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arm("SIGTERM")
-    assert train(*BASE, "run.dir=a") == 75
-    capsys.readouterr()
+def test_a_changed_config_names_the_keys(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], stopped: Path
+) -> None:
     assert train(*BASE, "run.dir=a", "optimizer.lr=0.5", "seed=3", "log_every=7") == 6
     (line,) = capsys.readouterr().err.splitlines()
     assert "error[S003]" in line
@@ -220,15 +215,12 @@ def test_a_changed_config_names_the_keys(in_tmp: Path, capsys: pytest.CaptureFix
 
 
 def test_a_strangers_config_is_compared_and_not_imported(
-    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: Path
 ) -> None:
     monkeypatch.syspath_prepend(in_tmp)
     Path("stranger.py").write_text("from pathlib import Path\nPath('imported').touch()\nclass Armed: ...\n")
-    arm("SIGTERM")
-    assert train(*BASE, "run.dir=a") == 75
     file = Path("a/config.yaml")
     file.write_text(file.read_text().replace("resuming.Armed", "stranger.Armed"))
-    capsys.readouterr()
     for words in (("run.resume=a",), ("run.dir=a",)):
         assert train(*BASE, *words) == 6
         assert "callbacks" in capsys.readouterr().err
@@ -306,20 +298,17 @@ def test_lines_beyond_the_state_are_cut(in_tmp: Path) -> None:
     assert resumed == whole
 
 
-def test_what_auto_became_is_kept_and_what_is_given_is_not_overruled(in_tmp: Path) -> None:
-    arm("SIGTERM")
-    assert train(*BASE, "run.dir=a") == 75
+def test_what_auto_became_is_kept_and_what_is_given_is_not_overruled(
+    in_tmp: Path, stopped: Path, whole: Path
+) -> None:
     resolved = json.loads(Path("a/resolved.json").read_text())
     assert resolved["dataloader"] == "memory"
     assert train(*BASE, "run.dir=a", "dataloader.kind=plain") == 0
     assert json.loads(Path("a/resolved.json").read_text())["dataloader"] == "plain"
-    assert train(*BASE, "run.dir=whole") == 0
     assert_same_run(Path("whole"), Path("a"))
 
 
-def test_a_run_resumed_elsewhere_keeps_what_auto_became(in_tmp: Path) -> None:
-    arm("SIGTERM")
-    assert train(*BASE, "run.dir=a") == 75
+def test_a_run_resumed_elsewhere_keeps_what_auto_became(in_tmp: Path, stopped: Path) -> None:
     resolved = json.loads(Path("a/resolved.json").read_text())
     Path("a/resolved.json").write_text(json.dumps(resolved | {"dataloader_reason": "as it was begun"}))
     assert train(*BASE, "run.resume=a", "run.dir=b") == 0

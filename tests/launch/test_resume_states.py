@@ -18,11 +18,16 @@ from resuming import (
     Armed,
     arm,
     assert_same_run,
+    runs,
+    stopped,
+    whole,
 )
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, weights
 
 from ptfast.core import run_directory, saved_state
 from ptfast.core.saved_state import list_states, point
+
+__all__ = ["runs", "stopped", "whole"]
 
 
 def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
@@ -66,9 +71,9 @@ def test_a_damaged_state_is_passed_over(in_tmp: Path, capsys: pytest.CaptureFixt
     assert "step-17" not in [path.name for path in Path("a/saved").iterdir()]
 
 
-def test_a_state_is_hashed_once_to_be_resumed(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arm("SIGTERM")
-    assert train(*BASE, "run.dir=a") == 75
+def test_a_state_is_hashed_once_to_be_resumed(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, stopped: Path
+) -> None:
     hashed: list[str] = []
 
     def noting(path: Path) -> str:
@@ -82,12 +87,11 @@ def test_a_state_is_hashed_once_to_be_resumed(in_tmp: Path, monkeypatch: pytest.
     assert of_state == ["step-17/model.pt", "step-17/state.json", "step-17/training.pt"]
 
 
-def test_a_run_whose_every_state_is_damaged_says_so(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arm("SIGTERM")
-    assert train(*BASE, "run.dir=a") == 75
+def test_a_run_whose_every_state_is_damaged_says_so(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], stopped: Path
+) -> None:
     for folder in list_states(Path("a/saved")):
         (folder / "model.pt").write_bytes(b"")
-    capsys.readouterr()
     assert train(*BASE, "run.dir=a") == 6
     assert "error[S001]" in capsys.readouterr().err.splitlines()[-1]
 
@@ -211,9 +215,8 @@ def test_a_directory_in_use_is_refused(
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_state_before(
-    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: Path
 ) -> None:
-    assert train(*BASE, "run.dir=whole") == 0
     save, calls = torch.save, []
 
     def fill(state: Any, path: Path) -> None:

@@ -139,8 +139,21 @@ def test_what_cannot_be_raced_is_refused(words, said, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
+def in_this_process(words: list[str], log: Path) -> int:
+    """What a race has a process do."""
+    with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
+        return command_line.run(words)
+
+
+def test_the_process_of_a_run_writes_a_log(tmp_path):
+    log = tmp_path / "run.log"
+    assert racer._ptfast(["train", "optimizer.lrr=1"], log) == 2
+    assert "error[C002]: optimizer.lrr=1" in log.read_text()
+
+
 def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(racer, "_ptfast", in_this_process)
     arms = ("optimizer.lr=0.01,1e-9", *SMALL)
     assert (
         command_line.run(["race", *arms, "--target", "accuracy:0.2", "--seeds", "1", "--out", "found"]) == 0
@@ -154,12 +167,6 @@ def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch,
     assert [run["total_steps"] for run in receipt["runs"]] == [12, 12]
     assert receipt["sooner"]["steps"][0]["ratio"] == 0
     assert Path("found/race.png").stat().st_size > 10_000
-
-
-def in_this_process(words: list[str], log: Path) -> int:
-    """What a race has a process do."""
-    with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
-        return command_line.run(words)
 
 
 def test_a_figure_that_there_is_not_ends_it_before_training(tmp_path, monkeypatch, capsys):

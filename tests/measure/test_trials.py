@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from running import WITH_TESTS
 from ptfast.config.compose import Composed
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
-from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.errors import ReportedError
+from ptfast.measure import trial_rank
 from ptfast.measure.trial_rank import TrialRank, measure_once
 
 SMALL = ("model=mlp", "model.hidden=[8]", "device=cpu")
@@ -29,6 +31,7 @@ def count(trial: TrialRank, *, by: int) -> None:
 
 def die(trial: TrialRank, *, how: str) -> None:
     """End in the middle of a measurement."""
+    trial.report({"begun": True})
     with trial.reporting_lack_of_memory({"size": 8}):
         if how == "memory":
             raise MemoryError("no memory for a tensor")
@@ -48,13 +51,21 @@ def configs(*words: str) -> tuple[Composed, Config]:
     return read_config([*SMALL, *words])
 
 
-def test_what_ends_it_is_told(with_tests: None, tmp_path: Path) -> None:
-    measured = measure_once(die, *configs(), tmp_path / "a", 1, {"how": "memory"})
-    assert measured == ([{"size": 8, "no_room": "no memory for a tensor"}], None)
-    measured = measure_once(die, *configs(), tmp_path / "b", 1, {"how": "signal"})
-    assert measured == ([], signal.SIGKILL)
-    with pytest.raises(ReportedError, match=": of its own"):
-        measure_once(die, *configs(), tmp_path / "c", 1, {"how": "error"})
+def test_a_process_that_is_killed_leaves_its_results(with_tests: None, tmp_path: Path) -> None:
+    measured = measure_once(die, *configs(), tmp_path / "a", 1, {"how": "signal"})
+    assert measured == ([{"begun": True}], signal.SIGKILL)
+
+
+def test_a_lack_of_memory_is_a_result_and_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_rank, "leave", sys.exit)
+    sent: list[dict[str, Any]] = []
+    trial = TrialRank(configs()[1], tmp_path, Ranks(), send=sent.append)
+    with pytest.raises(SystemExit) as left:
+        die(trial, how="memory")
+    assert left.value.code == 0
+    assert sent == [{"begun": True}, {"size": 8, "no_room": "no memory for a tensor"}]
 
 
 @pytest.mark.slow
@@ -65,7 +76,8 @@ def test_ranks_measure_together(with_tests: None, tmp_path: Path) -> None:
     assert results == seen == [{"total": 6.0}, {"batch_size": two[1].batch_size}]
     assert killed is None
     results, _ = measure_once(die, *two, tmp_path / "b", 2, {"how": "memory"})
-    assert results[0]["no_room"] == "no memory for a tensor"
-    assert measure_once(die, *two, tmp_path / "c", 2, {"how": "signal"}) == ([], signal.SIGKILL)
+    assert results[-1]["no_room"] == "no memory for a tensor"
+    killed = measure_once(die, *two, tmp_path / "c", 2, {"how": "signal"})
+    assert killed == ([{"begun": True}], signal.SIGKILL)
     with pytest.raises(ReportedError, match=": of its own"):
         measure_once(die, *two, tmp_path / "d", 2, {"how": "error"})

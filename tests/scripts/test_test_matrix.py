@@ -62,11 +62,11 @@ def test_a_failing_test_shows_in_the_table_and_below_it(
     place = test_matrix.Place(tree=in_tmp, env={"NAME": "value", "TAKEN": None})
     monkeypatch.setenv("TAKEN", "yes")
     monkeypatch.setattr(test_matrix, "CELLS", {"mine": test_matrix.Cell("of mine", "", lambda _: place)})
-    code, out = table(capsys, monkeypatch, "test_it.py", "-p", "no:cacheprovider")
+    code, out = table(capsys, monkeypatch, "test_it.py", "-n", "0")
     _, _, line, *rest = out.splitlines()
     assert code == 1
     assert line.startswith("| mine | of mine | Python 3.")
-    assert "| test_it.py -p no:cacheprovider | 1 | 2 | 0 |" in line
+    assert "| test_it.py -n 0 | 1 | 2 | 0 |" in line
     assert [each.partition(" - ")[0] for each in rest if each.startswith("- ")] == [
         "- FAILED test_it.py::test_that_fails",
         "- ERROR test_it.py::test_without_its_fixture",

@@ -21,7 +21,6 @@ from ptfast.data.loaders.shared_memory import build_holder
 from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-from ptfast.techniques.precision.number_formats import PROBE_SIZE
 from ptfast.training.build import build
 from ptfast.training.fit import evaluate_split, fit
 from ptfast.training.stopping import caught_signals
@@ -143,8 +142,6 @@ class Cases:
 def cases(ranks: Ranks) -> dict[str, Any]:
     """Everything, by name."""
     on = Cases(ranks)
-    # Half precision is tried on small products: its warning is for another test.
-    PROBE_SIZE["cpu"] = 16
     found: dict[str, Any] = {"folder": str(Path.cwd())}
     for kind, words in RAGGED.items():
         for strategy, parts in LAYOUTS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from running import records, same_bits, summary, train, training_state, weights
 from torch.utils.data import TensorDataset
@@ -55,6 +57,30 @@ def guarded(api_key: str) -> TensorDataset:
     """Data behind a password."""
     assert api_key == "open sesame"
     return blobs()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs of `BASE`: `whole`, and `a`, which was stopped after step 17."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(*BASE, "run.dir=whole") == 0
+        arm("SIGTERM")
+        assert train(*BASE, "run.dir=a") == 75
+    return folder
+
+
+@pytest.fixture
+def whole(runs: Path, in_tmp: Path) -> Path:
+    """The whole run, in the test's folder."""
+    return shutil.copytree(runs / "whole", in_tmp / "whole", symlinks=True)
+
+
+@pytest.fixture
+def stopped(runs: Path, in_tmp: Path) -> Path:
+    """The stopped run, in the test's folder."""
+    return shutil.copytree(runs / "a", in_tmp / "a", symlinks=True)
 
 
 def arm(name: str) -> None:

@@ -208,6 +208,7 @@ def of_ptfast(err: str) -> list[str]:
     return [line for line in err.splitlines() if "hostname of the client socket" not in line]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:
     Path("misfortune").write_text("1 3 SIGKILL")
     words = ("steps=50", "batch_size=256", "callbacks=[{_target_: callbacks.Misfortune}]", "run.dir=a")
@@ -234,6 +235,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_all(in_tmp: Path, name: str, co
     assert Path("a/saved/last").resolve().name == f"step-{result['steps']}"
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank(in_tmp: Path) -> None:
     with running("run.dir=a") as process:
         process.kill()
