@@ -203,9 +203,8 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
     if targets:
         yield "\nKeys of single options, and of those built on them:"
     for path, names in targets.items():
-        keywords = source_keywords(path)
-        own = (keywords or [])[group in ("optimizer", "task") :]
-        text = "those of its library" if keywords is None else ", ".join(own) or "none"
+        keywords = source_keywords(path, group)
+        text = "those of its library" if keywords is None else ", ".join(keywords) or "none"
         yield _row(", ".join(names), text)
     if targets:
         yield f"\nptfast --help {group}=OPTION explains an option's. A class of your own has its own."
@@ -220,8 +219,7 @@ def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
     from ptfast.config.editors.help import argument_docs, field_docs
     from ptfast.config.files import paths
     from ptfast.config.files.paths import check_option
-    from ptfast.core.sections.coerce import EMPTY
-    from ptfast.core.sections.targets import locate
+    from ptfast.core.sections.targets import EMPTY, locate
 
     check_option(group, option, paths.groups(), None)
     values = compose([f"{group}={option}"], complete=False).tree[group]

@@ -11,8 +11,8 @@ from pydantic import Field
 from ptfast.config import catalogue
 from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
-from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
-from ptfast.core.sections.section import GATHERED, Count, Every, OrAuto, Section, WallTime
+from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
+from ptfast.core.sections.section import GATHERED, Count, Every, Natural, OrAuto, Section, WallTime
 from ptfast.core.sections.targets import Target, plain
 from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
@@ -47,7 +47,7 @@ class Eval(Section):
     """Treatment of a split's last, smaller batch; `pad` fills it with stand-ins that do not count."""
     flip: bool = False
     """Average what the model says of an image and of its mirror image; predictions too."""
-    shift: Annotated[int, NOT_NEGATIVE] = 0
+    shift: Natural = 0
     """Average also over images moved by so many pixels up and left, and down and right; 0 for none."""
 
 

@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,6 @@ _SECRET_WORDS = {
     *("authorization", "bearer", "cookie", "cookies", "header", "headers"),
 }
 _KEPT_SECRET: set[str] = set()
-_LEAST_SECRET_CHARS = 6
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CREDENTIALS = re.compile(
     r"(?<=://)(?![^\s/]*\$\{oc\.env:)[^\s/]+(?=@)"
@@ -121,21 +119,29 @@ class PtfastError(Exception):
         assert code in CODES, f"unregistered error code {code}"
         self.code, self.what, self.key, self.value = code, _cut(what), key or None, value
         self.place, self.suggestion = place or None, suggestion
-        super().__init__(self._line())
-
-    def _line(self) -> str:
         subject = self.key or ""
-        if self.key and self.value is not None:
-            hidden = is_secret(self.key) or (self.code == "C002" and _resembles_secret(self.key))
-            subject = f"{self.key}={SECRET if hidden else shorten(shown(self.value))}"
+        if self.key and value is not None:
+            # An unknown key may be a secret's, misspelt.
+            hidden = is_secret(self.key, misspelt=code == "C002")
+            subject = f"{self.key}={SECRET if hidden else shorten(shown(value))}"
         if self.place:
             subject = f"{subject} ({self.place})" if subject else self.place
-        line = f"{subject}: {self.what}" if subject else self.what
-        line = one_line(line)
-        if self.suggestion:
-            suggestion = one_line(self.suggestion)
-            line = f"{line}. {suggestion}"
-        return line if line.endswith(("?", ".", "!")) else line + "."
+        line = one_line(f"{subject}: {self.what}" if subject else self.what)
+        line = f"{line}. {one_line(suggestion)}" if suggestion else line
+        super().__init__(line if line.endswith(("?", ".", "!")) else line + ".")
+
+    def at(self, key: str, value: Any = None) -> PtfastError:
+        """The same error with `key` in front of its own, and `value` where it has none."""
+        full = f"{key}.{self.key}" if self.key and key else key or self.key
+        return self._with(key=full, value=value if self.value is None else self.value)
+
+    def placed(self, place: str | None) -> PtfastError:
+        """The same error, saying where its key was given."""
+        return self._with(place=place)
+
+    def suggesting(self, suggestion: str) -> PtfastError:
+        """The same error with another suggestion."""
+        return self._with(suggestion=suggestion)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -143,19 +149,8 @@ class PtfastError(Exception):
         names = ("code", "what", "key", "value", "place", "suggestion")
         return {name: getattr(self, name) for name in names}
 
-    def at(self, key: str, value: Any = None) -> PtfastError:
-        """The same error with `key` in front of its own, and `value` where it has none."""
-        full = f"{key}.{self.key}" if self.key and key else key or self.key
-        shown = value if self.value is None else self.value
-        return _rebuild(type(self), {**self.parts, "key": full, "value": shown}, self.others)
-
-    def placed(self, place: str | None) -> PtfastError:
-        """The same error, saying where its key was given."""
-        return _rebuild(type(self), {**self.parts, "place": place}, self.others)
-
-    def suggesting(self, suggestion: str) -> PtfastError:
-        """The same error with another suggestion."""
-        return _rebuild(type(self), {**self.parts, "suggestion": suggestion}, self.others)
+    def _with(self, **changes: Any) -> PtfastError:
+        return _rebuild(type(self), self.parts | changes, self.others)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
@@ -262,15 +257,10 @@ def together(errors: Sequence[PtfastError]) -> PtfastError:
     return flat[0]
 
 
-def render(error: PtfastError) -> str:
-    """The line a user sees for `error`, and one for each that was found with it."""
-    return "\n".join(f"ptfast: error[{one.code}]: {one}" for one in (error, *error.others))
-
-
 def error_line(error: BaseException) -> str:
-    """The line a user sees for any error."""
+    """The line a user sees for an error, and one for each that was found with it."""
     if isinstance(error, PtfastError):
-        return render(error)
+        return "\n".join(f"ptfast: error[{one.code}]: {one}" for one in (error, *error.others))
     if isinstance(error, (ReportedError, KeyboardInterrupt)):
         return str(error) if isinstance(error, ReportedError) else "ptfast: interrupted"
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
@@ -306,20 +296,20 @@ def _cut(text: str) -> str:
     return text if len(text) <= MOST_CHARS else f"{hide_credentials(text)[:MOST_CHARS]} ..."
 
 
-def is_secret(key: str) -> bool:
-    """Return True if the end of a key holds a word such as token or password (`apiKey`, not `tokenizer`)."""
-    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(key.rpartition(".")[2]))
+def is_secret(key: str, *, misspelt: bool = False) -> bool:
+    """Return True if the end of a key holds a word such as token or password (`apiKey`, not `tokenizer`).
 
-
-def _resembles_secret(key: str) -> bool:
-    """Return True for an unknown key that may be a secret's, misspelt."""
+    Args:
+        misspelt: count words that only resemble those, too.
+    """
     words = [word.lower() for word in _WORD.findall(key.rpartition(".")[2])]
-    return any(difflib.get_close_matches(word, _SECRET_WORDS, 1, 0.65) for word in words)
+    close = misspelt and any(difflib.get_close_matches(word, _SECRET_WORDS, 1, 0.65) for word in words)
+    return close or not _SECRET_WORDS.isdisjoint(words)
 
 
 def keep_secret(value: str) -> None:
     """Hide a value wherever it is shown or written from now on, unless it is a path or of few characters."""
-    if len(value) >= _LEAST_SECRET_CHARS and not os.path.exists(value):  # noqa: PTH110
+    if len(value) >= 6 and not os.path.exists(value):  # noqa: PTH110
         _KEPT_SECRET.add(value)
 
 
@@ -396,52 +386,39 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     Besides the share of common letters, swapped, missing, added and repeated letters are recognised, and so
     is a word that matches only the last part of a dotted candidate.
     """
-    word_plain = _plain(word)
-    scored = [(_score(word_plain, candidate), candidate) for candidate in candidates]
+
+    def plain(text: str) -> str:
+        return text.lower().replace("-", "_").replace(" ", "_")
+
+    def score(candidate: str) -> float:
+        given, whole = plain(word), plain(candidate)
+        score = _likeness(given, whole)
+        score = max(score, _likeness(given.rpartition(".")[2], whole.rpartition(".")[2]) - 0.01)
+        is_part = len(given) >= 3 and (whole.startswith(given) or whole.endswith(given))
+        return max(score, 0.7) if is_part else score
+
+    scored = [(score(candidate), candidate) for candidate in candidates]
     best_score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best if best_score >= 0.6 else None
 
 
-def did_you_mean(word: str, candidates: Iterable[str], template: str = "{}") -> str | None:
-    """The sentence `Did you mean lr?` for the candidate nearest to `word`, or None.
-
-    Args:
-        word: what was given.
-        candidates: what would be valid.
-        template: how the candidate is shown, e.g. `optimizer.{}`.
-    """
-    found = nearest(word, candidates)
-    return None if found is None else f"Did you mean {template.format(found)}?"
-
-
-def _score(word: str, candidate: str) -> float:
-    """Likeness from 0 to 1 of a plain word to a candidate."""
-    whole = _plain(candidate)
-    last = _plain(candidate.rpartition(".")[2])
-    score = max(_likeness(word, whole), _likeness(word.rpartition(".")[2], last) - 0.01)
-    if len(word) >= 3 and (whole.startswith(word) or whole.endswith(word)):
-        score = max(score, 0.7)
-    return score
-
-
 def _likeness(word: str, other: str) -> float:
+    """Likeness of two words, from 0 to 1."""
     if word == other:
         return 1.0
     if sorted(word) == sorted(other) or (set(word) == set(other) and abs(len(word) - len(other)) <= 2):
         return 0.95
     if not word or not other:
         return 0.0
-    ratio = SequenceMatcher(None, word, other, autojunk=False).ratio()
+    ratio = difflib.SequenceMatcher(None, word, other, autojunk=False).ratio()
     # One letter too many or too few weighs heavily in a short word: `lrr` and `lr`.
-    if abs(len(word) - len(other)) <= 1 and _is_subsequence(*sorted((word, other), key=len)):
+    short, letters = min(word, other, key=len), iter(max(other, word, key=len))
+    if abs(len(word) - len(other)) <= 1 and all(letter in letters for letter in short):
         ratio = max(ratio, 0.8)
     return ratio
 
 
-def _is_subsequence(short: str, long: str) -> bool:
-    letters = iter(long)
-    return all(letter in letters for letter in short)
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("-", "_").replace(" ", "_")
+def did_you_mean(word: str, candidates: Iterable[str], template: str = "{}") -> str | None:
+    """The sentence `Did you mean lr?` for the candidate nearest to `word`, shown by a template, or None."""
+    found = nearest(word, candidates)
+    return None if found is None else f"Did you mean {template.format(found)}?"

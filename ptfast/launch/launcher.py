@@ -44,8 +44,8 @@ from ptfast.core.errors import (
     ReportedError,
     SavedStateError,
     cannot_write,
+    error_line,
     exit_code_of,
-    render,
 )
 from ptfast.core.machine import die_with_parent
 from ptfast.launch.elastic import (
@@ -364,7 +364,7 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
     line = str(failure["line"])
     if "parts" in failure:
         # Ranks read the frozen file: only here it is known where the user gave the key.
-        line = render(composed.placed(PtfastError(**failure["parts"])))
+        line = error_line(composed.placed(PtfastError(**failure["parts"])))
     return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
 
 

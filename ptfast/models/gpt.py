@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import PackedTokens
+from ptfast.core.sections.section import Count, Fraction
 from ptfast.models.layers import Block, rate_of_block, within_sequences
 
 
@@ -31,14 +32,14 @@ class Gpt(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        context_length: int,
-        width: int = 128,
-        depth: int = 4,
-        heads: int = 4,
-        dropout: float = 0.0,
+        vocab_size: Count,
+        context_length: Count,
+        width: Count = 128,
+        depth: Count = 4,
+        heads: Count = 4,
+        dropout: Fraction = 0.0,
         tied_head: bool = False,
-        drop_path: float = 0.0,
+        drop_path: Fraction = 0.0,
     ) -> None:
         super().__init__()
         if width % heads:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ptfast.core.sections.section import Count, Fraction
+
 
 class Mlp(nn.Module):
     """Linear layers with ReLU between them; images are flattened first.
@@ -22,10 +24,10 @@ class Mlp(nn.Module):
     def __init__(
         self,
         input_shape: Sequence[int],
-        num_classes: int,
-        hidden: Sequence[int] = (256, 128),
+        num_classes: Count,
+        hidden: Sequence[Count] = (256, 128),
         batch_norm: bool = False,
-        dropout: float = 0.0,
+        dropout: Fraction = 0.0,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Flatten()]

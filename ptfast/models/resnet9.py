@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.section import Count
 
 
 class ResNet9(nn.Module):
@@ -27,9 +28,9 @@ class ResNet9(nn.Module):
 
     def __init__(
         self,
-        num_classes: int,
-        in_channels: int = 3,
-        width: int = 64,
+        num_classes: Count,
+        in_channels: Count = 3,
+        width: Count = 64,
         logit_scale: float = 0.125,
         whitening: int = 0,
     ) -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.section import Count, Fraction
 from ptfast.models.layers import drop_path, rate_of_block
 
 
@@ -26,7 +27,12 @@ class ResNetCifar(nn.Module):
     """
 
     def __init__(
-        self, num_classes: int, in_channels: int = 3, depth: int = 20, width: int = 16, drop_path: float = 0.0
+        self,
+        num_classes: Count,
+        in_channels: Count = 3,
+        depth: Count = 20,
+        width: Count = 16,
+        drop_path: Fraction = 0.0,
     ) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.section import Count, Fraction
 from ptfast.models.layers import Block
 
 
@@ -31,14 +32,14 @@ class TextEncoder(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        num_classes: int,
+        vocab_size: Count,
+        num_classes: Count,
         pad_id: int = 0,
-        context_length: int = 512,
-        width: int = 128,
+        context_length: Count = 512,
+        width: Count = 128,
         depth: int = 0,
-        heads: int = 4,
-        dropout: float = 0.5,
+        heads: Count = 4,
+        dropout: Fraction = 0.5,
         word_dropout: float = 0.3,
     ) -> None:
         super().__init__()

@@ -7,10 +7,11 @@ from typing import Any
 from torch import nn
 
 from ptfast.core.errors import ConfigError, did_you_mean, import_extra
+from ptfast.core.sections.section import Count
 
 
 def build(
-    name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **kwargs: Any
+    name: str, num_classes: Count, in_channels: Count = 3, pretrained: bool = False, **kwargs: Any
 ) -> nn.Module:
     """Construct a timm model, such as `resnet50d` or `vit_small_patch16_224`.
 

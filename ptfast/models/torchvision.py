@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from ptfast.core.errors import ConfigError, did_you_mean
+from ptfast.core.sections.section import Count
 
 _AUXILIARY = ("googlenet", "inception_v3")
 """Classifiers with auxiliary heads, whose outputs in training would be no logits."""
 
 
 def build(
-    name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **kwargs: Any
+    name: str, num_classes: Count, in_channels: Count = 3, pretrained: bool = False, **kwargs: Any
 ) -> nn.Module:
     """Construct a torchvision classifier (`resnet50`, `vit_b_16`) or segmentation model (`fcn_resnet50`).
 

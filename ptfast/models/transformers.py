@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, import_extra
 from ptfast.core.machine import network_error
+from ptfast.core.sections.section import Count
 
 HEADS = {
     "classification": "AutoModelForSequenceClassification",
@@ -48,8 +49,8 @@ def build(
     name: str,
     task: str = "classification",
     kind: str = "text",
-    num_classes: int | None = None,
-    vocab_size: int | None = None,
+    num_classes: Count | None = None,
+    vocab_size: Count | None = None,
     pad_id: int | None = None,
     pretrained: bool = False,
     extra: dict[str, Any] | None = None,

@@ -9,8 +9,18 @@ from pydantic import Field
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
-from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range
-from ptfast.core.sections.section import Count, Family, Place, Section, TargetSection, Unused
+from ptfast.core.sections.coerce import InUnit
+from ptfast.core.sections.section import (
+    Count,
+    Family,
+    NotNegative,
+    Part,
+    Place,
+    Positive,
+    Section,
+    TargetSection,
+    Unused,
+)
 from ptfast.core.sections.targets import keywords
 from ptfast.optim.optimizer_records import OPTIMIZERS, PARAMETERS
 from ptfast.techniques.ema import Ema
@@ -24,13 +34,13 @@ class ParameterGroup(Section):
 
     match: str
     """Pattern of names, such as `*.bias` or `layers.0.*`; `*` stands for dots too, and case counts."""
-    lr_scale: Annotated[float, POSITIVE] | None = None
+    lr_scale: Positive | None = None
     """Factor on the learning rate."""
-    weight_decay: Annotated[float, NOT_NEGATIVE] | None = None
+    weight_decay: NotNegative | None = None
     """Weight decay in place of the optimizer's."""
     name: str | None = None
     """Name of their optimizer for a task that takes its own steps, such as `critic`."""
-    clip_norm: Annotated[float, POSITIVE] | None = None
+    clip_norm: Positive | None = None
     """Largest norm of these parameters' gradients taken as one, in place of `gradients.clip_norm`."""
     trains_from: Annotated[Duration, InUnit("epochs")] | None = None
     """Length of training after which they begin to train."""
@@ -43,7 +53,7 @@ class Optimizer(TargetSection):
 
     decay_1d: bool = True
     """Norms and biases (parameters of at most one dimension) have weight decay."""
-    layer_decay: Annotated[float, Range(0, 1, open_low=True)] | None = None
+    layer_decay: Part | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
     backbone_from: Annotated[Duration, InUnit("epochs")] | None = None
     """Length of training after which all below the last layer begins to train, such as `1epochs`."""

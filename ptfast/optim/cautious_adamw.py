@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.layer_batches import Group, LayerBatch, multiplied
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
 
@@ -36,10 +37,10 @@ class CautiousAdamW(LayerwiseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
+        lr: Positive = 1e-3,
+        betas: tuple[Fraction, Fraction] = (0.9, 0.999),
+        eps: Positive = 1e-8,
+        weight_decay: NotNegative = 0.01,
     ) -> None:
         super().__init__(params, defaults_of(locals()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.layer_batches import Group, LayerBatch
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
 
@@ -44,12 +45,12 @@ class Lars(LayerwiseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1.0,
-        momentum: float = 0.9,
+        lr: Positive = 1.0,
+        momentum: Fraction = 0.9,
         nesterov: bool = False,
-        weight_decay: float = 0.0,
+        weight_decay: NotNegative = 0.0,
         trust: float = 1e-3,
-        eps: float = 1e-8,
+        eps: Positive = 1e-8,
         adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.build_optimizer import build_step
 from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as
 
@@ -67,10 +68,10 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        momentum: float = 0.95,
+        lr: Positive = 1e-3,
+        momentum: Fraction = 0.95,
         nesterov: bool = True,
-        weight_decay: float = 0.1,
+        weight_decay: NotNegative = 0.1,
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr = "match_rms_adamw",
         normalize: bool = False,
@@ -79,8 +80,8 @@ class Muon(Optimizer):
         rest_lr: float | None = None,
         rest_names: Sequence[str] = (),
         ends: bool = False,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        betas: tuple[Fraction, Fraction] = (0.9, 0.95),
+        eps: Positive = 1e-8,
         sgd_momentum: float = 0.9,
         fused: bool | None = None,
         model: nn.Module | None = None,

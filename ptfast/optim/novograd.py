@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.layer_batches import Group, LayerBatch
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
 
@@ -43,10 +44,10 @@ class Novograd(LayerwiseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.95, 0.98),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: Positive = 1e-3,
+        betas: tuple[Fraction, Fraction] = (0.95, 0.98),
+        eps: Positive = 1e-8,
+        weight_decay: NotNegative = 0.0,
         grad_averaging: bool = False,
         exclude_1d: bool = True,
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.layer_batches import HALF_TYPES
 from ptfast.optim.layerwise import Params
@@ -30,10 +31,10 @@ class Nvlamb(Lamb):
     def __init__(
         self,
         params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
+        lr: Positive = 1e-3,
+        betas: tuple[Fraction, Fraction] = (0.9, 0.999),
+        eps: Positive = 1e-6,
+        weight_decay: NotNegative = 0.01,
         max_grad_norm: float | None = 1.0,
         norm_range: tuple[float, float] | None = None,
         adapt: bool = True,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, described, name_of, shorten, summary_of
 from ptfast.core.protocols import DataInfo, Metrics, Task
-from ptfast.core.sections.targets import Target, built_with, is_metric_function
+from ptfast.core.sections.targets import Target, built, is_metric_function
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.tasks.ratios import Parts, Ratios
 
@@ -152,8 +152,8 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
     def added(name: str, target: Target) -> Any:
         try:
             if is_metric_function(target.resolve(), target.kwargs):
-                return _OfFunction(name, built_with(replace(target, partial=True), **facts))
-            return built_with(target, **facts)
+                return _OfFunction(name, built(replace(target, partial=True), **facts))
+            return built(target, **facts)
         except Exception as error:
             raise _failure(name, target.resolve(), "its constructor", error) from error
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.protocols import DataInfo, Metrics
+from ptfast.core.sections.section import Fraction
 from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
 
@@ -25,7 +26,7 @@ class Classification(SupervisedTask):
     needs_classes = True
 
     def __init__(
-        self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: float = 0.0
+        self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: Fraction = 0.0
     ) -> None:
         super().__init__(info, loss)
         self.counts_samples = not info.ignores_labels

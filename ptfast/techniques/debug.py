@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from ptfast.core import devices
 from ptfast.core.errors import MachineError, PtfastError
-from ptfast.core.sections.coerce import NOT_NEGATIVE
-from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
+from ptfast.core.sections.section import Count, Family, Natural, Section, Technique, Unused
 
 
 class Debug(Section):
@@ -15,9 +14,9 @@ class Debug(Section):
 
     mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"] = "none"
     """The aid: NaN, operators, marks for Nsight Systems, the gradient of the loss, or memory."""
-    wait: Annotated[int, NOT_NEGATIVE] = 5
+    wait: Natural = 5
     """Steps before `profiler` and `memory` start."""
-    warmup: Annotated[int, NOT_NEGATIVE] = 2
+    warmup: Natural = 2
     """Further steps, in which `profiler` runs without recording."""
     active: Count = 5
     """Steps that `profiler` and `memory` look at."""

@@ -16,7 +16,7 @@ from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import lineage
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config, defaults, section_of
-from ptfast.core.errors import ConfigError, render
+from ptfast.core.errors import ConfigError, error_line
 
 
 @pytest.fixture(autouse=True)
@@ -159,10 +159,10 @@ def _line(file: str, start: str) -> str:
 def test_an_error_keeps_what_was_found_with_it_where_it_is_placed_or_sent() -> None:
     error = ConfigError("C005", "must be at least 1", key="epochs", value=0)
     error.others = (ConfigError("C002", "unknown key", key="optimizer.lrr"),)
-    lines = render(error).splitlines()[1:]
+    lines = error_line(error).splitlines()[1:]
     composed = compose(["epochs=0"])
     for same in (composed.placed(error), error.suggesting("Set it"), pickle.loads(pickle.dumps(error))):
-        assert render(same).splitlines()[1:] == lines
+        assert error_line(same).splitlines()[1:] == lines
 
 
 def test_own_options_and_recipes_come_first() -> None:

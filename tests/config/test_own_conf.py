@@ -12,7 +12,7 @@ from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import freeze, load
 from ptfast.config.read import read_config
-from ptfast.core.errors import ConfigError, render
+from ptfast.core.errors import ConfigError, error_line
 
 RECIPE = """\
 defaults:
@@ -45,7 +45,7 @@ def own_conf(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(*arguments: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         read_config(arguments)
-    return render(caught.value).replace("ptfast: error", "").splitlines()
+    return error_line(caught.value).replace("ptfast: error", "").splitlines()
 
 
 def test_variables_stand_for_values_and_are_replaced_by_them() -> None:

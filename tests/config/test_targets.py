@@ -11,14 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from ptfast.config.checks.target_keywords import SECTIONS, built_in_targets, check_target, source_keywords
+from ptfast.config.checks.target_keywords import (
+    SECTIONS,
+    built_in_targets,
+    check_target,
+    own_parameters,
+    source_keywords,
+)
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, did_you_mean, nearest
 from ptfast.core.sections.targets import (
     EXTRAS,
     Target,
     check_constructs,
-    keywords,
     locate,
     parse_target,
     swallows_keywords,
@@ -328,7 +333,7 @@ def test_words_of_a_users_class_have_no_range() -> None:
 
 
 def test_a_default_outside_the_range_of_a_name_lifts_it() -> None:
-    assert checked("model", f"{HERE}.make_net", width=0).kwargs == {"width": 0}
+    assert checked("", "torch.nn.ELU", alpha=2.0).kwargs == {"alpha": 2.0}
 
 
 def test_bare_numbers_take_the_unit_of_the_default_else_epochs() -> None:
@@ -429,8 +434,8 @@ def test_the_source_of_every_built_in_target_tells_its_keywords() -> None:
             if path.split(".")[0] in EXTRAS:
                 continue
             function = locate(path)
-            told = None if swallows_keywords(function) else [*keywords(function)]
-            assert source_keywords(path) == told, path
+            told = None if swallows_keywords(function) else [*own_parameters(function, section)]
+            assert source_keywords(path, section) == told, path
             seen += 1
     assert seen > 40
 

@@ -36,7 +36,7 @@ UNTRUSTED = [
     "torch.optim.lr_scheduler.partial",
     "torch.nnx.Linear",
     "ptfast.core.sections.targets.importlib.import_module",
-    "ptfast.core.errors.render",
+    "ptfast.core.errors.error_line",
     "ptfast.__main__.main",
     "torch.nn",
 ]

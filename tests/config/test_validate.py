@@ -11,7 +11,7 @@ from config_trees import HERE, Tree, check, in_file, refused, to_tree, tree, typ
 from ptfast.config.checks.validate import TASKS, validate
 from ptfast.config.schema import FREE_KEYS, Config, changed_keys
 from ptfast.core.durations import Duration
-from ptfast.core.errors import render
+from ptfast.core.errors import error_line
 from ptfast.core.sections.targets import Target
 
 NUMBERS = ("optimizer__lr", "epochs", "eval__every", "run__max_time")
@@ -99,7 +99,7 @@ def test_nothing_unknown_is_let_through(changes: Tree, line: str) -> None:
 
 def test_the_line_a_user_sees() -> None:
     error = refused(optimizer__lrr=0.1)
-    assert render(error) == (
+    assert error_line(error) == (
         "ptfast: error[C002]: optimizer.lrr=0.1 (command line): unknown key. Did you mean optimizer.lr?"
     )
 

@@ -1,4 +1,4 @@
-"""Check the keywords of targets: by their signature, and before that by their source, which is quick."""
+"""Check targets against their signature, or only their keywords against their source, which is quick."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import re
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from ptfast.config.checks.target_kinds import check_kind
 from ptfast.config.files.paths import builtin_root
+from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, name_of
 from ptfast.core.protocols import TASKS, DataInfo
-from ptfast.core.sections.coerce import EMPTY, coerce
+from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
 from ptfast.core.sections.targets import (
+    EMPTY,
     METRIC_FACTS,
     Target,
     is_metric_function,
@@ -30,12 +32,21 @@ Locate = Callable[[str], Any]
 SECTIONS = ("data", "model", "sampling", "optimizer", "schedule", "logger")
 _OF_SAMPLES = frozenset({"seed", "epoch", "num_samples", "labels", "weights", "data_source"})
 """What an order of samples is called with, by name."""
-_DATA_FACTS = frozenset(field.name for field in dataclasses.fields(DataInfo))
-_MODEL_SWITCHES = frozenset({"pretrained"})
-
-
-KNOWN_NAMES = ("ptfast.", "torch.", "torchvision.", "timm.", "transformers.", "schedulefree.")
-"""Packages whose keywords of a common name, such as `lr`, have the range of that name."""
+_FACTS: dict[str, frozenset[str]] = {
+    "model": frozenset({*(field.name for field in dataclasses.fields(DataInfo)), "pretrained"}),
+    "sampling": _OF_SAMPLES,
+    "metrics": METRIC_FACTS,
+}
+"""Keywords that ptfast gives by itself."""
+_LIBRARIES = ("torch.", "torchvision.", "timm.", "transformers.", "schedulefree.")
+_RANGES = {
+    **dict.fromkeys(("lr", "max_lr", "base_lr", "eps"), POSITIVE),
+    **dict.fromkeys(("weight_decay", "lr_decay", "eta_min"), NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("momentum", "betas", "alpha", "dropout", "label_smoothing"), Range(0, 1, open_high=True)
+    ),
+}
+"""Ranges of keywords in these libraries. A class of ours, or of a user, has them in its signature."""
 
 
 def check_target(
@@ -45,8 +56,9 @@ def check_target(
     fixed: Iterable[str] = (),
     locate: Locate = locate,
     prefix: str | None = None,
+    by_source: bool = False,
 ) -> tuple[Target, list[PtfastError]]:
-    """Check a target against its section and its own signature.
+    """Check what kind of thing a target is, its keywords and their values.
 
     Args:
         target: as given, its values uncoerced.
@@ -54,53 +66,125 @@ def check_target(
         fixed: keys of the section that are not the target's, for suggestions.
         locate: how import paths are resolved; `Trust.locate` for a config from elsewhere.
         prefix: the key that messages start with, by default the section.
+        by_source: look only for unknown keywords of built-in targets, and import nothing.
     """
     prefix = section if prefix is None else prefix
+    if by_source:
+        is_built_in = target.path in built_in_targets(section)
+        known = source_keywords(target.path, section) if is_built_in else None
+        strange = [] if known is None else [name for name in target.kwargs if name not in known]
+        return target, _unknown(target, strange, section, prefix, [*(known or ()), *fixed])
     try:
         function = locate(target.path)
         check_kind(function, target.path, section)
     except PtfastError as problem:
         return target, [problem.at(f"{prefix}._target_", target.path)]
     parameters = own_parameters(function, section, target.kwargs)
-    open_ended = swallows_keywords(function)
+    strange = [name for name in target.kwargs if name not in parameters]
+    strange = [] if swallows_keywords(function) else strange
     kwargs: dict[str, Any] = {}
     problems: list[PtfastError] = []
-    # What a word means is known of these packages alone: `alpha` of a user's own loss may be anything.
-    known = name_of(function).startswith(KNOWN_NAMES)
-    for name, value in target.kwargs.items():
-        key = f"{prefix}.{name}"
-        value, nested = _check_nested(value, key, locate, section if section == "metrics" else "")
+    for name, given in target.kwargs.items():
+        key, parameter = f"{prefix}.{name}", parameters.get(name)
+        value, nested = _check_nested(given, key, section if section == "metrics" else "", locate)
         problems += nested
-        if name not in parameters and not open_ended:
-            problems += _unknown(name, value, section, prefix, [*parameters, *fixed])
+        if name in strange:
+            problems += _unknown(target, [name], section, prefix, [*parameters, *fixed])
             continue
         try:
-            kwargs[name] = _coerced(name, value, parameters.get(name), section, known)
+            kwargs[name] = (
+                coerce(value, parameter.annotation, _in_unit(parameter.default))
+                if parameter
+                else coerce(value, Any)
+            )
         except PtfastError as problem:
             problems.append(problem.at(key, value))
     if not target.partial:
-        problems += _missing(parameters, kwargs, target, section, prefix)
+        given_or_known = {*target.kwargs, *_FACTS.get(section, ())}
+        problems += [
+            ConfigError("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
+            for name, parameter in parameters.items()
+            if parameter.default is EMPTY and name not in given_or_known
+        ]
     return dataclasses.replace(target, kwargs=kwargs), problems
 
 
-def check_source(
-    target: Target,
-    section: str,
-    *,
-    fixed: Iterable[str] = (),
-    locate: Locate = locate,
-    prefix: str | None = None,
-) -> tuple[Target, list[PtfastError]]:
-    """Report unknown keys of built-in targets, as `check_target` would, by their source; import nothing."""
-    known = source_keywords(target.path) if target.path in built_in_targets(section) else None
-    if known is None:
-        return target, []
-    known = known[1:] if section in ("optimizer", "task") else known
-    known = [name for name in known if name not in _OF_SAMPLES] if section == "sampling" else known
-    prefix = section if prefix is None else prefix
-    strange = {name: value for name, value in target.kwargs.items() if name not in known}
-    found = [_unknown(name, value, section, prefix, [*known, *fixed]) for name, value in strange.items()]
-    return target, [problem for problems in found for problem in problems]
+def _check_nested(value: Any, key: str, section: str, locate: Locate) -> tuple[Any, list[PtfastError]]:
+    """Check the targets inside a keyword's value."""
+    if isinstance(value, Target):
+        return check_target(value, section, locate=locate, prefix=key)
+    if not isinstance(value, (dict, list)):
+        return value, []
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    checked = {name: _check_nested(item, f"{key}.{name}", section, locate) for name, item in items}
+    problems = [problem for _, found in checked.values() for problem in found]
+    parts = {name: part for name, (part, _) in checked.items()}
+    return parts if isinstance(value, dict) else [*parts.values()], problems
+
+
+def _unknown(
+    target: Target, names: Iterable[str], section: str, prefix: str, known: list[str]
+) -> list[PtfastError]:
+    errors: list[PtfastError] = []
+    for name in names:
+        value = target.kwargs[name]
+        if (section, name, value) == ("optimizer", "fused", "auto"):
+            continue  # an option file may say so for any optimizer: on where there is such a thing
+        hint = did_you_mean(name, known, f"{prefix}.{{}}")
+        hint = hint or (f"It takes {', '.join(known[:12])}" if known else "It takes no keywords")
+        errors.append(
+            ConfigError("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)
+        )
+    return errors
+
+
+def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
+    """The keywords that a config may set, each annotated with the type and the range of its values.
+
+    Left out is what ptfast itself passes: a model's parameters, outputs and targets, the length of the run.
+    """
+    parameters = keywords(function)
+    is_class = inspect.isclass(function)
+    if is_torch_scheduler(function):
+        parameters.pop("optimizer", None)
+    elif section in ("optimizer", "task") or (section == "schedule" and not is_class):
+        parameters = dict([*parameters.items()][1:])
+        if section == "schedule":
+            parameters.pop("num_steps", None)
+    elif section == "metrics" and is_metric_function(function, tuple(given)):
+        parameters = dict([*parameters.items()][2:])
+    elif section == "sampling" and not is_class:
+        parameters = {name: found for name, found in parameters.items() if name not in _OF_SAMPLES}
+    ranges = _RANGES if name_of(function).startswith(_LIBRARIES) else {}
+    for name, parameter in parameters.items():
+        annotation, default = parameter.annotation, parameter.default
+        if annotation is EMPTY or annotation is Any:
+            annotation = _type_of(default)
+        # A default outside the range says that this library means something else by the name.
+        if (bounds := ranges.get(name)) and bounds.holds(default):
+            annotation = Annotated[annotation, bounds]
+        if (section, name) == ("optimizer", "fused"):
+            annotation = Literal["auto"] | annotation
+        parameters[name] = parameter.replace(annotation=annotation)
+    return parameters
+
+
+def _type_of(default: Any) -> Any:
+    """The type that an untyped keyword's default stands for."""
+    if isinstance(default, bool):
+        return bool | None
+    if isinstance(default, float):
+        return float | list[float]
+    if isinstance(default, int):
+        return int | float | list[int | float]
+    return Duration if isinstance(default, Duration) else Any
+
+
+def _in_unit(default: Any) -> InUnit:
+    """The units of a keyword's durations: a bare number has the unit of the default, else epochs."""
+    first = default[0] if isinstance(default, (list, tuple)) and default else default
+    unit = first.unit if isinstance(first, Duration) else "epochs"
+    return InUnit(unit, ("seconds",)) if unit == "seconds" else InUnit(unit)
 
 
 def built_in_targets(section: str) -> dict[str, list[str]]:
@@ -114,130 +198,53 @@ def built_in_targets(section: str) -> dict[str, list[str]]:
     return targets
 
 
-def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
-    """The keywords that a config may set: not the first one of those that are given parameters or facts."""
-    parameters = keywords(function)
-    if is_torch_scheduler(function):
-        parameters.pop("optimizer", None)
-    elif section in ("optimizer", "task") or (section == "schedule" and not inspect.isclass(function)):
-        if parameters:
-            parameters.pop(next(iter(parameters)))
-        if section == "schedule":
-            parameters.pop("num_steps", None)
-    elif section == "metrics" and is_metric_function(function, tuple(given)):
-        parameters = dict(list(parameters.items())[2:])
-    elif section == "sampling" and not inspect.isclass(function):
-        parameters = {name: found for name, found in parameters.items() if name not in _OF_SAMPLES}
-    return parameters
-
-
-def _coerced(name: str, value: Any, parameter: inspect.Parameter | None, section: str, known: bool) -> Any:
-    """A value as its annotation asks for, or as its name does where that has one meaning."""
-    if section == "optimizer" and name == "fused" and value == "auto":
-        return value
-    name = name if known else ""
-    if parameter is None:
-        return coerce(value, name=name)
-    return coerce(value, parameter.annotation, name=name, default=parameter.default, unit="epochs")
-
-
-def _missing(
-    parameters: dict[str, inspect.Parameter],
-    kwargs: dict[str, Any],
-    target: Target,
-    section: str,
-    prefix: str,
-) -> list[PtfastError]:
-    facts = {"model": _DATA_FACTS | _MODEL_SWITCHES, "sampling": _OF_SAMPLES, "metrics": METRIC_FACTS}
-    supplied = facts.get(section, frozenset())
-    return [
-        ConfigError("C016", f"required by {target.path}, but not set", key=f"{prefix}.{name}")
-        for name, parameter in parameters.items()
-        if parameter.default is EMPTY
-        and name not in kwargs
-        and name not in target.kwargs
-        and name not in supplied
-    ]
-
-
-def _check_nested(value: Any, key: str, locate: Locate, section: str) -> tuple[Any, list[PtfastError]]:
-    """Check the targets inside a keyword's value."""
-    if isinstance(value, Target):
-        return check_target(value, section, locate=locate, prefix=key)
-    if isinstance(value, dict):
-        checked = {
-            name: _check_nested(item, f"{key}.{name}", locate, section) for name, item in value.items()
-        }
-        return {name: item for name, (item, _) in checked.items()}, [
-            p for _, found in checked.values() for p in found
-        ]
-    if isinstance(value, list):
-        checked = [_check_nested(item, f"{key}.{index}", locate, section) for index, item in enumerate(value)]
-        return [item for item, _ in checked], [problem for _, found in checked for problem in found]
-    return value, []
-
-
-def _unknown(name: str, value: Any, section: str, prefix: str, known: list[str]) -> list[PtfastError]:
-    if section == "optimizer" and name == "fused" and value == "auto":
-        return []  # an option file may say so for any optimizer: on where there is such a thing
-    hint = did_you_mean(name, known, f"{prefix}.{{}}")
-    if hint is None:
-        hint = f"It takes {', '.join(known[:12])}" if known else "It takes no keywords"
-    return [ConfigError("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)]
-
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def source_keywords(path: str) -> list[str] | None:
-    """Return the names of the parameters of `path` that can be given by name; import nothing.
+def source_keywords(path: str, section: str) -> list[str] | None:
+    """The names of the `own_parameters` of a built-in target, read from its source; imports nothing.
 
     Follows imports from one file to the next, base classes, and the fields of dataclasses.
-
-    Args:
-        path: import path of a class or function.
 
     Returns:
         The names in their order, or None where only an import can tell, as for `**kwargs`.
     """
-    module, _, name = path.rpartition(".")
-    file = _file(module)
-    if file is None:
+    names = _source_names(path)
+    if names is None:
         return None
-    tree = ast.parse(file.read_bytes())
-    for node in reversed(tree.body):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return _of_class(node, module)
-        if isinstance(node, _Function) and node.name == name:
-            return _of_function(node)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return source_keywords(f"{node.module}.{alias.name}")
-    return None
+    names = names[1:] if section in ("optimizer", "task") else names
+    return [name for name in names if section != "sampling" or name not in _OF_SAMPLES]
 
 
-def _file(module: str) -> Path | None:
-    """The file of a module, beside its top-level package: to find what lies below a package imports it."""
+def _source_names(path: str) -> list[str] | None:
+    module, _, name = path.rpartition(".")
     package, *parts = module.split(".")
+    # To find what lies below a package imports it: the file is looked for beside the top-level one.
     spec = find_spec(package) if package else None
     if spec is None or not spec.submodule_search_locations:
         return None
     place = Path(spec.submodule_search_locations[0], *parts)
     candidates = (place.with_name(f"{place.name}.py"), place / "__init__.py")
-    return next((file for file in candidates if file.is_file()), None)
+    file = next((file for file in candidates if file.is_file()), None)
+    for node in reversed(ast.parse(file.read_bytes()).body) if file else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return _names_of_class(node, module)
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return _names_of_function(node)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return _source_names(f"{node.module}.{alias.name}")
+    return None
 
 
-def _of_class(node: ast.ClassDef, module: str) -> list[str] | None:
+def _names_of_class(node: ast.ClassDef, module: str) -> list[str] | None:
     """The keywords of a class's constructor, its own or that of the one class it is derived from."""
     for part in reversed(node.body):
-        if isinstance(part, _Function) and part.name == "__init__":
-            names = _of_function(part)
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            names = _names_of_function(part)
             return names and names[1:]
     bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
     if len(bases) != len(node.bases) or len(bases) > 1:
         return None
-    inherited = source_keywords(f"{module}.{bases[0]}") if bases else []
+    inherited = _source_names(f"{module}.{bases[0]}") if bases else []
     if inherited is None or not any("dataclass" in ast.unparse(each) for each in node.decorator_list):
         return inherited
     fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
@@ -245,5 +252,5 @@ def _of_class(node: ast.ClassDef, module: str) -> list[str] | None:
     return list(dict.fromkeys([*inherited, *own]))
 
 
-def _of_function(node: _Function) -> list[str] | None:
+def _names_of_function(node: ast.FunctionDef) -> list[str] | None:
     return None if node.args.kwarg else [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]

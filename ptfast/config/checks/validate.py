@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from ptfast.config.checks.rules import across_keys, check_batch
-from ptfast.config.checks.target_keywords import check_source, check_target
+from ptfast.config.checks.target_keywords import check_target
 from ptfast.config.checks.trust import Trust
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
@@ -49,10 +50,10 @@ def validate(
     """
     trust = None if trusted else Trust(tuple(extra_trust))
     # A key that is misspelt or missing is reported before anything is imported, torch above all.
-    checker = _Checker(tree, trust, check_source)
+    checker = _Checker(tree, trust, by_source=True)
     config = checker.check()
     if all(problem.code not in ("C002", "C016") for problem in checker.problems):
-        checker = _Checker(tree, trust, check_target)
+        checker = _Checker(tree, trust)
         config = checker.check()
     if not checker.problems:
         assert config is not None
@@ -104,14 +105,10 @@ def key_named(name: str, others: Iterable[str] = ()) -> str | None:
 class _Checker:
     """Collects what is wrong with single keys."""
 
-    def __init__(
-        self,
-        tree: dict[str, Any],
-        trust: Trust | None,
-        check_target: Callable[..., tuple[Target, list[PtfastError]]],
-    ) -> None:
-        self.tree, self.trust, self.check_target = tree, trust, check_target
+    def __init__(self, tree: dict[str, Any], trust: Trust | None, *, by_source: bool = False) -> None:
+        self.tree = tree
         self.locate = trust.locate if trust else locate
+        self.check_target = partial(check_target, locate=self.locate, by_source=by_source)
         self.problems: list[PtfastError] = []
 
     def check(self) -> Config | None:
@@ -183,7 +180,7 @@ class _Checker:
         except PtfastError as problem:
             self.problems.append(problem.at(prefix))
             return Target("")
-        target, found = self.check_target(target, section, fixed=fixed, locate=self.locate, prefix=prefix)
+        target, found = self.check_target(target, section, fixed=fixed, prefix=prefix)
         self.problems += found
         return target
 
@@ -230,10 +227,7 @@ class _Checker:
     def _task_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
         """The options as the task's signature wants them; for `auto`, as that of any built-in one does."""
         paths = protocols.TASKS.values() if name == "auto" else [protocols.TASKS.get(name, name)]
-        attempts = [
-            self.check_target(Target(path, options), "task", fixed=("name",), locate=self.locate)
-            for path in paths
-        ]
+        attempts = [self.check_target(Target(path, options), "task", fixed=("name",)) for path in paths]
         target, found = min(attempts, key=lambda attempt: len(attempt[1]))
         for problem in found:
             of_name = problem.key == "task._target_"
@@ -262,7 +256,7 @@ class _Checker:
             self.problems.append(problem.at(key))
             return None
         target = replace(target, partial=partial)
-        target, found = self.check_target(target, "", locate=self.locate, prefix=key)
+        target, found = self.check_target(target, "", prefix=key)
         self.problems += found
         return None if found else target
 

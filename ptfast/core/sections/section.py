@@ -8,24 +8,26 @@ from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.coerce import AT_LEAST_ONE, POSITIVE, InUnit, Range, coerce
+from ptfast.core.sections.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
 from ptfast.core.sections.targets import Target
 
 Count = Annotated[int, AT_LEAST_ONE]
-
-OrAuto = Literal["auto"]
-
+Natural = Annotated[int, NOT_NEGATIVE]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Fraction = Annotated[float, Range(0, 1, open_high=True)]
+"""At least 0, below 1: a dropout or a momentum."""
 Part = Annotated[float, Range(0, 1, open_low=True)]
-
-Ratio = Annotated[float, POSITIVE]
-
+"""Above 0, at most 1."""
+Share = Annotated[float, Range(0, 1, open_low=True, open_high=True)]
+"""Above 0, below 1."""
 Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
-
 WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
-
+OrAuto = Literal["auto"]
 
 GATHERED = ("target", "options", "several")
 """Fields of sections that hold what is gathered from the keys of a config, and are no keys themselves."""
@@ -39,14 +41,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _coerced(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields[info.field_name or ""]
-        annotation = field.annotation
-        for metadata in field.metadata:
-            annotation = Annotated[annotation, metadata]  # type: ignore[valid-type]
         try:
-            return coerce(value, annotation, name=info.field_name or "")
+            return coerce(value, typed(cls.model_fields[info.field_name or ""]))
         except PtfastError as error:
             raise ValueError(str(error)) from error  # which pydantic gathers
+
+
+def typed(field: FieldInfo) -> Any:
+    """The annotation of a section's field, with the range and the unit of its values."""
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 class TargetSection(Section):

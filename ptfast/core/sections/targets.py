@@ -16,6 +16,7 @@ from typing import Any
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, MachineError, PtfastError, did_you_mean, nearest
 
+EMPTY: Any = inspect.Parameter.empty
 METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
 """Keywords of metrics that are filled from the data."""
 _DIRECTIVES = ("_target_", "_partial_")
@@ -87,10 +88,7 @@ def parse_target(tree: dict[str, Any]) -> Target:
     partial = tree.get("_partial_", False)
     if not isinstance(partial, bool):
         raise ConfigError("C004", "expected true or false", key="_partial_", value=partial)
-    kwargs = {}
-    for key, value in tree.items():
-        if key not in _DIRECTIVES:
-            kwargs[key] = parse_value(value, key)
+    kwargs = {key: parse_value(value, key) for key, value in tree.items() if key not in _DIRECTIVES}
     return Target(path, kwargs, partial)
 
 
@@ -102,11 +100,9 @@ def parse_value(value: Any, key: str) -> Any:
     """
     if isinstance(value, dict):
         try:
-            return (
-                parse_target(value)
-                if "_target_" in value
-                else {k: parse_value(v, k) for k, v in value.items()}
-            )
+            if "_target_" in value:
+                return parse_target(value)
+            return {name: parse_value(item, name) for name, item in value.items()}
         except PtfastError as problem:
             raise problem.at(key) from None
     if isinstance(value, list):
@@ -115,10 +111,9 @@ def parse_value(value: Any, key: str) -> Any:
 
 
 def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
-    """Import what a dotted path names.
+    """Import what a dotted path such as `package.module.Class.attribute` names.
 
     Args:
-        path: `package.module.Class.attribute`.
         visit: called with each module or attribute on the way and its path; raises to stop.
 
     Raises:
@@ -183,29 +178,21 @@ def signature(function: Any) -> inspect.Signature | None:
     except Exception:
         # An annotation names something imported for type checkers only: evaluate the others one by one.
         try:
-            plain_signature = inspect.signature(function)
+            found = inspect.signature(function)
         except (ValueError, TypeError):
             return None
-        scope = _scope(function)
-        parameters = [
-            parameter.replace(annotation=_evaluated(parameter.annotation, scope))
-            for parameter in plain_signature.parameters.values()
-        ]
-        return plain_signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-
-
-def _scope(function: Any) -> dict[str, Any]:
     body = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
-    return getattr(body, "__globals__", {})
 
+    def evaluated(annotation: Any) -> Any:
+        if not isinstance(annotation, str):
+            return annotation
+        try:
+            return eval(annotation, dict(getattr(body, "__globals__", {})))  # as typing.get_type_hints does
+        except Exception:
+            return EMPTY
 
-def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
-    if not isinstance(annotation, str):
-        return annotation
-    try:
-        return eval(annotation, dict(scope))  # as typing.get_type_hints does
-    except Exception:
-        return inspect.Parameter.empty
+    parameters = [each.replace(annotation=evaluated(each.annotation)) for each in found.parameters.values()]
+    return found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
 def is_torch_scheduler(found: Any) -> bool:
@@ -248,7 +235,6 @@ def check_constructs(
     A signature that ends in `**kwargs` hides a misspelt keyword until the call, which is late.
 
     Args:
-        target: the model's target.
         facts: what `Target.build` will be given; published weights are not loaded here.
         key: the section, for the message.
         place: where the target was given.
@@ -266,18 +252,16 @@ def check_constructs(
     try:
         with torch.device("meta"):
             replace(target, kwargs={**target.kwargs, **without_weights}).build(**{**facts, **without_weights})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None:
+        if found is None or isinstance(error, ValueError):
             raise ConfigError("C005", str(error)).at(key, target.path).placed(place) from error
-        name = found.group(1)
+        name = found[1]
         hint = did_you_mean(name, [*keywords(function), *facts], f"{key}.{{}}")
         value = target.kwargs.get(name)
-        raise (
-            ConfigError("C002", "unknown key", value=value, suggestion=hint).at(f"{key}.{name}").placed(place)
+        raise ConfigError(
+            "C002", "unknown key", key=f"{key}.{name}", value=value, place=place, suggestion=hint
         ) from error
-    except ValueError as error:
-        raise ConfigError("C005", str(error)).at(key, target.path).placed(place) from error
     except (NotImplementedError, RuntimeError):
         return  # a constructor that reads values cannot run on the meta device
 
@@ -297,17 +281,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def built(value: Any) -> Any:
-    """`value` with the targets in it built."""
-    return built_with(value)
-
-
-def built_with(value: Any, **facts: Any) -> Any:
+def built(value: Any, **facts: Any) -> Any:
     """`value` with the targets in it built, the innermost first, each with what it takes of `facts`."""
     if isinstance(value, Target):
-        return replace(value, kwargs=built_with(value.kwargs, **facts)).build(**facts)
+        return replace(value, kwargs=built(value.kwargs, **facts)).build(**facts)
     if isinstance(value, dict):
-        return {key: built_with(item, **facts) for key, item in value.items()}
+        return {key: built(item, **facts) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(built_with(item, **facts) for item in value)
+        return type(value)(built(item, **facts) for item in value)
     return value

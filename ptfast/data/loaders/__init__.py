@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.coerce import NOT_NEGATIVE
-from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique, Unused
+from ptfast.core.sections.section import Count, Family, Natural, OrAuto, Section, Technique, Unused
 from ptfast.data import DataSection
 from ptfast.data.sampling import Sampling
 from ptfast.techniques.backend import Backend
@@ -23,7 +22,7 @@ class Dataloader(Section):
 
     kind: Literal["auto", "plain", "workers", "memory", "device", "packed"] = "auto"
     """Who reads: this process, workers, memory or device once, or a pack; `auto` takes the quickest."""
-    workers: Annotated[int, NOT_NEGATIVE] | OrAuto = "auto"
+    workers: Natural | OrAuto = "auto"
     """Worker processes of each rank."""
     prefetch: Count = 2
     """Batches that each worker reads ahead."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.sections.section import Count
 from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import check_labels, infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
@@ -52,7 +53,7 @@ class Arrays:
 
     name = "arrays"
 
-    def __init__(self, path: str, targets: str | None = None, num_classes: int | None = None) -> None:
+    def __init__(self, path: str, targets: str | None = None, num_classes: Count | None = None) -> None:
         self.path = Path(path).expanduser()
         self.targets = Path(targets).expanduser() if targets is not None else None
         self.num_classes = num_classes

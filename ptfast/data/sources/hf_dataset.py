@@ -11,6 +11,7 @@ import torch
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, import_extra
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.section import Count
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import fit
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
@@ -52,8 +53,8 @@ class HfDataset:
         image: str | None = None,
         label: str | None = None,
         tokenizer: str = "words",
-        max_length: int = 128,
-        image_size: int | None = None,
+        max_length: Count = 128,
+        image_size: Count | None = None,
     ) -> None:
         self.path, self.config = path, name
         self.columns = {"text": text, "image": image, "label": label}

@@ -11,6 +11,7 @@ import torch
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import spare_cores
+from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, class_parts
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
@@ -47,7 +48,7 @@ class ImageFolder:
     def __init__(
         self,
         root: str,
-        image_size: int | None = None,
+        image_size: Count | None = None,
         threads: int | Literal["auto"] = "auto",
         on_corrupt: OnCorrupt = "error",
         decoder: DecodesJpeg = "cpu",

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes
@@ -40,7 +41,7 @@ class MaskFolder:
 
     name = "mask_folder"
 
-    def __init__(self, root: str, image_size: int | None = None, num_classes: int | None = None) -> None:
+    def __init__(self, root: str, image_size: Count | None = None, num_classes: Count | None = None) -> None:
         self.root, self.image_size, self.num_classes = Path(root).expanduser(), image_size, num_classes
 
     def load(self, *, val: Duration, seed: int) -> Splits:

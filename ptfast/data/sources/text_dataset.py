@@ -13,6 +13,7 @@ from torch import Tensor
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.decoding.text_tokenizer import (
@@ -64,7 +65,7 @@ class TextTsv:
         text: str | list[str] | None = None,
         label: str | None = None,
         tokenizer: str = "words",
-        max_length: int = 128,
+        max_length: Count = 128,
         min_count: int = 1,
     ) -> None:
         self.root, self.path = root, path
@@ -154,7 +155,7 @@ class TextFile:
         self,
         path: str,
         tokenizer: str = "characters",
-        context_length: int = 128,
+        context_length: Count = 128,
         documents: Literal["none", "lines", "paragraphs"] = "none",
     ) -> None:
         self.path, self.tokenizer, self.context_length = Path(path).expanduser(), tokenizer, context_length

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
+from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.sampling import counter_draws
@@ -56,7 +57,7 @@ class WebDataset:
         shards: str | list[str],
         val_shards: str | list[str] | None = None,
         test_shards: str | list[str] | None = None,
-        image_size: int | None = None,
+        image_size: Count | None = None,
         on_corrupt: OnCorrupt = "error",
     ) -> None:
         self.image_size = image_size

@@ -6,22 +6,32 @@ from functools import partial
 from typing import Annotated, Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.coerce import NOT_NEGATIVE, Range
-from ptfast.core.sections.section import Family, Part, Ratio, Section, Technique, Unused
+from ptfast.core.sections.coerce import Range
+from ptfast.core.sections.section import (
+    Family,
+    Fraction,
+    Natural,
+    NotNegative,
+    Part,
+    Positive,
+    Section,
+    Technique,
+    Unused,
+)
 
 
 class AugmentSection(Section):
     """Random changes to training images."""
 
-    crop_padding: Annotated[int, NOT_NEGATIVE] = 0
+    crop_padding: Natural = 0
     """Pixels of padding around an image before a random crop of its size."""
     flip: bool | Literal["alternating"] = False
     """Mirror half of the images, drawn anew every epoch; `alternating` turns each over every epoch."""
     resized_crop: tuple[Part, Part] | None = None
     """Least and largest part of an image's area that is cut out and scaled to full size; null for none."""
-    resized_ratio: tuple[Ratio, Ratio] = (0.75, 1.3333)
+    resized_ratio: tuple[Positive, Positive] = (0.75, 1.3333)
     """Least and largest width of such a part over its height."""
-    cutout: Annotated[int, NOT_NEGATIVE] = 0
+    cutout: Natural = 0
     """Side in pixels of a square that is hidden; 0 for none."""
     brightness: Annotated[float, Range(0, 3)] = 0.0
     """Largest change of brightness, as a part of it."""
@@ -33,11 +43,11 @@ class AugmentSection(Section):
     """Largest turn either way."""
     translation: Annotated[float, Range(0, 1)] = 0.0
     """Largest shift each way, as a part of height and width."""
-    scaling: Annotated[float, Range(0, 1, open_high=True)] = 0.0
+    scaling: Fraction = 0.0
     """Largest change of size, as a part of it."""
-    mixup: Annotated[float, NOT_NEGATIVE] = 0.0
+    mixup: NotNegative = 0.0
     """Blend each sample with another: parameter of its Beta distribution; 0 for none."""
-    cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
+    cutmix: NotNegative = 0.0
     """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
     targets: Literal["auto", "keep"] = "auto"
     """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
+from ptfast.core.sections.section import Count, Family, Section, Share, Technique, Unused
 from ptfast.techniques.compile import Compile
 
 
@@ -20,7 +20,7 @@ class Checkpointing(Section):
     """A pattern or patterns of module names, such as `layers.*`; `auto` for the blocks that recur."""
     every: Count | None = None
     """For `every_n`: 2 takes every second block."""
-    memory_budget: float | None = None
+    memory_budget: Share | None = None
     """For `budget`: the share that is kept of what a compiled model keeps."""
 
 

@@ -8,13 +8,13 @@ from typing import Annotated
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import InUnit
-from ptfast.core.sections.section import Every, Family, Section, Technique, Unused
+from ptfast.core.sections.section import Every, Family, Section, Share, Technique, Unused
 
 
 class Ema(Section):
     """The average of the weights that is evaluated and used in their place."""
 
-    decay: float | None = None
+    decay: Share | None = None
     """Share that each step keeps of a moving average, such as 0.999; null for no moving average."""
     swa_start: Annotated[Duration, InUnit("epochs")] | None = None
     """From where on weights are averaged, all equally (SWA), such as `75%`; null for no such average."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
 
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.coerce import POSITIVE
-from ptfast.core.sections.section import Count, Family, Section, Technique
+from ptfast.core.sections.section import Count, Family, Positive, Section, Technique
 
 
 class Gradients(Section):
@@ -15,11 +13,11 @@ class Gradients(Section):
 
     accumulate: Count = 1
     """Micro-batches of each rank in one optimizer step, where `micro_batches` does not say it."""
-    clip_norm: Annotated[float, POSITIVE] | None = None
+    clip_norm: Positive | None = None
     """Largest global norm of the gradients."""
-    clip_value: Annotated[float, POSITIVE] | None = None
+    clip_value: Positive | None = None
     """Largest absolute value of each gradient."""
-    clip_adaptive: Annotated[float, POSITIVE] | None = None
+    clip_adaptive: Positive | None = None
     """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
     log_norm: bool = True
     """Log the global norm of the gradients before clipping as `grad_norm`."""

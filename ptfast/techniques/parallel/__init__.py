@@ -11,8 +11,8 @@ from ptfast.core.distributed import world
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.coerce import POSITIVE, Range
-from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique, Unused, WallTime
+from ptfast.core.sections.coerce import Range
+from ptfast.core.sections.section import Count, Family, OrAuto, Positive, Section, Technique, Unused, WallTime
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.precision import Precision
@@ -36,7 +36,7 @@ class Parallel(Section):
     """BatchNorm takes its statistics over all ranks."""
     gradient_as_bucket_view: bool = True
     """ddp: gradients lie in the buffers that are sent, which saves a copy of them."""
-    bucket_mb: Annotated[float, POSITIVE] = 25.0
+    bucket_mb: Positive = 25.0
     """ddp: megabytes of gradients that are sent together."""
     static_graph: bool = False
     """ddp: every step uses the same parameters in the same order."""

@@ -16,7 +16,7 @@ import torch
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, described, summary_of
-from ptfast.core.sections.targets import Target, built, built_with, is_torch_scheduler, keywords
+from ptfast.core.sections.targets import Target, built, is_torch_scheduler, keywords
 from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
 
@@ -191,7 +191,7 @@ class TorchScheduler(Shape):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                scheduler = built_with(self.target, optimizer=optimizer)
+                scheduler = built(self.target, optimizer=optimizer)
                 optimizer.step()
                 for step in range(num_steps):
                     if step:

@@ -18,8 +18,7 @@ from ptfast.core.distributed import broadcast_buffers, on_first_rank
 from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, takes_own_steps
-from ptfast.core.sections.coerce import EMPTY
-from ptfast.core.sections.targets import Target, check_constructs, keywords
+from ptfast.core.sections.targets import EMPTY, Target, check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.build_data import Data
