@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ptfast.core.tensors.torch_internals import OpOverload, TorchDispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves, tree_map
 from ptfast.profiling.step_phases import Phases, SavedForBackward, watched
 from ptfast.run import Run
+from ptfast.techniques.compile.compilation import num_compiled
 
 COUNTED = ("forward", "backward", "optimizer")
 MANY_LENGTHS = 8
@@ -168,7 +168,7 @@ class StepCounter:
         self.compiled = run.compilation is not None
         self.first_counted = run.progress.step + 1
         self._last = self.first_counted + (MANY_LENGTHS if run.resolved.padding_share is not None else 1)
-        self._graphs = _num_graphs()
+        self._graphs = num_compiled()
         if run.resolved.curriculum:
             self.why_not = "its batches grow"
 
@@ -176,7 +176,7 @@ class StepCounter:
         """True if the step after `step` is to be counted; the same on all ranks."""
         if not self.first_counted <= step < self._last or self.why_not or self.compiled:
             return False
-        if _num_graphs() > self._graphs:
+        if num_compiled() > self._graphs:
             # Its compiled parts would run as they were written, and round in other places.
             self.why_not = "the model compiles parts of itself"
         return self.why_not is None
@@ -250,9 +250,3 @@ class _Look(Phases):
         if name == "forward" and self._saved is not None:
             self._saved.__exit__()
             self.kept_bytes += sum(size for _, _, size in self._saved.tensors.values())
-
-
-def _num_graphs() -> int:
-    """Graphs that this process has compiled so far."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]

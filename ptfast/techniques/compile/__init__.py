@@ -30,7 +30,7 @@ _WHOLE_MODEL = ("pointwise", "model", "reduce_overhead", "max_autotune")
 
 
 def accumulating_in_graphs() -> PtfastError:
-    """CUDA graphs under accumulation."""
+    """The error of CUDA graphs under accumulation."""
     what = "a CUDA graph overwrites the gradients of the micro-batch before"
     hint = "Use one micro-batch for each rank, or compile=model"
     return ConfigError("C011", what, key="compile", value="reduce_overhead", suggestion=hint)
@@ -39,14 +39,14 @@ def accumulating_in_graphs() -> PtfastError:
 def graphs_without_accumulation(
     compile: Compile, parallel: Parallel, gradients: Gradients, micro_batches: int | None
 ) -> PtfastError | None:
-    """Refuse CUDA graphs where a step has several micro-batches on a rank."""
+    """Refuse CUDA graphs if a step has several micro-batches on a rank."""
     many = parallel.strategy == "single" and (micro_batches or 1) > 1
     accumulates = many or gradients.accumulate > 1
     return accumulating_in_graphs() if compile.mode == "reduce_overhead" and accumulates else None
 
 
 def blocks_under_fsdp(compile: Compile, parallel: Parallel) -> PtfastError | None:
-    """Refuse to compile a model in one piece whose weights are gathered block by block."""
+    """Refuse to compile a model in one piece if its weights are gathered block by block."""
     if parallel.strategy != "fsdp" or compile.mode not in _WHOLE_MODEL:
         return None
     what = "parallel=fsdp gathers weights between blocks, where a whole model cannot be compiled"
@@ -54,20 +54,12 @@ def blocks_under_fsdp(compile: Compile, parallel: Parallel) -> PtfastError | Non
 
 
 def compiler(compile: Compile, device: str) -> PtfastError | None:
-    """Refuse to compile where a tool or device is missing."""
-    mode = compile.mode
-    return None if mode == "none" else compiler_problem(mode, devices.usable_type(device))
-
-
-def compiler_problem(mode: str, device: str) -> PtfastError | None:
-    """An E005 where a mode cannot compile for a device of that type."""
-    graphs = devices.lack_of_cuda_graphs(device) if mode == "reduce_overhead" else None
-    return devices.cannot_run(devices.lack_of_compiler(device) or graphs, "compile", mode)
-
-
-def panel(compile: Compile, compiled: str | None) -> dict[str, object]:
-    """The parts that are compiled, as `compiled` names them."""
-    return {"compile": compiled and compiled + "; the code is kept" * compile.keep}
+    """Refuse to compile if a tool or device is missing."""
+    if compile.mode == "none":
+        return None
+    device = devices.usable_type(device)
+    graphs = devices.lack_of_cuda_graphs(device) if compile.mode == "reduce_overhead" else None
+    return devices.cannot_run(devices.lack_of_compiler(device) or graphs, "compile", compile.mode)
 
 
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=8", "optimizer=sgd")
@@ -173,6 +165,6 @@ FAMILY = Family(
         ),
     ),
     free_keys=("compile.keep",),
-    panel=panel,
+    panel=lambda compile, compiled: {"compile": compiled and compiled + "; the code is kept" * compile.keep},
     techniques=TECHNIQUES,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ptfast.core.devices import cpu_facts
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import cache_folder
-from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler_problem
+from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
 from ptfast.techniques.repeated_blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -24,17 +25,14 @@ if TYPE_CHECKING:
 Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
 
 MANY_SHAPES = 3
-"""Times that all is compiled again, after which shapes change too often. Once is usual: the last batch of an
-epoch is shorter."""
+"""Times that everything is compiled again from which on shapes change too often. Once is usual: the last
+batch of an epoch is shorter."""
 
 
 def apply_compile(
     model: nn.Module, section: Compile, device: torch.device, *, dynamic: bool, accumulates: bool
 ) -> Compilation | None:
-    """Compile `model` in place as the section asks; None where it asks for nothing.
-
-    Arguments and errors are those of `Compilation` and its `apply`.
-    """
+    """Compile `model` in place; None for mode `none`. Errors are those of `Compilation` and its `apply`."""
     if section.mode == "none":
         return None
     if section.keep:
@@ -47,13 +45,12 @@ def apply_compile(
 class Compilation:
     """The compiled parts of a run, and how often they were compiled.
 
-    Fewer, fused kernels read and write memory less often and are launched by less Python. Training alone
-    is compiled: evaluations run the plain model, whose figures `ptfast eval` repeats, and spare the minute
-    that code of their own would take.
+    Fewer, fused kernels touch memory less often and need less Python to launch. Only training is compiled:
+    evaluations run the plain model, whose figures `ptfast eval` repeats, and save a minute of compiling.
 
-    The same shape is computed by the same code wherever a run begins, so that a resumed run gives the bits of
-    one never stopped: every shape has code of its own, or (`dynamic`) all of them share one from the start.
-    Dropout draws other masks than without a compiler, except under `pointwise`.
+    A shape runs the same code wherever a run begins, so that a resumed run gives the bits of one never
+    stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
+    masks than without a compiler, except under `pointwise`.
 
     Args:
         mode: `pointwise` fuses chains of elementwise operations alone; `blocks` compiles repeated blocks,
@@ -64,15 +61,15 @@ class Compilation:
             that the next micro-batch overwrites, in silence.
 
     Raises:
-        MachineError: E005 where a tool or device is missing.
+        MachineError: E005 if a tool or device is missing.
         ConfigError: C011 for `reduce_overhead` with several micro-batches.
 
-    Cost: seconds to minutes before the first step, again for every new shape, and more memory while at it.
+    Cost: seconds to minutes, and memory, before the first step and again for every new shape.
     Source: torch.compile; for gradients in CUDA graphs pytorch/pytorch issue 169545.
     """
 
     def __init__(self, mode: Mode, device: str, *, dynamic: bool = False, accumulates: bool = False) -> None:
-        problem = compiler_problem(mode, device)
+        problem = compiler(Compile(mode=mode), device)
         if problem is None and mode == "reduce_overhead" and accumulates:
             problem = accumulating_in_graphs()
         if problem is not None:
@@ -89,17 +86,17 @@ class Compilation:
             self.options["mode"] = "reduce-overhead"
         elif mode == "max_autotune":
             self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
-        self._before = _num_graphs()
+        self._before = num_compiled()
         self._at_start: int | None = None
         self._start_s = 0.0
         self._said: set[str] = set()
 
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
-        """Compile `model` in place: what wraps it for its ranks, later, calls the compiled form.
+        """Compile `model` in place, so that wrappers for ranks, which come later, call the compiled form.
 
         Args:
             model: on its device, in its final form but for wrapping. Under DistributedDataParallel torch cuts
-                the graph where gradients are sent, which begins while backward still runs.
+                the graph where gradients are sent, so that sending overlaps with backward.
             blocks: for the mode `blocks`, see `find_blocks`.
 
         Raises:
@@ -115,7 +112,7 @@ class Compilation:
             what = f"{type(model).__name__} has no blocks that recur"
             hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
             raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
-        # Blocks of one class share a count of compiled forms, after too many of which torch gives up.
+        # Torch gives up after too many compiled forms, which blocks of one class count together.
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
         for block in self.blocks.values():
@@ -129,7 +126,7 @@ class Compilation:
 
     @contextmanager
     def booking(self, clock: Clock) -> Iterator[None]:
-        """Have `clock` book what is compiled inside as `warm_up`, in whichever step that happens."""
+        """Book compiling inside as `warm_up` on `clock`, in whichever step it happens."""
         from torch._dynamo.callback import callback_handler
 
         before: list[str | None] = []
@@ -150,8 +147,8 @@ class Compilation:
             callback_handler.remove_end_callback(end)
 
     def start(self, seconds: float) -> tuple[str, bool]:
-        """Note that the first step is compiled; say what it took, and whether that is a warning."""
-        self._at_start, self._start_s = _num_graphs(), seconds
+        """Note that the first step is compiled; return a message, and whether it is a warning."""
+        self._at_start, self._start_s = num_compiled(), seconds
         if self.fusion is None:
             return f"compiled {_counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
         if not self.fusion.num_chains:
@@ -164,20 +161,16 @@ class Compilation:
     @property
     def num_graphs(self) -> int:
         """Graphs compiled for the first step."""
-        return (_num_graphs() if self._at_start is None else self._at_start) - self._before
+        return (num_compiled() if self._at_start is None else self._at_start) - self._before
 
     @property
     def num_recompiled(self) -> int:
         """Graphs compiled since."""
-        return 0 if self._at_start is None else _num_graphs() - self._at_start
-
-    @property
-    def _too_often(self) -> bool:
-        return self.num_recompiled >= MANY_SHAPES * max(self.num_graphs, 1)
+        return 0 if self._at_start is None else num_compiled() - self._at_start
 
     def complaint(self, step_s: float, num_steps: int) -> str | None:
-        """Advice about shapes that change often, or too short a run to repay compiling; each said once."""
-        advice = {"shapes": self._advice() if self._too_often else "", "length": ""}
+        """Advice about shapes that change often, or a run too short to repay compiling; each given once."""
+        advice = {"shapes": self._advice(), "length": ""}
         trained_s = step_s * num_steps
         if self._start_s > trained_s:
             advice["length"] = (
@@ -192,6 +185,9 @@ class Compilation:
         return None
 
     def _advice(self) -> str:
+        """Advice if shapes change too often."""
+        if self.num_recompiled < MANY_SHAPES * max(self.num_graphs, 1):
+            return ""
         hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"
         return (
             f"{_counted(self.num_recompiled, 'graph')} compiled again while training: shapes or settings "
@@ -212,29 +208,27 @@ class Compilation:
         }
         if self.fusion is not None:
             report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
-        if self._too_often:
-            report["advice"] = self._advice()
+        if advice := self._advice():
+            report["advice"] = advice
         return report
 
 
 def _compile(module: nn.Module, options: dict[str, Any]) -> None:
-    """Compile `module` in place."""
     import torch
 
     if torch.__version__ >= "2.10" or not type(module).__module__.startswith("torch.nn."):
         module.compile(**options)
         return
-    # Of a method torch 2.9 compiles only what does not stand in torch's own files.
+    # Torch 2.9 does not compile methods that are defined in torch's own files.
     from torch._dynamo.external_utils import wrap_inline
 
     module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **options)
 
 
-def _num_graphs() -> int:
-    """Graphs that this process has compiled so far."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
+def num_compiled() -> int:
+    """Graphs that this process has compiled so far. Does not import the compiler."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _counted(number: int, noun: str) -> str:
@@ -242,15 +236,15 @@ def _counted(number: int, noun: str) -> str:
 
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch keeps compiled code; the user's own choice is left alone."""
+"""Where torch caches compiled code; a value that the user has set stays."""
 
 
 def keep_code() -> None:
-    """Have torch keep what this process compiles in `$PTFAST_CACHE/compiled`, and look there first.
+    """Let torch cache compiled code in `$PTFAST_CACHE/compiled`, if that is writable.
 
-    Torch's own place is in `/tmp`, which a new container or another node does not have; it stays where
-    nothing can be written here. Each kind of CPU gets a folder of its own: the code is made for it, and torch
-    does not tell them apart. It is not the run directory, where a state from elsewhere could bring code.
+    Torch's own place is in `/tmp`, which a new container or another node does not have. Each kind of CPU gets
+    its own folder, since the code is made for it and torch does not tell CPUs apart. The run directory is not
+    used, because a run from elsewhere could bring code in it.
 
     Cost: a few MB of disk for a model; nothing is ever deleted.
     """

@@ -14,11 +14,11 @@ from ptfast.core.tensors.torch_internals import OpOverload
 class PointwiseFusion:
     """Compiles chains of elementwise operations (torch's own tag `pointwise`), of forward and backward.
 
-    Such an operation does next to no arithmetic, and waits for memory: a chain in one kernel reads and writes
-    its tensors once. Convolutions, matrix products, norms, reductions and dropout run as without a compiler,
-    from the same kernels, with the same random numbers.
+    Such an operation is bound by memory: a chain in one kernel reads and writes its tensors once.
+    Convolutions, matrix products, norms, reductions and dropout run as without a compiler, in the same
+    kernels, with the same random numbers.
 
-    A backend for `torch.compile`. It takes the graphs of autograd, in which the backward pass and casts of
+    A backend for `torch.compile`. It gets the graphs of autograd, in which the backward pass and casts of
     autocast are operations like any other.
 
     Cost: seconds a kernel to compile; chains of the same operations and shapes share one.
@@ -30,7 +30,7 @@ class PointwiseFusion:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._dynamo.backends.common import aot_autograd
 
-        # Statistics that are written as the graph ends would no longer be what a recomputation starts from.
+        # If the graph's end wrote statistics, a recomputation would start from others.
         return aot_autograd(
             fw_compiler=self._compile, bw_compiler=self._compile, keep_inference_input_mutations=True
         )(graph, inputs)
@@ -41,7 +41,12 @@ class PointwiseFusion:
         from torch.fx.passes.operator_support import create_op_support
 
         partitioner = CapabilityBasedPartitioner(graph, create_op_support(lambda _, node: is_pointwise(node)))
-        chains = [part for part in partitioner.propose_partitions() if _is_chain(list(part.nodes))]
+        chains = []
+        for part in partitioner.propose_partitions():
+            nodes = list(part.nodes)
+            # Operations side by side, of which none takes another's result, would gain nothing.
+            if any(source in nodes for node in nodes for source in node.all_input_nodes):
+                chains.append(part)
         self.num_chains += len(chains)
         self.num_operations += sum(part.size() for part in chains)
         prefix = "fused_chain_"
@@ -62,10 +67,10 @@ class _Kernel(nn.Module):
 
         inputs = [node.meta["val"] for node in chain.graph.nodes if node.op == "placeholder"]
         graph, self.is_single = _decomposed(chain, inputs)
-        # Whatever reads the results was traced with the strides they would have had.
+        # Readers of the results were traced with the strides that they would have had.
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        # Strides found here are not those of the whole graph, which is being compiled around it.
+        # Keep strides found here out of the whole graph, which is being compiled around it.
         with tracing(None):
             self.run = compile_fx_inner(graph, inputs)
 
@@ -83,19 +88,14 @@ def is_pointwise(node: fx.Node) -> bool:
         and torch.Tag.pointwise in target.tags
         and target.overloadpacket is not torch.ops.aten.clone
         and isinstance(value, Tensor)
-        # Counters of batches are no work worth a kernel.
+        # Counters of batches are too little work for a kernel.
         and value.dim() > 0
         and value.is_floating_point()
     )
 
 
-def _is_chain(nodes: list[fx.Node]) -> bool:
-    """Return True if one of them takes what another gives: side by side, they would gain nothing."""
-    return any(source in nodes for node in nodes for source in node.all_input_nodes)
-
-
 def _decomposed(chain: fx.GraphModule, inputs: list[Any]) -> tuple[fx.GraphModule, bool]:
-    """The chain in the operations that inductor has code for, returning a tuple; and whether it had not."""
+    """The chain in operations that inductor has code for, returning a tuple; and whether it had not."""
     from torch._dynamo.utils import detect_fake_mode
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
