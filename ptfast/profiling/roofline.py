@@ -23,6 +23,7 @@ from ptfast.core.run_directory import read_json, write_json
 from ptfast.core.units import short_time
 from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, flops
 from ptfast.run import Run
+from ptfast.techniques.precision.number_formats import set_float32
 
 TRY_S = 0.15
 """Seconds of tries, short ones: some go undisturbed even where a neighbour is busy."""
@@ -116,17 +117,10 @@ def _products_per_s(name: str, device: torch.device) -> float:
     left, right = (torch.rand(size, size, generator=draws).to(device, dtype) for _ in range(2))
     before = torch.get_float32_matmul_precision()
     try:
-        _set_matmul(_SETTINGS.get(name, "highest") if dtype == torch.float32 else before)
+        set_float32(_SETTINGS.get(name, "highest") if dtype == torch.float32 else before)
         return 2 * size**3 / _quickest(device, lambda: torch.mm(left, right))
     finally:
-        _set_matmul(before)
-
-
-def _set_matmul(setting: str) -> None:
-    with warnings.catch_warnings():
-        # Torch 2.9 recommends other names for this switch, which its own compiler then trips over.
-        warnings.filterwarnings("ignore", "Please use the new API")
-        torch.set_float32_matmul_precision(setting)
+        set_float32(before)
 
 
 def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:

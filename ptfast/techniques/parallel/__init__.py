@@ -57,15 +57,13 @@ _OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": Fa
 
 
 def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
-    """Refuse what the strategy rules out."""
+    """Refuse keys of another strategy."""
     if parallel.strategy != "ddp":
         for name, off in _OF_DDP.items():
             if (value := getattr(parallel, name)) != off:
                 what, hint = f"belongs to parallel=ddp, not {parallel.strategy}", "Use parallel=ddp"
                 yield ConfigError("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
     if parallel.strategy == "single":
-        if parallel.sync_batchnorm:
-            yield _without_ranks("Use parallel=ddp")
         for name in ("nproc", "nnodes", "rdzv"):
             if (value := getattr(parallel, name)) not in (1, "auto", None):
                 what, hint = "one process trains under parallel=single", "Use parallel=ddp"
@@ -73,7 +71,7 @@ def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
 
 
 def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
-    """Refuse a place to meet that is none."""
+    """Refuse a rendezvous that is not HOST:PORT."""
     if parallel.rdzv is None:
         return None
     host, _, port = parallel.rdzv.rpartition(":")
@@ -85,31 +83,51 @@ def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
     )
 
 
-def one_static_graph(
-    parallel: Parallel, gradients: Gradients, micro_batches: int | None
+def allowed_by_ranks(
+    parallel: Parallel, gradients: Gradients, precision: Precision, micro_batches: int | None
 ) -> Iterator[PtfastError]:
-    """Refuse what a graph that is recorded once leaves out."""
-    if not parallel.static_graph:
-        return
-    if parallel.unused_parameters:
+    """Refuse what the ranks, the parts of a batch or the precision rule out, as far as they are given."""
+    ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
+    yield from ruled_out_by_ranks(
+        parallel,
+        alone=parallel.strategy == "single",
+        accumulates=gradients.accumulate > 1 or bool(ranks and micro_batches and micro_batches > ranks),
+        scales=precision.mode == "amp_fp16",
+    )
+
+
+def ruled_out_by_ranks(
+    parallel: Parallel, *, alone: bool, accumulates: bool, scales: bool
+) -> Iterator[PtfastError]:
+    """What cannot be combined; `training/build` checks it again once `auto` is resolved.
+
+    Args:
+        alone: one process trains.
+        accumulates: a step has several micro-batches on a rank.
+        scales: fp16 gradients are scaled, so they may overflow.
+    """
+    if parallel.sync_batchnorm and alone:
+        what = "there are no ranks to take statistics over"
+        hint = "Use parallel=ddp" if parallel.strategy == "single" else "Set it to false"
+        yield ConfigError("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=hint)
+    if parallel.static_graph and parallel.unused_parameters:
         what = "contradicts parallel.static_graph=true, which learns them in the first step"
         hint = "Set one of the two to false"
         yield ConfigError("C011", what, key="parallel.unused_parameters", value=True, suggestion=hint)
-    ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
-    if gradients.accumulate > 1 or (ranks and micro_batches and micro_batches > ranks):
-        yield _static_graph_accumulating()
-
-
-def finite_compression(parallel: Parallel, precision: Precision) -> PtfastError | None:
-    """Refuse PowerSGD for gradients that may overflow."""
-    scaled = parallel.compression == "powersgd" and precision.mode == "amp_fp16"
-    return _powersgd_scaled() if scaled else None
+    if parallel.static_graph and accumulates:
+        what = "DDP records a static graph only in steps of one backward pass"
+        hint = "Use gradients.accumulate=1, one micro-batch a rank"
+        yield ConfigError("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
+    if parallel.compression == "powersgd" and scales:
+        what = "keeps the error it makes, which one overflowing fp16 gradient would make infinite for good"
+        hint = "Use precision=bf16, or parallel.compression=fp16"
+        yield ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
 
 
 def whole_under_fsdp(
     parallel: Parallel, gradients: Gradients, debug: Debug, rewrites: Rewrites
 ) -> Iterator[PtfastError]:
-    """Refuse what needs whole layers, of which a rank has a part."""
+    """Refuse what needs whole layers, which fsdp shards."""
     if parallel.strategy != "fsdp":
         return
     if gradients.clip_adaptive is not None:
@@ -130,11 +148,11 @@ def whole_under_fsdp(
 
 
 def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
-    """Refuse to start more ranks than there are GPUs, where there are any."""
+    """Refuse more ranks than GPUs, if there are any GPUs."""
     if parallel.strategy == "single" or parallel.nproc == "auto" or device not in ("auto", "cuda"):
         return None
     if world(meets=True) is not None:
-        # Whoever has started the ranks may show each its own GPU alone.
+        # Each rank may have been started with only its own GPU visible.
         return None
     import torch
 
@@ -146,42 +164,8 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
     return ConfigError("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
 
 
-def check_ranks(parallel: Parallel, num_ranks: int, micro_batches: int, *, scales: bool) -> None:
-    """Refuse what the ranks, the parts of a batch and the precision rule out that `auto` became.
-
-    Args:
-        scales: fp16 gradients are scaled, so that they may overflow.
-
-    Raises:
-        ConfigError: C011.
-    """
-    if parallel.sync_batchnorm and num_ranks == 1:
-        raise _without_ranks("Set it to false")
-    if parallel.static_graph and micro_batches > num_ranks:
-        raise _static_graph_accumulating()
-    if parallel.compression == "powersgd" and scales:
-        raise _powersgd_scaled()
-
-
-def _without_ranks(suggestion: str) -> PtfastError:
-    what = "there are no ranks to take statistics over"
-    return ConfigError("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=suggestion)
-
-
-def _powersgd_scaled() -> PtfastError:
-    what = "keeps the error it makes, which one overflowing fp16 gradient would make infinite for good"
-    hint = "Use precision=bf16, or parallel.compression=fp16"
-    return ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
-
-
-def _static_graph_accumulating() -> PtfastError:
-    what = "DDP records a static graph only in steps of one backward pass"
-    hint = "Use gradients.accumulate=1, one micro-batch a rank"
-    return ConfigError("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
-
-
 def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
-    """How the ranks train together, and what of it is switched on; None where one process was asked for."""
+    """How the ranks train together; no row for one process."""
     if resolved.num_ranks == 1:
         asked = parallel.strategy
         alone = f"one process: {asked} has nothing to share out here"
@@ -324,7 +308,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="parallel",
-    rules=(keys_of_the_strategy, readable_rendezvous, one_static_graph, finite_compression, whole_under_fsdp),
+    rules=(keys_of_the_strategy, readable_rendezvous, allowed_by_ranks, whole_under_fsdp),
     machine_rules=(gpus_for_ranks,),
     unused=(
         Unused.unless(

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,37 +15,15 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, name_some
 from ptfast.techniques.parallel import Parallel
 
-Mode = Literal["none", "bf16", "fp16", "powersgd"]
-
-
-def apply_compression(
-    ddp: nn.parallel.DistributedDataParallel, mode: Mode, rank: int, start_steps: int
-) -> PowerSgd | None:
-    """Let `ddp` send its buckets of gradients in fewer bytes, for ranks that wait for the network.
-
-    `bf16` and `fp16` send half the bytes of float32; `powersgd` sends two thin matrices for each.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    if mode == "powersgd":
-        powersgd = PowerSgd(rank, start_steps)
-        ddp.register_comm_hook(powersgd, lambda state, bucket: state(bucket))
-        return powersgd
-    if mode != "none":
-        half = mode == "bf16"
-        hook = default_hooks.bf16_compress_hook if half else default_hooks.fp16_compress_hook
-        ddp.register_comm_hook(None, hook)  # type: ignore[arg-type] - it knows None
-    return None
-
 
 class PowerSgd:
-    """Gradients of matrices cross the ranks as products of two thin ones.
+    """Ranks exchange the gradient of a matrix as the product of two thin matrices.
 
-    What is lost of them in one step is added to the next. It differs between ranks: that of each is saved.
+    The error of one step is added to the next. It differs between ranks, so that of each is saved.
 
     Args:
         rank: columns of the thin matrices.
-        start_steps: steps in which whole gradients are sent before.
+        start_steps: first steps, which send whole gradients.
 
     Cost: a copy of the gradients on every rank, here and in every saved state; two small matrix products and
     an orthogonalisation per matrix. Source: Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727.
@@ -58,7 +36,7 @@ class PowerSgd:
         self._forgetting = False
 
     def __call__(self, bucket: Any) -> Any:
-        """The bucket averaged over the ranks, as DDP's hooks give it back."""
+        """The future of the bucket averaged over the ranks, as of any hook of DDP."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self._forgetting:
@@ -67,7 +45,7 @@ class PowerSgd:
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Let gradients be sent whole and nothing be remembered of them."""
+        """Send whole gradients, and keep no error of them."""
         self._forgetting = True
         try:
             yield
@@ -75,7 +53,7 @@ class PowerSgd:
             self._forgetting = False
 
     def gather_state(self, ranks: Ranks) -> dict[str, Any] | None:
-        """The error feedback of all ranks, on the first; None on the others. All have to call it."""
+        """The error feedback of all ranks, on the first; None on the others. A collective."""
         state = self._state
         own: dict[str, Any] = {
             name: {index: tensor.cpu() for index, tensor in getattr(state, name).items()}
@@ -86,7 +64,7 @@ class PowerSgd:
         return None if of_ranks is None else {"iter": state.iter, "ranks": of_ranks}
 
     def load_state(self, saved: dict[str, Any], ranks: Ranks, device: torch.device) -> bool:
-        """Take over this rank's part; False, and nothing done but the count, for another number of ranks."""
+        """Load this rank's part; for another number of ranks return False and load only the step count."""
         self._state.iter = int(saved["iter"])
         if len(saved["ranks"]) != ranks.num_ranks:
             return False
@@ -98,8 +76,9 @@ class PowerSgd:
 class GradientAveraging(nn.parallel.DistributedDataParallel):
     """A model on several ranks, whose gradients are averaged while backward still runs.
 
-    Batches are on the rank's device already, and `RunningStatistics` sees to BatchNorm: neither inputs nor
-    buffers are DDP's to move.
+    DDP moves neither inputs nor buffers: batches are on the rank's device, and `RunningStatistics` merges
+    those of BatchNorm. Compressed gradients take fewer bytes, for ranks that wait for the network: `bf16` and
+    `fp16` half of float32's, `powersgd` those of two thin matrices.
     """
 
     def __init__(self, model: nn.Module, options: Parallel) -> None:
@@ -115,12 +94,21 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             **keywords,
         )
         self.finds_unused = options.unused_parameters or options.static_graph
-        self.compression = apply_compression(
-            self, options.compression, options.powersgd_rank, options.powersgd_start
-        )
+        self.compression: PowerSgd | None = None
+        if options.compression == "powersgd":
+            self.compression = PowerSgd(options.powersgd_rank, options.powersgd_start)
+            self.register_comm_hook(self.compression, lambda state, bucket: state(bucket))
+        elif options.compression != "none":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+                bf16_compress_hook,
+                fp16_compress_hook,
+            )
+
+            hook = bf16_compress_hook if options.compression == "bf16" else fp16_compress_hook
+            self.register_comm_hook(None, hook)  # type: ignore[arg-type] - it knows None
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's output; a parameter that the step before has left out is named."""
+        """The model's output; C011 names a parameter that the step before left without a gradient."""
         try:
             return super().forward(*inputs, **keywords)
         except RuntimeError as error:
@@ -134,8 +122,8 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
     def check_gradients(self) -> None:
         """Refuse, with C011, parameters that a backward pass has left without a gradient.
 
-        DDP would notice it only in the next forward pass, one wrong step later: the gradients that share a
-        bucket with a missing one are not averaged.
+        DDP would notice it in the next forward pass, one wrong step later: gradients that share a bucket with
+        a missing one are not averaged.
         """
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
@@ -143,11 +131,11 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             raise _unused_error(unused)
 
     def forgetting(self) -> AbstractContextManager[None]:
-        """Let a backward pass leave no trace in what compression remembers."""
+        """Keep a backward pass out of the error feedback of compression."""
         return nullcontext() if self.compression is None else self.compression.forgetting()
 
     def detach_hooks(self) -> None:
-        """Take the model out of this wrapper, whose hooks would keep averaging beside those of a new one."""
+        """Release the model: the hooks would keep averaging beside those of a new wrapper."""
         self._remove_autograd_hooks()
 
 

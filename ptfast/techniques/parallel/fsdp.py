@@ -1,4 +1,4 @@
-"""A model shared out among the ranks: each keeps a part of every weight, its gradient and its state."""
+"""A model sharded over the ranks: each keeps a part of every weight, its gradient and its state."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 class Sharded:
-    """FSDP2: weights are gathered block by block when forward and backward need them, then let go of.
+    """FSDP2: weights are gathered block by block for forward and backward, then released.
 
     A rank holds a share of weights, gradients and optimizer state, and one or two whole blocks at a time, so
-    that models train that fit no single device; ranks send half as much again as with DDP.
+    that models train that fit no single device. Ranks send half as much again as with DDP.
 
-    Under autocast the blocks are gathered in its half type, half the bytes of float32, while each rank's
-    share, its gradient and the optimizer's step stay in float32. Models with BatchNorm are gathered in
-    float32: its kernels want weights and running statistics of one type.
+    Under autocast blocks are gathered in its half type, while shares, gradients and the optimizer's step stay
+    in float32. Models with BatchNorm are gathered in float32: its kernels need weights and running
+    statistics of one type.
 
     Args:
-        model: the plain model, on the CPU, with parameters of one type; changed in place.
-            They become DTensors under the names they had, so an optimizer has to be built afterwards.
+        model: the plain model, on the CPU, with parameters of one type; changed in place. They become
+            DTensors of the same names, so the optimizer has to be built afterwards.
         device: where the shares go. A block is whole there only until it is cut.
-        blocks: parts of the model, none inside another. What is in none is one more block.
-        half_type: what autocast computes in; None for float32.
+        blocks: parts of the model, none inside another. The rest of it is one more block.
+        half_type: that of autocast; None for float32.
 
     Raises:
         ConfigError: C011 for parameters of several types.
@@ -69,9 +69,9 @@ class Sharded:
             ]
             for each in whole:
                 each.data = each.data.to(device)
-            # As DDP does: a model that draws its weights from somewhere else differs from rank to rank.
+            # As in DDP: ranks may differ in weights that the model drew from another source.
             broadcast_buffers([each.detach() for each in whole], ranks)
-            # An evaluation has no backward pass that would let go of what forward has left gathered.
+            # An evaluation has no backward pass to release what forward gathered.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self.module: Any = model
 
@@ -85,7 +85,7 @@ class Sharded:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let a backward pass add to this rank's own gradients, which a later one averages."""
+        """Let a backward pass add to this rank's own gradients; a later one averages them."""
         self.module.set_requires_gradient_sync(False)
         try:
             yield

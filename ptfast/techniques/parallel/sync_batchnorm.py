@@ -1,4 +1,4 @@
-"""BatchNorm over several ranks: one batch of all of them, or running statistics as one process has them."""
+"""BatchNorm over several ranks: statistics of one large batch, or the running statistics of one process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 def apply_sync_batchnorm(model: nn.Module) -> int:
     """Let every BatchNorm of `model` take its statistics over the micro-batches of all ranks.
 
-    A rank's share of few samples makes noisy statistics; together they are those of one large micro-batch.
+    Statistics over a rank's few samples are noisy; together they are those of one large micro-batch.
 
     Returns:
-        How many layers were replaced, which keep their parameters, buffers and names. C011 if there are none.
+        The number of layers replaced, which keep their parameters, buffers and names. C011 for none.
 
     Cost: one gather forward and one sum backward per layer, which all ranks wait for.
     """
@@ -41,10 +41,10 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
 
 
 class SyncedBatchNorm(BatchNorm):
-    """A BatchNorm over all ranks: the same figures as one process with all their samples at once.
+    """A BatchNorm over all ranks: the same figures as one process with all their samples.
 
-    Torch's own runs on GPUs only, and its host waits for the device in every layer of every step. This one
-    runs anywhere and never waits. Parameters and buffers are those of `norm`.
+    Torch's own runs on GPUs only, and its host waits for the device in every layer. This one runs anywhere
+    and never waits. It takes over the parameters and buffers of `norm`.
 
     Source: Ioffe, Szegedy 2015, arXiv:1502.03167, with the gradient through the statistics of all ranks.
     """
@@ -93,7 +93,7 @@ class SyncedBatchNorm(BatchNorm):
 class _Normalized(torch.autograd.Function):
     """`(x - mean) / sqrt(var + eps) * weight + bias` over the samples and positions of all ranks.
 
-    The statistics of the ranks are merged, not their sums of squares, which would cancel.
+    It merges the ranks' statistics, not their sums of squares, which would cancel.
     """
 
     @staticmethod
@@ -150,19 +150,18 @@ class _Normalized(torch.autograd.Function):
 class RunningStatistics:
     """BatchNorm's running statistics over several ranks: those of one process with all the micro-batches.
 
-    A rank's own micro-batches take the statistics from r to r_k = keep_k r + part_k, where keep_k is
-    (1 - momentum) ** batches. One process would run them one rank after the other; so, for each rank in
-    order, merged <- keep_k merged + part_k. The ranks exchange r_k and the number of batches, once a
-    step.
+    A rank's own micro-batches move the statistics from r to r_k = keep_k r + part_k, where keep_k is
+    (1 - momentum) ** batches. One process would run them rank after rank; so, for each rank in order,
+    merged <- keep_k merged + part_k. The ranks exchange r_k and the number of batches once a step.
 
     Layers without a momentum, which average over all batches, take the first rank's statistics. Those of
-    `SyncedBatchNorm` are the same everywhere already.
+    `SyncedBatchNorm` are already the same everywhere.
 
     Args:
         model: the plain model, on its device and restored.
-        ranks: all of whom call `merge` after every step.
+        ranks: those that train; all call `merge` after every step.
 
-    Cost: one gather of all statistics a step and a few kernels; nothing for a model without BatchNorm.
+    Cost: one gather of all statistics and a few kernels a step; nothing for a model without BatchNorm.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
@@ -195,7 +194,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Make of all ranks' statistics those of one process; call it once after every step."""
+        """Merge the statistics of all ranks; called once after every step."""
         broadcast_buffers(self._averaging, self._ranks)
         if not self._buffers:
             return
@@ -211,7 +210,7 @@ class RunningStatistics:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Let a forward pass count for nothing, as that of an empty share's stand-in sample."""
+        """Keep a forward pass out of the statistics, as of the dummy batch of a rank without samples."""
         training = [norm for norm in self._norms if norm.training]
         for norm in training:
             norm.training = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -24,27 +25,25 @@ class Precision(Section):
     """Multiply in float8 in linear layers, by torchao; under bfloat16."""
 
 
-def number_format(precision: Precision, device: str) -> PtfastError | None:
-    """Refuse a number format that the device cannot compute in."""
-    mode = precision.mode
-    if mode in ("fp32", "amp"):
-        # They run anywhere: torch need not be imported to tell.
-        return None
-    return devices.cannot_run(devices.lack_of_precision(mode, devices.usable_type(device)), "precision", mode)
-
-
 def float8_under_bf16(precision: Precision) -> PtfastError | None:
-    """Refuse float8 products of numbers that are not bfloat16."""
+    """Refuse float8 products under another format than bfloat16."""
     if not precision.float8 or precision.mode in ("amp", "bf16", "bf16_true"):
         return None
     what = f"its products come in bfloat16, and precision={precision.mode} computes in another format"
     return ConfigError("C011", what, key="precision.float8", value=True, suggestion="Use precision=bf16")
 
 
-def float8_products(precision: Precision, device: str) -> PtfastError | None:
-    """Refuse float8 where the device does not multiply it."""
-    lack = devices.lack_of_float8(devices.usable_type(device)) if precision.float8 else None
-    return devices.cannot_run(lack, "precision.float8", True)
+def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastError]:
+    """Refuse number formats that the device cannot compute in."""
+    # fp32 and amp run anywhere: torch need not be imported to know.
+    if precision.mode not in ("fp32", "amp"):
+        lack = devices.lack_of_precision(precision.mode, devices.usable_type(device))
+        if problem := devices.cannot_run(lack, "precision", precision.mode):
+            yield problem
+    if precision.float8:
+        lack = devices.lack_of_float8(devices.usable_type(device))
+        if problem := devices.cannot_run(lack, "precision.float8", True):
+            yield problem
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
@@ -160,7 +159,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="precision",
     rules=(float8_under_bf16,),
-    machine_rules=(number_format, float8_products),
+    machine_rules=(formats_of_the_device,),
     panel=panel,
     techniques=TECHNIQUES,
 )

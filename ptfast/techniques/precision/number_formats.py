@@ -1,12 +1,12 @@
-"""Number formats: of the weights, of autocast, and of float32 matrix products on hardware with a choice."""
+"""Number formats: of the weights, of autocast, and of float32 products on hardware with a choice."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,9 +23,9 @@ from ptfast.techniques.precision import Precision
 Matmul = Literal["highest", "high", "medium"]
 
 FP32_GRADE = 1e-5
-"""Relative error up to which a product counts as float32's own, whose is 2e-7 to 1e-6; TF32's is 3e-4."""
+"""Relative error up to which a product counts as float32's, which errs by 2e-7 to 1e-6; TF32 by 3e-4."""
 WORTH = 1.2
-"""Speed over `highest` from which `auto` takes another setting; less is lost again on small layers."""
+"""Speed-up over `highest` from which `auto` takes another setting; small layers lose a smaller gain again."""
 PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
@@ -34,12 +34,12 @@ class NumberFormats:
     """The number formats of a run."""
 
     autocast: AbstractContextManager[object]
-    """Entered around each micro-batch's forward pass and loss, never inside itself, and left before backward:
-    weights that it has converted are cached until it is left, so they never go stale after a step."""
+    """Entered around each micro-batch's forward pass and loss, never nested, and left before backward: it
+    caches converted weights until it is left, so they never go stale after a step."""
     half_type: torch.dtype | None
     """The type of autocast; None without one."""
     scaler: torch.amp.GradScaler | None
-    """Scales the loss so that fp16 gradients do not underflow; None where the type needs none."""
+    """Scales the loss so that fp16 gradients do not underflow; None for types that need none."""
     note: str
     """One line for the panel, e.g. `bf16 autocast`."""
     half_weights: bool
@@ -47,7 +47,7 @@ class NumberFormats:
     matmul: Matmul
     """Torch's setting for float32 matrix products."""
     warning: str | None
-    """A warning to show before training."""
+    """Shown before training."""
 
 
 def build_precision(
@@ -64,15 +64,15 @@ def build_precision(
 
     Args:
         section: its `mode` is `fp32`; `tf32`: float32 whose products and convolutions round their inputs to
-            10 bits, on NVIDIA GPUs; `bf16` autocast, on hardware without it too, slowly; `amp_fp16`, fp16
-            autocast with a gradient scaler; `amp`: `bf16` where the device multiplies it, else `amp_fp16` on
-            CUDA and `fp32` on a CPU; `bf16_true`, see `apply_half_weights`.
-            `matmul_precision=auto` takes the quickest setting that errs no more than float32 does, found by
-            trying on the first rank. Any but `highest` is tried, and the note says how far it is off.
+            10 bits, on NVIDIA GPUs; `bf16` autocast, slow on hardware without it; `amp_fp16`: fp16 autocast
+            with a gradient scaler; `amp`: `bf16` if the device multiplies it, else `amp_fp16` on CUDA and
+            `fp32` on a CPU; `bf16_true`: see `apply_half_weights`. `matmul_precision=auto` takes the quickest
+            setting that is as exact as float32, tried on the first rank. Any setting but `highest` is tried,
+            and the note states its error.
         before: what `auto` became when the run began; None for a new one.
 
     Raises:
-        MachineError: E005 where the device cannot run `mode`.
+        MachineError: E005 if the device cannot run `mode`.
     """
     mode, ranks = section.mode, ranks or Ranks()
     lack = lack_of_precision(mode, device.type)
@@ -85,9 +85,7 @@ def build_precision(
         # Autocast and bf16 weights leave no float32 products worth mentioning.
         matmul = "highest"
     chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks)
-    _set_matmul(chosen)
-    with _old_switches():
-        torch.backends.cudnn.allow_tf32 = section.tf32_convolutions
+    set_float32(chosen, tf32_convolutions=section.tf32_convolutions)
     half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(mode)
     text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(mode, "")
     if mode == "fp32" and section.tf32_convolutions and lack_of_precision("tf32", device.type) is None:
@@ -111,7 +109,7 @@ def build_precision(
 
 
 def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
-    """Time matrix products and convolutions in `dtype` and float32, for some 0.1 s; the ratios in words."""
+    """Time matrix products and convolutions in `dtype` and float32 for some 0.1 s; return ratios in words."""
     draws = torch.Generator().manual_seed(0)
     size = PROBE_SIZE.get(device.type, 512)
     sides = [torch.randn(size, size, generator=draws).to(device) for _ in range(2)]
@@ -131,7 +129,7 @@ def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
 
 
 class MatmulTrial(NamedTuple):
-    """How a setting of `torch.set_float32_matmul_precision` fares beside `highest`."""
+    """Speed and error of a setting of `torch.set_float32_matmul_precision`."""
 
     setting: Matmul
     speedup: float
@@ -146,9 +144,9 @@ class MatmulTrial(NamedTuple):
 def try_matmuls(
     settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
 ) -> dict[Matmul, MatmulTrial]:
-    """Error and speed of float32 products at each of `settings`, on `device`, beside `highest`; takes 50 ms.
+    """Error and speed of float32 products at each of `settings`, beside `highest`, in some 50 ms.
 
-    What a setting does is up to the hardware: `medium` is another library at full precision on some CPUs,
+    The hardware decides what a setting does: `medium` is another library at full precision on some CPUs,
     bfloat16 on others, TF32 on NVIDIA's GPUs. Leaves the setting changed.
     """
     size = PROBE_SIZE.get(device.type, 512)
@@ -160,7 +158,7 @@ def try_matmuls(
     errors: dict[Matmul, float] = {}
     for _ in range(rounds):
         for name, times in seconds.items():
-            _set_matmul(name)
+            set_float32(name)
             product, took = _timed(torch.mm, left, right)
             times.append(took)
             if name not in errors:
@@ -170,7 +168,7 @@ def try_matmuls(
 
 
 def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:
-    """The result of the second of two calls, and what it took."""
+    """The result of the second of two calls, and its seconds."""
     result, start = left, 0.0
     for _ in range(2):
         start = time.perf_counter()
@@ -181,7 +179,7 @@ def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tup
 
 
 def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, str]:
-    """The setting that `wanted` stands for, and what the note adds about it."""
+    """The setting to use, and text for the note."""
     if wanted == "highest":
         return wanted, ""
     if wanted != "auto":
@@ -195,28 +193,25 @@ def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tu
     return "highest", f", highest matmuls ({tried})"
 
 
-def _set_matmul(matmul: Matmul) -> None:
-    with _old_switches():
-        torch.set_float32_matmul_precision(matmul)
-
-
-@contextmanager
-def _old_switches() -> Iterator[None]:
-    # Torch 2.9 recommends other names for these switches, which its own compiler then trips over.
+def set_float32(matmul: str, *, tf32_convolutions: bool | None = None) -> None:
+    """Set the precision of float32 matrix products and, if given, of convolutions, for the process."""
     with warnings.catch_warnings():
+        # Torch 2.9 recommends other names for these switches, with which its own compiler fails.
         warnings.filterwarnings("ignore", "Please use the new API")
-        yield
+        torch.set_float32_matmul_precision(matmul)
+        if tf32_convolutions is not None:
+            torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 def apply_half_weights(model: nn.Module) -> nn.Module:
-    """Put `model` into bfloat16: weights, buffers, inputs and all that is computed in between.
+    """Put `model` into bfloat16: weights, buffers, inputs and everything computed in between.
 
-    A bf16 weight takes a change only from about 1/256 of its size on, and what torch's optimizers remember is
-    as coarse. Ours keep their state in float32, and so does the moving average of the weights.
+    A bf16 weight ignores changes below about 1/256 of its size, and the state of torch's optimizers is as
+    coarse. Our optimizers and the moving average of the weights keep their state in float32.
 
-    BatchNorm stays in float32, with its weights: every step moves its running statistics by little, and
-    kernels take bf16 inputs all the same. One hook converts what the model is called with, `labels` aside,
-    another its outputs, which come back in float32, in which losses are exact enough.
+    BatchNorm stays in float32, because a step changes its running statistics only slightly; its kernels take
+    bf16 inputs. One hook converts the model's inputs, except `labels`, another its outputs to float32, which
+    losses need.
 
     Args:
         model: in its memory format, before the optimizer is built and before a saved state is restored;
@@ -245,29 +240,29 @@ def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> 
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with the floating-point tensors in it as `dtype`."""
+    """`value` with its floating-point tensors as `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):
         items = [_converted(item, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        # A model's own kind of mapping keeps its kind, whose constructor may want something else.
+        # A model's own kind of mapping stays one; it is constructed from keywords.
         changed = {name: _converted(item, dtype) for name, item in value.items()}
         return type(value)(**changed) if type(value) is not dict else changed
     return value
 
 
 def apply_float8(model: nn.Module, **options: Any) -> list[str]:
-    """Have the linear layers of `model` multiply in float8, forward and backward, in place.
+    """Let the linear layers of `model` multiply in float8, forward and backward, in place.
 
-    Weights stay as they are and so do their names: both sides of a product are scaled by their largest
-    magnitude and rounded as it is taken. The last layer is left alone, whose rounding the loss would see, and
-    so are layers whose sizes are no multiples of 16, which the hardware does not multiply.
+    Weights keep their values and names: a product scales both sides by their largest magnitude and rounds
+    them. The last layer is left alone, since its rounding would show in the loss, and so are layers whose
+    sizes are not multiples of 16, which the hardware does not multiply.
 
     Args:
-        model: on its device; its inputs to linear layers are bfloat16, by autocast or by its weights.
-        options: of torchao's `Float8LinearConfig`; without torchao installed it is E004.
+        model: on its device; inputs to linear layers are bfloat16, by autocast or by its weights.
+        options: of torchao's `Float8LinearConfig`; E004 if torchao is not installed.
 
     Returns:
         The names of these layers.
@@ -281,28 +276,28 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
         for name, layer in list(layers.items())[:-1]
         if layer.in_features % 16 == 0 and layer.out_features % 16 == 0
     ]
-    # Batches hold any number of tokens, over which the gradient of a weight is summed.
+    # The gradient of a weight sums over the tokens of a batch, whose number may not be a multiple of 16.
     config = float8.Float8LinearConfig(pad_inner_dim=True, **options)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     return chosen
 
 
 class ScaledSteps:
-    """Takes the steps of an optimizer whose gradients are scaled, and counts those that are left out.
+    """Takes the steps of an optimizer whose gradients are scaled, and counts the steps skipped.
 
-    Whether a step was left out is known on the device alone. The learning rate goes by how many have been
-    taken, as torch advises for its schedulers under a gradient scaler, and is the host's to set: so the count
-    follows each step to the host, which looks at it one step late. A fixed delay, and not whatever has
-    arrived, lets a run that is resumed set the same rates as one never stopped.
+    Only the device knows if a step was skipped. The learning rate goes by the number of steps taken, as torch
+    advises for its schedulers under a gradient scaler, and the host sets it: so the count is copied to the
+    host after each step and read one step later. The delay is fixed, so a resumed run sets the same rates
+    as one never stopped.
 
     Args:
         scaler: of the run, its state restored.
-        optimizer: whose steps are taken. Fused ones and ours receive it on the device; torch's others make
-            the host wait in every step.
-        progress: what had been left out before.
+        optimizer: fused ones and ours take the scale on the device; torch's others make the host wait in
+            every step.
+        progress: holds the counts of before.
 
-    Cost: some tiny kernels and a copy of 8 bytes a step. The host waits where it is two steps ahead of the
-    device, which then has more than a step's work before it.
+    Cost: some tiny kernels and a copy of 8 bytes a step. The host waits only when it is two steps ahead of
+    the device.
     """
 
     def __init__(
@@ -318,7 +313,7 @@ class ScaledSteps:
         zero = torch.zeros((), dtype=torch.int64, device=device)
         self.in_a_row = zero
         self.skipped = zero > 0
-        """True if the last step was left out: read off the scale, which falls then; on the device."""
+        """True if the last step was skipped: the scale falls then. On the device."""
         self._skipped = zero + progress.skipped_steps
         # The counts after the last step but one and after the last.
         counts = (progress.skipped_before, progress.skipped_steps)
@@ -326,15 +321,15 @@ class ScaledSteps:
 
     @property
     def held_steps(self) -> int:
-        """Steps that the schedule is behind in the step to come: those left out before the last one."""
+        """Steps that the schedule lags behind in the step to come: those skipped before the last one."""
         return self._copies[0].read()
 
     def unscale(self) -> None:
-        """Bring gradients to their own size, to be clipped."""
+        """Unscale the gradients, for clipping."""
         self.scaler.unscale_(self._optimizer)
 
     def take(self) -> None:
-        """Take a step, or leave it out where the scaled gradients overflow."""
+        """Take a step, or skip it if the scaled gradients overflow."""
         self.scaler.step(self._optimizer)
         self.scaler.update()
         scale = self.scaler.scale(self._one)
@@ -345,7 +340,7 @@ class ScaledSteps:
         self._copies[-1].send(self._skipped)
 
     def note(self, progress: Progress) -> None:
-        """Write the counts into `progress`. Makes the host wait for the device."""
+        """Write the counts into `progress`. The host waits for the device."""
         progress.skipped_before, progress.skipped_steps = (copy.read() for copy in self._copies)
 
 

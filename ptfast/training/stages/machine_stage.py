@@ -15,7 +15,7 @@ from ptfast.core.errors import ConfigError, name_some
 from ptfast.core.resolved import Resolved
 from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, apply_backend, watch_shapes
-from ptfast.techniques.parallel import check_ranks
+from ptfast.techniques.parallel import ruled_out_by_ranks
 from ptfast.techniques.precision.number_formats import build_precision
 from ptfast.training.stages.partial_run import PartialRun
 
@@ -73,7 +73,13 @@ def cut_batch(run: PartialRun) -> None:
         1 if known else config.gradients.accumulate,
         config.curriculum.batch_size_from,
     )
-    check_ranks(config.parallel, ranks.num_ranks, run.micro_batches, scales=run.precision.scaler is not None)
+    for problem in ruled_out_by_ranks(
+        config.parallel,
+        alone=ranks.num_ranks == 1,
+        accumulates=run.micro_batches > ranks.num_ranks,
+        scales=run.precision.scaler is not None,
+    ):
+        raise problem
 
 
 def seed_everything(seed: int) -> None:
