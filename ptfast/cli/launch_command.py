@@ -88,7 +88,8 @@ def _job(args: Namespace) -> Job:
 
 def _check_config(composed: Composed, num_ranks: int) -> None:
     """Check the config, except for errors about this machine: the nodes are others."""
-    from ptfast.config.checks.validate import check_batch, validate
+    from ptfast.config.checks.rules import check_batch
+    from ptfast.config.checks.validate import validate
 
     try:
         config = validate(composed.tree, composed.place)

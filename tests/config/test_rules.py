@@ -11,8 +11,7 @@ import torch
 from config_trees import Tree, cannot_run, check, refused, typed
 
 from ptfast.config.catalogue import FAMILIES
-from ptfast.config.checks.rules import unused_keys
-from ptfast.config.checks.validate import check_batch
+from ptfast.config.checks.rules import check_batch, unused_keys
 from ptfast.core.distributed import WORLD
 from ptfast.core.errors import ConfigError
 

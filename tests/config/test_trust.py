@@ -16,7 +16,7 @@ from ptfast.config.checks.trust import Trust
 from ptfast.config.checks.validate import validate
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import load
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import ConfigError, MachineError
 
 UNTRUSTED = [
     "os.system",
@@ -62,9 +62,11 @@ def test_what_built_in_options_name_is_trusted() -> None:
     named = set(re.findall(r"^_target_: (\w+\.\S+)$", files, re.MULTILINE))
     assert {"ptfast.techniques.schedule.wsd.Wsd", "schedulefree.AdamWScheduleFree"} < named
     for path in named:
-        Trust().check_path(path)
         if find_spec(path.partition(".")[0]):
             assert callable(Trust().locate(path)), path
+        else:
+            with pytest.raises(MachineError, match="needs the package"):
+                Trust().locate(path)
 
 
 def test_the_check_comes_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

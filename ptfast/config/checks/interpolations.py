@@ -30,16 +30,11 @@ ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")
 """A value that is a reference to an environment variable and nothing else."""
 
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:.][^${}:]*)\}")
-MOST_CHARS = 1_000_000
+_MOST_CHARS = 1_000_000
 """Characters that one value may come to."""
-RESOLVERS = (
-    "oc.env",
-    "oc.select",
-    "oc.decode",
-    "oc.create",
-    "oc.deprecated",
-    "oc.dict.keys",
-    "oc.dict.values",
+_RESOLVERS = (
+    *("oc.env", "oc.select", "oc.decode", "oc.create", "oc.deprecated"),
+    *("oc.dict.keys", "oc.dict.values"),
 )
 
 
@@ -53,7 +48,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     """
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
-        what = f"its interpolations come to more than {MOST_CHARS:,} characters"
+        what = f"its interpolations come to more than {_MOST_CHARS:,} characters"
         raise ConfigError("C008", what, key=key, place=place(key))
     found: dict[str, PtfastError] = {}
     for key, parent, name in _interpolations(config, ""):
@@ -65,15 +60,52 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
             key = str(error).splitlines()[0].rpartition(" ")[2]
             found[key] = not_set(key).placed(place(key))
         except (OmegaConfBaseException, RecursionError) as error:
-            broken = _broken(key, parent._get_node(name)._value(), place(key), error, config)
+            what, hint = _why_broken(error, config)
+            written = parent._get_node(name)._value()
             # Of keys that lead to one cause, the one that names it is told.
-            if broken.what not in found or broken.what.split()[-1] in str(broken.value):
-                found[broken.what] = broken
+            if what not in found or what.split()[-1] in str(written):
+                at = {"key": key, "value": written, "place": place(key)}
+                found[what] = ConfigError("C008", what, suggestion=hint, **at)
     if found:
         raise together([*found.values()])
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted key, the mapping or list, and the name or index in it, of each interpolation."""
+    names: list[Any] = list(range(len(config)) if isinstance(config, ListConfig) else config.keys())
+    for name in names:
+        if OmegaConf.is_interpolation(config, name):
+            yield f"{prefix}{name}", config, name
+            continue
+        node = config._get_node(name)
+        if isinstance(node, (DictConfig, ListConfig)) and not node._is_none():
+            yield from _interpolations(node, f"{prefix}{name}.")
+
+
+def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[str, str | None]:
+    """What is wrong with an interpolation, and what to do about it."""
+    message = str(error)
+    if variable := re.search(r"Environment variable '([^']*)' not found", message):
+        hint = f"Set it, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
+        return f"the environment variable {variable[1]} is not set", hint
+    if resolver := re.search(r"Unsupported interpolation type (\S+)", message):
+        hint = did_you_mean(resolver[1], _RESOLVERS) or f"There are {', '.join(_RESOLVERS)}"
+        return f"there is no interpolation {resolver[1]}", hint
+    if absent := re.search(r"Interpolation key '([^']*)' not found", message):
+        section, dot, name = absent[1].rpartition(".")
+        inside = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
+        near = nearest(name, map(str, inside)) if isinstance(inside, DictConfig) else None
+        return f"there is no key {absent[1]}", near and f"Did you mean ${{{section}{dot}{near}}}?"
+    if isinstance(error, RecursionError) or "recursi" in message.lower():
+        return "an interpolation that leads back to itself", None
+    return f"an interpolation that cannot be resolved: {_first_line(error)}", None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
@@ -120,15 +152,29 @@ def _too_large(tree: dict[str, Any]) -> str | None:
             ".".join([*above[: len(above) - len(dots)], name] if dots else [name])
             for dots, name in _REFERENCE.findall(text)
         )
-        return min(len(text) + sum(map(size, references)), 2 * MOST_CHARS)
+        return min(len(text) + sum(map(size, references)), 2 * _MOST_CHARS)
 
-    return next((key for key in values if "${" in str(values[key]) and size(key) > MOST_CHARS), None)
+    return next((key for key in values if "${" in str(values[key]) and size(key) > _MOST_CHARS), None)
 
 
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
-    """`tree` as a file may hold it: values that came from the environment refer to it again."""
+    """`tree` as a file may hold it: values that came from the environment refer to it again.
+
+    Text that holds `${` as it is, not as an interpolation, is written so that it is read back the same.
+    """
+
+    def changed(value: Any, change: Callable[[str], str]) -> Any:
+        if isinstance(value, dict):
+            return {key: changed(item, change) for key, item in value.items()}
+        if isinstance(value, list):
+            return [changed(item, change) for item in value]
+        return change(value) if isinstance(value, str) else value
+
+    def escaped(value: Any) -> Any:
+        return changed(value, lambda text: text.replace("${", "\\${"))
+
     if "oc.env" not in str(tree_unresolved):
-        return _escaped(tree)
+        return escaped(tree)
     config = OmegaConf.create(tree_unresolved)
     references: list[str] = []
 
@@ -141,69 +187,11 @@ def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -
         marked = OmegaConf.to_container(config, resolve=True)
     finally:
         OmegaConf.register_new_resolver("oc.env", _env, replace=True)
-    return _replace(
-        _escaped(marked), lambda text: re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text)
-    )
-
-
-def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    names: list[Any] = list(range(len(config)) if isinstance(config, ListConfig) else config.keys())
-    for name in names:
-        if OmegaConf.is_interpolation(config, name):
-            yield f"{prefix}{name}", config, name
-            continue
-        node = config._get_node(name)
-        if isinstance(node, (DictConfig, ListConfig)) and not node._is_none():
-            yield from _interpolations(node, f"{prefix}{name}.")
-
-
-def _broken(
-    key: str, written: Any, place: str, error: BaseException, config: DictConfig | ListConfig
-) -> ConfigError:
-    message = str(error)
-    suggestion = None
-    variable = re.search(r"Environment variable '([^']*)' not found", message)
-    resolver = re.search(r"Unsupported interpolation type (\S+)", message)
-    absent = re.search(r"Interpolation key '([^']*)' not found", message)
-    if variable:
-        what = f"the environment variable {variable[1]} is not set"
-        suggestion = f"Set it, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
-    elif resolver:
-        what = f"there is no interpolation {resolver[1]}"
-        near = nearest(resolver[1], RESOLVERS)
-        suggestion = f"Did you mean {near}?" if near else f"There are {', '.join(RESOLVERS)}"
-    elif absent:
-        what = f"there is no key {absent[1]}"
-        section, _, name = absent[1].rpartition(".")
-        inside = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
-        if isinstance(inside, DictConfig) and (near := nearest(name, map(str, inside))):
-            suggestion = f"Did you mean ${{{section and f'{section}.'}{near}}}?"
-    elif isinstance(error, RecursionError) or "recursi" in message.lower():
-        what = "an interpolation that leads back to itself"
-    else:
-        what = f"an interpolation that cannot be resolved: {_first_line(error)}"
-    return ConfigError("C008", what, key=key, value=written, place=place, suggestion=suggestion)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _escaped(value: Any) -> Any:
-    """Text that holds `${` as it is, not as an interpolation, written so that it is read back the same."""
-    return _replace(value, lambda text: text.replace("${", "\\${"))
-
-
-def _replace(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_replace(item, change) for item in value]
-    return change(value) if isinstance(value, str) else value
+    return changed(escaped(marked), lambda text: re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text))
 
 
 def variable_sections() -> set[str]:
-    """The names of those sections: `vars`, and the groups that the user has made beside the package's."""
+    """The names of sections that only interpolations read: `vars`, and groups that the package lacks."""
     return {VARIABLES, *(set(paths.own_groups()) - set(Config.model_fields))}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from ptfast.config.catalogue import FAMILIES
 from ptfast.config.schema import Config, RunOptions
@@ -15,9 +15,9 @@ from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
 
-MAX_NAME_CHARS = 100
-PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MAX_NAME_CHARS = 100
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
+_PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]]:
@@ -25,21 +25,26 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]
 
     What the machine lacks is looked up, which may take torch, only where nothing else is wrong.
     """
-    config, problem = _one_length(config, place)
-    facts = {**dict(config), "place": place}
-    found = [problem] if problem else []
-    rules = [rule for family in FAMILIES for rule in family.rules]
-    of_machine = [rule for family in FAMILIES for rule in family.machine_rules]
-    found += _problems((safe_names, *rules, evenly_cut), facts)
-    return config, found or _problems((device_is_there, *of_machine), facts)
-
-
-def _problems(rules: Iterable[Rule], facts: dict[str, Any]) -> list[PtfastError]:
     found: list[PtfastError] = []
-    for rule in rules:
-        problems = call_with(rule, facts)
-        found += [problems] if isinstance(problems, PtfastError) else problems or []
-    return found
+    if config.epochs is None and config.steps is None:
+        what = "required, but not set"
+        found.append(ConfigError("C016", what, key="epochs", suggestion="Set epochs or steps"))
+    elif config.epochs is not None and config.steps is not None:
+        if loser := losing_length(place):
+            config = config.model_copy(update={loser: None})
+        else:
+            what, hint = f"contradicts epochs={config.epochs}", "Give one of the two"
+            found.append(ConfigError("C011", what, key="steps", value=config.steps, suggestion=hint))
+    facts = {**dict(config), "place": place}
+
+    def broken(rules: Iterable[Rule]) -> Iterator[PtfastError]:
+        for rule in rules:
+            problems = call_with(rule, facts)
+            yield from [problems] if isinstance(problems, PtfastError) else problems or []
+
+    found += broken((safe_names, *(rule for family in FAMILIES for rule in family.rules), evenly_cut))
+    of_machine = (rule for family in FAMILIES for rule in family.machine_rules)
+    return config, found or [*broken((device_is_there, *of_machine))]
 
 
 UNUSED_OF_RUN = (
@@ -77,49 +82,6 @@ def unused_keys(config: Config, place: Place) -> Iterator[str]:
                 yield f"{key}={shown(value)} ({COMMAND_LINE}): means nothing {otherwise}. Use {unused.remedy}"
 
 
-def check_batch(
-    batch_size: int,
-    micro_batches: int | None,
-    ranks: int,
-    accumulate: int = 1,
-    first: int | Literal["auto"] | None = None,
-    place: str | None = None,
-) -> int:
-    """The number of micro-batches that a batch is cut into, if it can be cut evenly.
-
-    Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        micro_batches: as configured; None for `ranks * accumulate`.
-        ranks: processes that train.
-        accumulate: micro-batches of each rank where `micro_batches` does not say it.
-        first: samples of the first steps, where batches grow.
-        place: where the batch size was given.
-
-    Raises:
-        ConfigError: C010, naming the nearest number that divides.
-    """
-    problem = _batch_problem(batch_size, micro_batches, ranks, accumulate, first)
-    if problem is not None:
-        raise problem.placed(place)
-    return micro_batches or ranks * accumulate
-
-
-def _one_length(config: Config, place: Place) -> tuple[Config, PtfastError | None]:
-    """Keep one of epochs and steps: the command line over a file, and steps over the default epochs."""
-    if config.epochs is None and config.steps is None:
-        return config, ConfigError(
-            "C016", "required, but not set", key="epochs", suggestion="Set epochs or steps"
-        )
-    if config.epochs is None or config.steps is None:
-        return config, None
-    loser = losing_length(place)
-    if loser is None:
-        what = f"contradicts epochs={config.epochs}"
-        hint = "Give one of the two"
-        return config, ConfigError("C011", what, key="steps", value=config.steps, suggestion=hint)
-    return config.model_copy(update={loser: None}), None
-
-
 def losing_length(place: Place) -> str | None:
     """The one of epochs and steps that gives way where both are set; None where they contradict."""
     epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
@@ -131,25 +93,20 @@ def losing_length(place: Place) -> str | None:
 def safe_names(run: RunOptions, recipe: str | None, trust: list[str]) -> Iterator[PtfastError]:
     """Refuse names of folders and packages that are none."""
     for key, name in {"run.name": run.name, "recipe": recipe}.items():
-        if name is not None and (problem := _name_problem(name, key)):
-            yield problem
+        if name is None:
+            continue
+        safe = _NAME.fullmatch(name) and ".." not in name and name == name.strip()
+        long = len(name) > _MAX_NAME_CHARS
+        if long or not safe:
+            what = f"longer than {_MAX_NAME_CHARS} characters" if long else "not a safe name"
+            hint = "Use letters, digits and the characters . _ - + = @, and begin with a letter or digit"
+            yield ConfigError("C013", what, key=key, value=name, suggestion=hint)
     for key, path in {"run.dir": run.dir, "run.root": run.root}.items():
         if path is not None and (not path or not path.isprintable()):
             yield ConfigError("C013", "not a safe path", key=key, value=path)
     for package in trust:
-        if not PACKAGE.fullmatch(package):
+        if not _PACKAGE.fullmatch(package):
             yield ConfigError("C013", "not the name of a package", key="trust", value=package)
-
-
-def _name_problem(name: str, key: str) -> PtfastError | None:
-    if len(name) > MAX_NAME_CHARS:
-        what = f"longer than {MAX_NAME_CHARS} characters"
-    elif _NAME.fullmatch(name) and ".." not in name and name == name.strip():
-        return None
-    else:
-        what = "not a safe name"
-    hint = "Use letters, digits and the characters . _ - + = @, and begin with a letter or digit"
-    return ConfigError("C013", what, key=key, value=name, suggestion=hint)
 
 
 def device_is_there(device: str) -> PtfastError | None:
@@ -170,40 +127,52 @@ def evenly_cut(
         if parallel.nproc == "auto":
             return None
         ranks = parallel.nproc * parallel.nnodes
-    first = curriculum.batch_size_from
-    return _batch_problem(batch_size, micro_batches, ranks, gradients.accumulate, first)
-
-
-def _batch_problem(
-    batch_size: int,
-    micro_batches: int | None,
-    ranks: int,
-    accumulate: int,
-    first: int | Literal["auto"] | None,
-) -> PtfastError | None:
-    parts = micro_batches or ranks * accumulate
-    if parts % ranks:
-        what = f"cannot be shared evenly by {ranks} ranks"
-        return ConfigError(
-            "C010", what, key="micro_batches", value=parts, suggestion=_nearest_multiples(parts, ranks)
-        )
-    if micro_batches and accumulate > 1 and micro_batches != ranks * accumulate:
-        what = f"contradicts gradients.accumulate={accumulate} on {ranks} rank{'s' * (ranks > 1)}"
-        return ConfigError(
-            "C011", what, key="micro_batches", value=micro_batches, suggestion="Give one of the two"
-        )
-    of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
-    for key, size in {"batch_size": batch_size, "curriculum.batch_size_from": first}.items():
-        if isinstance(size, int) and size % parts:
-            what, hint = f"cannot be cut into {of_what} evenly", _nearest_multiples(size, parts)
-            return ConfigError("C010", what, key=key, value=size, suggestion=hint)
+    try:
+        check_batch(batch_size, micro_batches, ranks, gradients.accumulate, curriculum.batch_size_from)
+    except ConfigError as problem:
+        return problem
     return None
 
 
-def _nearest_multiples(value: int, of: int) -> str:
-    below, above = value // of * of, (value // of + 1) * of
-    return (
-        f"The nearest that divide are {below} and {above}"
-        if below
-        else f"The nearest that divides is {above}"
-    )
+def check_batch(
+    batch_size: int,
+    micro_batches: int | None,
+    ranks: int,
+    accumulate: int = 1,
+    first: int | Literal["auto"] | None = None,
+) -> int:
+    """The number of micro-batches that a batch is cut into, if it can be cut evenly.
+
+    Args:
+        batch_size: samples of an optimizer step, over all ranks.
+        micro_batches: as configured; None for `ranks * accumulate`.
+        ranks: processes that train.
+        accumulate: micro-batches of each rank where `micro_batches` does not say it.
+        first: samples of the first steps, where batches grow.
+
+    Raises:
+        ConfigError: C010, naming the nearest number that divides; C011 for numbers that contradict.
+    """
+
+    def nearest(value: int, of: int) -> str:
+        below, above = value // of * of, (value // of + 1) * of
+        return (
+            f"The nearest that divide are {below} and {above}"
+            if below
+            else f"The nearest that divides is {above}"
+        )
+
+    parts = micro_batches or ranks * accumulate
+    if parts % ranks:
+        what, hint = f"cannot be shared evenly by {ranks} ranks", nearest(parts, ranks)
+        raise ConfigError("C010", what, key="micro_batches", value=parts, suggestion=hint)
+    if micro_batches and accumulate > 1 and micro_batches != ranks * accumulate:
+        what = f"contradicts gradients.accumulate={accumulate} on {ranks} rank{'s' * (ranks > 1)}"
+        hint = "Give one of the two"
+        raise ConfigError("C011", what, key="micro_batches", value=micro_batches, suggestion=hint)
+    of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
+    for key, size in {"batch_size": batch_size, "curriculum.batch_size_from": first}.items():
+        if isinstance(size, int) and size % parts:
+            what, hint = f"cannot be cut into {of_what} evenly", nearest(size, parts)
+            raise ConfigError("C010", what, key=key, value=size, suggestion=hint)
+    return parts

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.config.schema import flatten
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
+from ptfast.core.errors import COMMAND_LINE, ConfigError, together
 from ptfast.core.machine import cache_folder
 from ptfast.core.sections.targets import EXTRAS, locate
 
@@ -27,17 +27,9 @@ ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 # torchvision also has functions that download and unpack.
 _FUNCTION_ROOTS = ("torchvision.models", "ptfast.models", "ptfast.data.sampling.sample_orders")
 _CLASS_ROOTS = (
-    *(
-        "ptfast.data",
-        "ptfast.models",
-        "ptfast.optim",
-        "ptfast.tasks",
-        "ptfast.techniques.schedule.lr_schedules",
-        "ptfast.techniques.schedule.wsd",
-        "ptfast.report.loggers",
-        "ptfast.report.mlflow_logger",
-    ),
-    "torchvision.transforms",
+    *("ptfast.data", "ptfast.models", "ptfast.optim", "ptfast.tasks", "torchvision.transforms"),
+    *("ptfast.techniques.schedule.lr_schedules", "ptfast.techniques.schedule.wsd"),
+    *("ptfast.report.loggers", "ptfast.report.mlflow_logger"),
 )
 
 
@@ -57,19 +49,30 @@ class Trust:
         Raises:
             ConfigError: C009, the path or what it leads to lies outside, or is no part of a run.
         """
-        self.check_path(path)
-        found = locate(path, self._visit)
-        self._check_kind(found)
-        return found
-
-    def check_path(self, path: str) -> None:
-        """Raise a C009 unless `path` lies in a trusted package; imports nothing."""
         if not self._covers(path):
             package = path.split(".")[0]
-            offered = None if package in sys.stdlib_module_names else package
-            raise _untrusted("it lies outside what a config file from elsewhere may name", offered)
+            hint = f"If you trust it, add 'trust=[{package}]' to the command line"
+            hint = None if package in sys.stdlib_module_names else hint
+            what = "not trusted, it lies outside what a config file from elsewhere may name"
+            raise ConfigError("C009", what, suggestion=hint)
         if any(part.startswith("_") for part in path.split(".")):
-            raise _untrusted("it is private")
+            raise ConfigError("C009", "not trusted, it is private")
+        found = locate(path, self._visit)
+        home = getattr(found, "__module__", None) or ""
+        if not _lies_in(home, self.packages):
+            if inspect.isclass(found):
+                from torch import nn, optim
+                from torch.utils.data import Dataset
+
+                parts = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, Dataset)
+                fits = _lies_in(home, _CLASS_ROOTS) or issubclass(found, parts)
+            else:
+                fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
+            if not fits:
+                raise ConfigError(
+                    "C009", "not trusted, it is no model, data set, optimizer or other part of a run"
+                )
+        return found
 
     def _covers(self, name: str) -> bool:
         return _lies_in(name, (*ROOTS, *self.packages))
@@ -77,24 +80,13 @@ class Trust:
     def _visit(self, found: Any, path: str) -> None:
         """Refuse a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
         if isinstance(found, ModuleType):
-            outside = not self._covers(found.__name__) and found.__name__ != path
             home = found.__name__
+            inside = self._covers(home) or home == path
         else:
             home = getattr(found, "__module__", None)
-            outside = not isinstance(home, str) or not self._covers(home)
-        if outside:
-            raise _untrusted(f"{path} leads to {home or 'a built-in'}")
-
-    def _check_kind(self, found: Any) -> None:
-        home = getattr(found, "__module__", None) or ""
-        if _lies_in(home, self.packages):
-            return
-        if inspect.isclass(found):
-            fits = _lies_in(home, _CLASS_ROOTS) or _is_part_of_training(found)
-        else:
-            fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
-        if not fits:
-            raise _untrusted("it is no model, data set, optimizer or other part of a run")
+            inside = isinstance(home, str) and self._covers(home)
+        if not inside:
+            raise ConfigError("C009", f"not trusted, {path} leads to {home or 'a built-in'}")
 
 
 def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:
@@ -144,17 +136,5 @@ def _marker(config_file: Path) -> Path:
     return cache_folder() / f"own-runs-{os.getuid()}" / digest
 
 
-def _is_part_of_training(found: type) -> bool:
-    from torch import nn, optim
-    from torch.utils.data import Dataset
-
-    return issubclass(found, (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, Dataset))
-
-
 def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def _untrusted(why: str, package: str | None = None) -> PtfastError:
-    hint = f"If you trust it, add 'trust=[{package}]' to the command line" if package else None
-    return ConfigError("C009", f"not trusted, {why}", suggestion=hint)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ptfast.config.checks.rules import across_keys, check_batch
+from ptfast.config.checks.rules import across_keys
 from ptfast.config.checks.target_keywords import check_target
 from ptfast.config.checks.trust import Trust
 from ptfast.config.files import paths
@@ -18,8 +18,6 @@ from ptfast.core import protocols
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, nearest, not_set, together
 from ptfast.core.sections.section import GATHERED, Place, Section
 from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
-
-__all__ = ["check_batch", "validate"]
 
 REQUIRED = "???"
 TASKS = ("auto", *protocols.TASKS)
@@ -119,25 +117,20 @@ class _Checker:
             if section and "target" in section.model_fields and isinstance(given, dict):
                 prepared[name] = self._separate(name, given, section)
         if isinstance(data := prepared.get("data"), dict) and data.get("collate") is not None:
-            data["collate"] = self._function(data["collate"], "data.collate")
-        if isinstance(prepared.get("callbacks"), list):
-            prepared["callbacks"] = [
-                self._named_target(item, "callbacks", f"callbacks.{index}")
-                for index, item in enumerate(prepared["callbacks"])
-            ]
-        if isinstance(metrics := prepared.get("metrics"), dict):
-            prepared["metrics"] = {
-                name: self._named_target(item, "metrics", f"metrics.{name}") for name, item in metrics.items()
-            }
+            data["collate"] = self._target(data["collate"], "data.collate", called=True)
+        for name in ("callbacks", "metrics"):
+            if isinstance(given := prepared.get(name), (list, dict)):
+                items = given.items() if isinstance(given, dict) else enumerate(given)
+                targets = {key: self._target(item, f"{name}.{key}", name) for key, item in items}
+                prepared[name] = targets if isinstance(given, dict) else [*targets.values()]
         if "task" in prepared:
             prepared["task"] = self._task(prepared["task"])
         try:
-            config = Config.model_validate(prepared)
+            return Config.model_validate(prepared)
         except ValidationError as error:
             found = error.errors(include_url=False, include_input=True)
             self.problems += [self._of_pydantic(dict(item)) for item in found]
             return None
-        return config
 
     def _given(self, tree: Any, prefix: str = "") -> Any:
         """A tree without what is still `???`, noted as not set."""
@@ -152,113 +145,82 @@ class _Checker:
 
     def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         """A section's fixed keys, with its target's keywords gathered under `target`."""
-        fixed = [key for key in section.model_fields if key not in GATHERED]
+        fields = section.model_fields
+        fixed = [key for key in fields if key not in GATHERED]
         prepared = {key: value for key, value in given.items() if key in fixed}
         rest = {key: value for key, value in given.items() if key not in fixed}
-        optional = not section.model_fields["target"].is_required()
-        if optional and rest.get("_target_") is None:
-            rest.pop("_target_", None)
-            prepared["target"] = None
-            if "several" in section.model_fields:
-                parts = {
-                    key: part for key, part in rest.items() if isinstance(part, dict) and "_target_" in part
-                }
-                rest = {key: value for key, value in rest.items() if key not in parts}
-                prepared["several"] = {
-                    key: self._target(part, name, f"{name}.{key}")
-                    for key, part in parts.items()
-                    if part["_target_"] is not None
-                }
-            prepared |= rest
-        else:
-            prepared["target"] = self._target(rest, name, name, fixed)
-        return prepared
+        if fields["target"].is_required() or rest.get("_target_") is not None:
+            return {**prepared, "target": self._target(rest, name, name, fixed)}
+        rest.pop("_target_", None)
+        prepared["target"] = None
+        if "several" in fields:
+            parts = {key: part for key, part in rest.items() if isinstance(part, dict) and "_target_" in part}
+            rest = {key: value for key, value in rest.items() if key not in parts}
+            prepared["several"] = {
+                key: self._target(part, f"{name}.{key}", name)
+                for key, part in parts.items()
+                if part["_target_"] is not None
+            }
+        return prepared | rest
 
-    def _target(self, tree: dict[str, Any], section: str, prefix: str, fixed: Iterable[str] = ()) -> Target:
+    def _target(
+        self, given: Any, key: str, section: str = "", fixed: Iterable[str] = (), *, called: bool = False
+    ) -> Target:
+        """The target of an import path, or of a mapping with `_target_`, checked; without a path if it fails.
+
+        Args:
+            called: it is called with a batch or its samples, which a function is as it stands.
+        """
+        target = {"_target_": given} if isinstance(given, str) else given
         try:
-            target = parse_target(tree)
+            target = parse_target(target) if isinstance(target, dict) else target
+            if not isinstance(target, Target):
+                what = "expected an import path, or a mapping with _target_"
+                raise ConfigError("C004", what, value=given)
         except PtfastError as problem:
-            self.problems.append(problem.at(prefix))
+            self.problems.append(problem.at(key))
             return Target("")
-        target, found = self.check_target(target, section, fixed=fixed, prefix=prefix)
+        if called:
+            try:
+                target = replace(target, partial=not isinstance(self.locate(target.path), type))
+            except PtfastError as problem:
+                self.problems.append(problem.at(f"{key}._target_", target.path))
+                return Target("")
+        target, found = self.check_target(target, section, fixed=fixed, prefix=key)
         self.problems += found
         return target
 
-    def _named_target(self, item: Any, section: str, key: str) -> Target:
-        """The target of an import path, or of a mapping with `_target_`."""
-        if isinstance(item, str):
-            item = {"_target_": item}
-        if isinstance(item, dict):
-            return self._target(item, section, key)
-        self.problems.append(
-            ConfigError("C004", "expected an import path, or a mapping with _target_", key=key, value=item)
-        )
-        return Target("")
-
     def _task(self, given: Any) -> Any:
         """The task's name, with its options checked and gathered under `options`."""
-        if not isinstance(given, dict):
-            given = {"name": given}
+        given = given if isinstance(given, dict) else {"name": given}
         name = given.get("_target_", given.get("name", "auto"))
-        if not isinstance(name, str):
-            problem = ConfigError(
-                "C004", "expected the name or import path of a task", key="task", value=name
-            )
-            self.problems.append(problem)
-            return {}
-        if name not in TASKS and "." not in name:
-            hint = did_you_mean(name, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
-            self.problems.append(ConfigError("C003", "unknown task", key="task", value=name, suggestion=hint))
-            return {}
-        options = {key: value for key, value in given.items() if key not in ("name", "_target_")}
         try:
+            if not isinstance(name, str):
+                raise ConfigError("C004", "expected the name or import path of a task", value=name)
+            if name not in TASKS and "." not in name:
+                hint = did_you_mean(name, TASKS) or f"Known are {', '.join(TASKS)}, or an import path"
+                raise ConfigError("C003", "unknown task", value=name, suggestion=hint)
+            options = {key: value for key, value in given.items() if key not in ("name", "_target_")}
             options = {key: parse_value(value, key) for key, value in options.items()}
         except PtfastError as problem:
             self.problems.append(problem.at("task"))
             return {}
-        if (loss := options.get("loss")) is not None:
-            options["loss"] = self._function(loss, "task.loss")
-            if options["loss"] is None:
+        if options.get("loss") is not None:
+            options["loss"] = self._target(options["loss"], "task.loss", called=True)
+            if not options["loss"].path:
                 return {}
-        if options or name not in TASKS:
-            options = self._task_options(name, options)
-        return {"name": name, "options": options}
-
-    def _task_options(self, name: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The options as the task's signature wants them; for `auto`, as that of any built-in one does."""
+        if not options and name in TASKS:
+            return {"name": name}
+        # The options of `auto` are those of any built-in task.
         paths = protocols.TASKS.values() if name == "auto" else [protocols.TASKS.get(name, name)]
         attempts = [self.check_target(Target(path, options), "task", fixed=("name",)) for path in paths]
         target, found = min(attempts, key=lambda attempt: len(attempt[1]))
         for problem in found:
-            of_name = problem.key == "task._target_"
-            self.problems.append(
-                ConfigError(problem.code, problem.what, key="task", value=name, suggestion=problem.suggestion)
-                if of_name
-                else problem
-            )
-        return target.kwargs
-
-    def _function(self, given: Any, key: str) -> Target | None:
-        """What is called with a batch or its samples: an object of a class, or a function as it is."""
-        target = given
-        try:
-            if isinstance(given, str):
-                target = Target(given)
-            elif isinstance(given, dict) and "_target_" in given:
-                target = parse_target(given)
-            if not isinstance(target, Target):
-                raise ConfigError("C004", "expected an import path, or a mapping with _target_", value=given)
-            try:
-                partial = not isinstance(self.locate(target.path), type)
-            except PtfastError as problem:
-                raise problem.at("_target_", target.path) from None
-        except PtfastError as problem:
-            self.problems.append(problem.at(key))
-            return None
-        target = replace(target, partial=partial)
-        target, found = self.check_target(target, "", prefix=key)
-        self.problems += found
-        return None if found else target
+            if problem.key == "task._target_":
+                what, hint = problem.what, problem.suggestion
+                problem = ConfigError(problem.code, what, key="task", value=name, suggestion=hint)
+            self.problems.append(problem)
+        return {"name": name, "options": target.kwargs}
 
     def _of_pydantic(self, item: dict[str, Any]) -> PtfastError:
         key, kind, value = ".".join(map(str, item["loc"])), item["type"], item["input"]
