@@ -16,9 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,17 @@ from ptfast.measure.experiment.verdicts import Effect, t_quantile
 Run = tuple[int, ...]
 """The level of each factor; 0 is the one that others are compared with."""
 Block = Sequence[Run]
+Term = tuple[int, ...]
+"""Columns of one factor: a level, or any of several."""
+Floats = NDArray[np.float64]
 _REDRAWS = 50
-T = TypeVar("T")
+SPARE_DOF = 6
+"""Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
+HUBER_K = 1.345
+LARGEST = 2
+"""Factors of the largest effects, beside which each other one may do more or less than alone."""
+ENTERS = 0.1
+"""Chance that an effect is taken for clear where none is."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,20 @@ def draw_blocks(
     rng = random.Random(seed)
     pairs = _pairs(factors, rng)
     while True:
-        runs = [run for _ in range(2) for run in _allowed_pair(next(pairs), factors, rng, is_allowed)]
+        runs: list[Run] = []
+        for _ in range(2):
+            first, second = next(pairs)
+            # Random levels are changed on both sides until both runs are allowed.
+            for _ in range(_REDRAWS):
+                pair = tuple(first), tuple(second)
+                if all(map(is_allowed, pair)):
+                    break
+                index = rng.randrange(len(factors))
+                first[index], second[index] = second[index], first[index]
+            else:
+                plain = tuple(0 for _ in factors)
+                pair = plain, plain
+            runs += pair
         rng.shuffle(runs)
         yield tuple(runs)
 
@@ -60,41 +81,24 @@ def draw_blocks(
 def _pairs(factors: Sequence[Factor], rng: random.Random) -> Iterator[tuple[list[int], list[int]]]:
     """Fold-over pairs without end: the rows of one matrix after another, columns and signs drawn anew."""
     matrix = hadamard(len(factors) + 1)
-    alternatives = {
-        index: itertools.cycle(_shuffled(itertools.permutations(range(len(factor.levels)), 2), rng))
-        for index, factor in enumerate(factors)
-        if len(factor.levels) > 2
-    }
+    alternatives: dict[int, Iterator[tuple[int, ...]]] = {}
+    for index, factor in enumerate(factors):
+        if len(factor.levels) > 2:
+            levels = list(itertools.permutations(range(len(factor.levels)), 2))
+            rng.shuffle(levels)
+            alternatives[index] = itertools.cycle(levels)
     while True:
         columns = rng.sample(range(1, len(matrix)), len(factors))
         flips = [rng.random() < 0.5 for _ in factors]
-        for row in _shuffled(range(len(matrix)), rng):
-            first = [
-                int(bool(matrix[row, column] > 0) != flip)
-                for column, flip in zip(columns, flips, strict=True)
-            ]
+        rows = list(range(len(matrix)))
+        rng.shuffle(rows)
+        for row in rows:
+            signs = (bool(matrix[row, column] > 0) for column in columns)
+            first = [int(sign != flip) for sign, flip in zip(signs, flips, strict=True)]
             second = [1 - level for level in first]
             for index, levels in alternatives.items():
                 first[index], second[index] = next(levels)
             yield first, second
-
-
-def _allowed_pair(
-    pair: tuple[list[int], list[int]],
-    factors: Sequence[Factor],
-    rng: random.Random,
-    is_allowed: Callable[[Run], bool],
-) -> tuple[Run, Run]:
-    """A pair as runs, with random levels changed on both sides until both are allowed."""
-    first, second = pair
-    for _ in range(_REDRAWS):
-        runs = tuple(first), tuple(second)
-        if all(map(is_allowed, runs)):
-            return runs
-        index = rng.randrange(len(factors))
-        first[index], second[index] = second[index], first[index]
-    plain = tuple(0 for _ in factors)
-    return plain, plain
 
 
 def indicators(factors: Sequence[Factor], run: Run) -> NDArray[np.float64]:
@@ -118,39 +122,21 @@ def hadamard(least: int) -> NDArray[np.int64]:
         for base in (2, *(q + 1 for q in range(3, 4 * least + 8, 4) if all(q % k for k in range(2, q))))
     )
     size, base = min(found for found in sizes if found[0] >= least)
-    matrix = np.array([[1, 1], [1, -1]]) if base == 2 else _paley(base - 1)
+    matrix = np.array([[1, 1], [1, -1]])
+    if base > 2:
+        q = base - 1
+        squares = {value * value % q for value in range(1, q)}
+        residue = np.array([0, *(1 if value in squares else -1 for value in range(1, q))])
+        matrix = np.ones((base, base), np.int64)
+        matrix[1:, 0] = -1
+        matrix[1:, 1:] = residue[np.subtract.outer(np.arange(q), np.arange(q)) % q] + np.eye(
+            q, dtype=np.int64
+        )
+        # Signs of rows, so that the first column is all ones and drops out as the mean.
+        matrix = matrix * matrix[:, :1]
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     return matrix
-
-
-def _paley(q: int) -> NDArray[np.int64]:
-    squares = {value * value % q for value in range(1, q)}
-    residue = np.array([0, *(1 if value in squares else -1 for value in range(1, q))])
-    jacobsthal = residue[np.subtract.outer(np.arange(q), np.arange(q)) % q]
-    matrix = np.ones((q + 1, q + 1), np.int64)
-    matrix[1:, 0] = -1
-    matrix[1:, 1:] = jacobsthal + np.eye(q, dtype=np.int64)
-    # Signs of rows, so that the first column is all ones and drops out as the mean.
-    return matrix * matrix[:, :1]
-
-
-def _shuffled(values: Iterable[T], rng: random.Random) -> list[T]:
-    found = list(values)
-    rng.shuffle(found)
-    return found
-
-
-Floats = NDArray[np.float64]
-SPARE_DOF = 6
-"""Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
-HUBER_K = 1.345
-LARGEST = 2
-"""Factors of the largest effects, beside which each other one may do more or less than alone."""
-ENTERS = 0.1
-"""Chance that an effect is taken for clear where none is."""
-Term = tuple[int, ...]
-"""Columns of one factor: a level, or any of several."""
 
 
 @dataclass(frozen=True)
@@ -293,37 +279,35 @@ def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats)
 def _step_by_step(
     rows: Floats, values: Floats, num_blocks: int, chosen: list[int], most: int
 ) -> tuple[list[int], Floats, Floats, float, float]:
-    """Estimate columns together, those given and up to `most` clear ones, each other beside them."""
+    """Estimate columns together, those given and up to `most` clear ones, and each other beside these.
+
+    Returns:
+        The chosen columns, the slope of each column and its error, degrees of freedom and deviation of what
+        is left.
+    """
     while True:
-        slopes, errors, dof, sd = _beside(rows, values, num_blocks, chosen)
+        kept = rows[:, chosen]
+        basis = np.linalg.qr(kept)[0] if chosen else np.zeros((len(rows), 0))
+        others = rows - basis @ (basis.T @ rows)
+        residual = values - basis @ (basis.T @ values)
+        squares = (others**2).sum(axis=0)
+        dof = max(len(values) - num_blocks - len(chosen), 1)
+        slopes = np.divide(others.T @ residual, squares, out=np.zeros_like(squares), where=squares > 1e-9)
+        variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / max(dof - 1, 1)
+        errors = np.sqrt(np.divide(variances, squares, out=np.ones_like(squares), where=squares > 1e-9))
+        sd = math.sqrt(float(residual @ residual) / dof)
+        if chosen:
+            slopes[chosen] = _least_squares(kept, values)[0]
+            errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
         if len(chosen) >= min(most, len(slopes)):
-            return chosen, slopes, errors, dof, sd
+            break
         ratios = np.abs(slopes) / np.maximum(errors, 1e-300)
         ratios[chosen] = 0.0
         best = int(ratios.argmax())
         if ratios[best] < t_quantile(1 - ENTERS / 2 / len(ratios), max(dof - 1, 1)):
-            return chosen, slopes, errors, dof, sd
+            break
         chosen = [*chosen, best]
-
-
-def _beside(
-    rows: Floats, values: Floats, num_blocks: int, chosen: list[int]
-) -> tuple[Floats, Floats, float, float]:
-    """The slope of each column in a fit together with the chosen ones; errors from what is left."""
-    kept = rows[:, chosen]
-    basis = np.linalg.qr(kept)[0] if chosen else np.zeros((len(rows), 0))
-    others = rows - basis @ (basis.T @ rows)
-    residual = values - basis @ (basis.T @ values)
-    squares = (others**2).sum(axis=0)
-    dof = max(len(values) - num_blocks - len(chosen), 1)
-    slopes = np.divide(others.T @ residual, squares, out=np.zeros_like(squares), where=squares > 1e-9)
-    variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / max(dof - 1, 1)
-    errors = np.sqrt(np.divide(variances, squares, out=np.ones_like(squares), where=squares > 1e-9))
-    sd = math.sqrt(float(residual @ residual) / dof)
-    if chosen:
-        slopes[chosen] = _least_squares(kept, values)[0]
-        errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
-    return slopes, errors, float(dof), sd
+    return chosen, slopes, errors, float(dof), sd
 
 
 def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:

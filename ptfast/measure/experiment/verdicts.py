@@ -55,11 +55,6 @@ class Effect:
             return float(self.log_ratio == 0)
         return 2 * t_tail(abs(self.log_ratio) / self.se, self.dof)
 
-    def is_equal(self) -> bool:
-        """True if the whole interval is within `EQUAL` of 1."""
-        low, high = self.interval()
-        return low >= 1 - EQUAL and high <= 1 + EQUAL
-
 
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
     """The effect that rounds of two processes show.
@@ -98,17 +93,14 @@ def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
 
 def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     """The verdict on each comparison of a family; None is one with too few rounds."""
-    known = [effect for effect in effects if effect is not None]
-    rejected = iter(holm([effect.p_value for effect in known]))
+    rejected = iter(holm([effect.p_value for effect in effects if effect is not None]))
     words: list[Verdict] = []
     for effect in effects:
-        if effect is None:
-            words.append("cannot tell")
-            continue
-        differs = next(rejected)
-        if effect.is_equal():
+        differs = effect is not None and next(rejected)
+        low, high = effect.interval() if effect is not None else (0.0, math.inf)
+        if low >= 1 - EQUAL and high <= 1 + EQUAL:
             words.append("no difference")
-        elif not differs:
+        elif effect is None or not differs:
             words.append("cannot tell")
         else:
             words.append("faster" if effect.log_ratio > 0 else "slower")
@@ -120,23 +112,19 @@ def t_tail(t: float, dof: float) -> float:
 
     With t = sqrt(dof) tan(angle) its density becomes a power of the cosine, integrated by trapezoids.
     """
-    angles = np.linspace(math.atan(t / math.sqrt(dof)), math.pi / 2, _GRID)
-    return float(_areas(angles, dof)[-1]) / _whole(dof)
+    areas, whole = _areas(np.linspace(math.atan(t / math.sqrt(dof)), math.pi / 2, _GRID), dof)
+    return float(areas[-1]) / whole
 
 
 def t_quantile(p: float, dof: float) -> float:
     """The value that Student's t exceeds with probability 1 - p, for p >= 0.5."""
     angles = np.linspace(0.0, math.pi / 2, _GRID)
-    angle = float(np.interp((p - 0.5) * _whole(dof), _areas(angles, dof), angles))
-    return math.sqrt(dof) * math.tan(angle)
+    areas, whole = _areas(angles, dof)
+    return math.sqrt(dof) * math.tan(float(np.interp((p - 0.5) * whole, areas, angles)))
 
 
-def _areas(angles: NDArray[np.float64], dof: float) -> NDArray[np.float64]:
-    """The integral of a power of the cosine up to each angle but the first; 0 there."""
+def _areas(angles: NDArray[np.float64], dof: float) -> tuple[NDArray[np.float64], float]:
+    """The integral of a power of the cosine from the first angle to each, and from -pi/2 to pi/2."""
     density = np.cos(angles).clip(0.0) ** (dof - 1)
-    return np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])
-
-
-def _whole(dof: float) -> float:
-    """The same from -pi/2 to pi/2."""
-    return math.sqrt(math.pi) * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
+    areas = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])
+    return areas, math.sqrt(math.pi) * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
