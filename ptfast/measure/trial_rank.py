@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -30,8 +29,6 @@ Place = tuple[int, int, int]
 Processes = list[tuple[Any, Connection]]
 """By rank, with what they are spoken to by."""
 OnResult = Callable[[dict[str, Any]], None]
-_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
-"""The prefix of an error's line, and the place of its key, which a trial's config has not."""
 
 
 @dataclass
@@ -185,8 +182,3 @@ def _measure(
         report_failure(folder, error)
         leave(exit_code_of(error))
     leave(EXIT_OK)
-
-
-def reason(error: Exception) -> str:
-    """The clause that says why a variant cannot be had, from the error that ended its measurement."""
-    return _REPORTED.sub("", str(error))

@@ -22,6 +22,7 @@ from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 from ptfast.measure.experiment.warm_parent import Request
 
 END_S = 5.0
+NOT_REACHED = "not reached: give a longer --budget"
 LOST_CORES, MOST_AGAIN = 0.5, 0.25
 """Cores that others may take before a block is measured again; the part of all blocks that may be."""
 
@@ -95,13 +96,25 @@ class Laboratory:
         return self._request(Request([list(words) for words in configs], timed_s=0.0, warm_s=0.0, asks=asks))
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
-        """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare."""
+        """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare.
+
+        A block is disturbed if others took half a core or more in one round of turns of four.
+        """
         start_s = time.monotonic()
         seed = len(self.blocks) + self.num_again
         request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed)
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
-        if _is_disturbed(found) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
+        systems = filter(None, (each.facts.get("systems") for each in found))
+        lost = [
+            max(
+                statistics.fmean(turn.get(name) or 0.0 for turn in turns)
+                for name in ("others_cores", "steal_cores")
+            )
+            for turns in zip(*systems, strict=False)
+        ]
+        disturbed = sum(cores >= LOST_CORES for cores in lost)
+        if 4 * disturbed >= max(len(lost), 1) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
             self.num_again += 1
             if self.left_s > 2 * self.block_s:
                 found = self._request(request)
@@ -153,19 +166,6 @@ class Laboratory:
             self._connection.close()
 
 
-def _is_disturbed(found: Sequence[Measured]) -> bool:
-    """True if others took half a core or more in one round of turns of four."""
-    systems, names = [each.facts.get("systems", ()) for each in found], ("others_cores", "steal_cores")
-    lost = [
-        max(statistics.fmean(turn.get(name) or 0.0 for turn in turns) for name in names)
-        for turns in zip(*filter(None, systems), strict=False)
-    ]
-    return len(lost) > 0 and sum(cores >= LOST_CORES for cores in lost) >= math.ceil(len(lost) / 4)
-
-
-NOT_REACHED = "not reached: give a longer --budget"
-
-
 @dataclass
 class Pair:
     """Two configs, by their arguments."""
@@ -179,7 +179,7 @@ class Pair:
 
     @property
     def times(self) -> list[list[float]]:
-        """Logarithms of the time of a sample, block by block."""
+        """Logarithms of the time of a token or sample, block by block."""
         return [times_of(block) for block in self.blocks]
 
     def effect(self) -> Effect | None:

@@ -134,8 +134,12 @@ class Segments:
         if self._memory is None:
             workers = [process.pid for process in multiprocessing.active_children() if process.pid]
             self._memory = memory_of([os.getpid(), *workers])
+        tokens = progress.window_items if run.info.kind == "tokens" else 0
+        if self._num_tokens is not None:
+            tokens = sum_and_read([self._num_tokens], run.device, run.ranks)[0]
         result = {
-            "time": math.log(wall_s / (self._tokens() or samples)),
+            # Over all ranks; padding is left out.
+            "time": math.log(wall_s / (int(tokens) or samples)),
             "step_s": wall_s / num_steps,
             "samples_per_s": samples / wall_s,
             "memory": self._memory,
@@ -185,14 +189,6 @@ class Segments:
                     found = (inputs != pad_id).sum()
                     self._num_tokens = found if self._num_tokens is None else self._num_tokens + found
             yield batch
-
-    def _tokens(self) -> int | None:
-        """Tokens of the segment over all ranks, padding left out; None for data that has none."""
-        if self.run.info.kind == "tokens":
-            return int(self.run.progress.window_items)
-        if self._num_tokens is None:
-            return None
-        return int(sum_and_read([self._num_tokens], self.run.device, self.run.ranks)[0])
 
 
 def _needs_met(run: Run) -> list[Need]:

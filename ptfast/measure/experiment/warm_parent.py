@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.segments import Segments
-from ptfast.measure.trial_rank import Place, Processes, TrialRank, end_ranks, join, reason, start_ranks
+from ptfast.measure.trial_rank import Place, Processes, TrialRank, end_ranks, join, start_ranks
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
@@ -41,6 +42,8 @@ ANSWER_S = 120.0
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
 MOST_TURNS = 24
+_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
+"""The prefix of an error's line, and the place of its key, which a trial's config does not have."""
 
 
 @dataclass
@@ -67,20 +70,19 @@ def _ask(trial: Processes, what: str, seconds: float = 0.0) -> dict[str, Any]:
         # One that has failed has answered already.
         with contextlib.suppress(ConnectionError):
             connection.send((what, seconds))
-    answers = [_receive(process, connection) for process, connection in trial]
+    answers: list[dict[str, Any]] = []
+    for process, connection in trial:
+        answer = {"error": f"took more than {ANSWER_S:.0f} s"}
+        try:
+            if wait([connection], ANSWER_S):
+                answer = connection.recv()
+        except (EOFError, ConnectionError):
+            process.join()
+            code = process.exitcode or 0
+            ended = "ran out of memory" if code == -signal.SIGKILL else f"ended with exit code {code}"
+            answer = {"error": f"its process {ended}"}
+        answers.append(answer)
     return next((answer for answer in answers if "error" in answer), answers[0])
-
-
-def _receive(process: Any, connection: Connection) -> dict[str, Any]:
-    try:
-        if not wait([connection], ANSWER_S):
-            return {"error": f"took more than {ANSWER_S:.0f} s"}
-        return connection.recv()
-    except (EOFError, ConnectionError):
-        process.join()
-        code = process.exitcode or 0
-        ended = "ran out of memory" if code == -signal.SIGKILL else f"ended with exit code {code}"
-        return {"error": f"its process {ended}"}
 
 
 class WarmParent:
@@ -186,7 +188,7 @@ def _train_on_request(
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """What has ended a trial: in a clause, and as the line and the exit code of a run that it ends."""
-    clause = "ran out of memory" if is_memory_error(error) else one_line(reason(Exception(str(error))))
+    clause = "ran out of memory" if is_memory_error(error) else one_line(_REPORTED.sub("", str(error)))
     clause = clause or type(error).__name__
     return {"error": clause, "line": error_line(error), "exit_code": exit_code_of(error)}
 
