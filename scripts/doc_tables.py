@@ -42,14 +42,14 @@ def techniques(text: str) -> str:
 
 def checks(text: str) -> str:
     """`text` with everything below its mark written anew: a table of what `ptfast audit` checks."""
-    from ptfast.measure.audit.audit_run import AREAS, name_of
+    from ptfast.measure.audit.audit_run import AREAS
 
     before, mark, _ = text.partition(MARK)
     assert mark, f"audit.md has lost its mark {MARK}"
     rows = [
-        f"| {area} | {name_of(check)} | {' '.join((check.__doc__ or '').split())} |"
-        for area, found_by in AREAS.items()
-        for check in found_by
+        f"| {area} | {check} | {finds} |"
+        for area, (_, checks) in AREAS.items()
+        for check, finds in checks.items()
     ]
     return "\n".join([before + mark, "", "| area | check | what it finds |", "|---|---|---|", *rows, ""])
 

@@ -160,10 +160,8 @@ def test_many_shapes_under_a_search_for_kernels(tmp_path: Path) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, "backend.cudnn_benchmark=true"])[1]
     with audit_context(config, tmp_path, Display()) as context:
         steps = replace(context.steps, shapes=set(range(9)))
-        found = [
-            *step_checks.shapes_under_a_search_for_kernels(replace(context, steps=steps, device_type="cuda"))
-        ]
-        few = [*step_checks.shapes_under_a_search_for_kernels(replace(context, device_type="cuda"))]
+        found = [*step_checks.check_data(replace(context, steps=steps, device_type="cuda"))]
+        few = [*step_checks.check_data(replace(context, device_type="cuda"))]
     assert [finding.where for finding in found] == ["backend.cudnn_benchmark"]
     assert few == []
 
@@ -181,7 +179,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditContext]:
 
 
 def machine(context: AuditContext) -> list[str]:
-    return [check.__name__ for check in step_checks.MACHINE_CHECKS if [*check(context)]]
+    return [finding.check for finding in step_checks.check_machine(context)]
 
 
 def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,20 +190,20 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
     assert machine(context) == []
     with monkeypatch.context() as patch:
         patch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
-        assert machine(context) == ["threads_beside_cores"]
+        assert machine(context) == ["threads beside cores"]
     with monkeypatch.context() as patch:
         patch.setattr(
             step_checks.devices,
             "lack_of_compiler",
             lambda device: devices.Unsupported("none", "Install g++"),
         )
-        assert machine(context) == ["compiler_missing"]
+        assert machine(context) == ["compiler missing"]
     with monkeypatch.context() as patch:
         patch.setattr(step_checks, "shared_memory", lambda: 10)
-        assert machine(context) == ["shared_memory_small"]
-    assert machine(replace(context, device_type="cuda")) == ["tf32_off"]
-    assert machine(replace(context, steps=replace(context.steps, throttled=True))) == ["clocks_throttled"]
-    assert machine(replace(context, steps=replace(context.steps, others_cores=1.0))) == ["noisy_neighbours"]
+        assert machine(context) == ["shared memory small"]
+    assert machine(replace(context, device_type="cuda")) == ["tf32 off"]
+    assert machine(replace(context, steps=replace(context.steps, throttled=True))) == ["clocks throttled"]
+    assert machine(replace(context, steps=replace(context.steps, others_cores=1.0))) == ["noisy neighbours"]
 
 
 def test_what_mends_a_finding_in_this_process_is_measured(
@@ -279,7 +277,7 @@ def test_graphs_that_are_compiled_again_are_found(
 ) -> None:
     for report, num_found in (({"recompiled": 9, "advice": "pad"}, 1), ({"recompiled": 1}, 0)):
         monkeypatch.setattr(context.run, "compilation", SimpleNamespace(report=lambda report=report: report))
-        assert len([*step_checks.compiled_again(context)]) == num_found
+        assert len([*step_checks.check_loop(context)]) == num_found
 
 
 @pytest.mark.slow

@@ -70,6 +70,8 @@ class Price:
 class Finding:
     """Something that costs speed."""
 
+    check: str
+    """Name of the check that found it."""
     what: str
     where: str
     """`file.py:12`, or the path of a module in the model; a config key where it is about that."""
@@ -86,8 +88,6 @@ class Finding:
     handled: bool = False
     """The run mends it itself."""
     area: str = ""
-    check: str = ""
-    """Name of the check that found it."""
 
 
 @dataclass(frozen=True)

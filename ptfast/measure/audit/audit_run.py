@@ -37,16 +37,15 @@ SHARE = 0.2
 MOST_ROUNDS = 20
 FIX = "--fix"
 
-Check = Callable[[AuditContext], Iterator[Finding]]
 OnTrial = Callable[[str, float], AbstractContextManager[None]]
 """Called with the name of what is measured next and the seconds that are left at most; open while it is."""
-AREAS: dict[str, tuple[Check, ...]] = {
-    "model": model_checks.CHECKS,
-    "data": step_checks.DATA_CHECKS,
-    "loop": step_checks.LOOP_CHECKS,
-    "machine": step_checks.MACHINE_CHECKS,
+AREAS: dict[str, tuple[Callable[[AuditContext], Iterator[Finding]], dict[str, str]]] = {
+    "model": (model_checks.check_model, model_checks.MODEL_CHECKS),
+    "data": (step_checks.check_data, step_checks.DATA_CHECKS),
+    "loop": (step_checks.check_loop, step_checks.LOOP_CHECKS),
+    "machine": (step_checks.check_machine, step_checks.MACHINE_CHECKS),
 }
-"""All checks: a function's name is that of the check, its docstring what it finds."""
+"""What finds the findings of each area, and the names of its checks with what they find."""
 
 
 def audit(
@@ -119,16 +118,10 @@ def audit(
 
 
 def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
-    """Yield what each check finds, area by area."""
+    """Yield what the checks find, area by area."""
     for area in areas:
-        for check in AREAS[area]:
-            for finding in check(context):
-                yield replace(finding, area=area, check=name_of(check))
-
-
-def name_of(check: Check) -> str:
-    """The name of a check, in words."""
-    return check.__name__.replace("_", " ")
+        check, _ = AREAS[area]
+        yield from (replace(finding, area=area) for finding in check(context))
 
 
 def price_here(

@@ -29,8 +29,74 @@ _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def bias_before_a_norm(context: AuditContext) -> Iterator[Finding]:
-    """A convolution or linear layer with a bias, whose output goes to one BatchNorm alone."""
+MODEL_CHECKS = {
+    "bias before a norm": (
+        "A convolution or linear layer with a bias, whose output goes to one BatchNorm alone."
+    ),
+    "widths beside tensor cores": (
+        "Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."
+    ),
+    "attention by hand": "softmax(QK^T)V by operators of their own, whose weights nothing else reads.",
+    "gelu by hand": "GELU written out with erf or tanh, which is told by its values.",
+    "dropout of zero": "Dropout layers that train with p=0: a call of Python each for nothing.",
+    "data parallel": "nn.DataParallel, which copies the model to every GPU in every step, from one process.",
+    "unused parameters": (
+        "Parameters that train and get no gradient: they take memory, and make several ranks search for them."
+    ),
+    "float64": "Tensors of float64 in the forward pass, or parameters of it.",
+    "deep without normalisation": (
+        "A net of ten layers or more that normalises nowhere, neither in a layer nor by an operator."
+    ),
+}
+"""What each check of this module finds."""
+
+
+def check_model(context: AuditContext) -> Iterator[Finding]:
+    """Yield what the layers, the parameters and the formulas of the model cost."""
+    yield from _check_biases(context)
+    yield from _check_widths(context)
+    yield from _check_formulas(context)
+    run, operators = context.run, context.operators
+    modules = dict(run.model.named_modules())
+    dropouts = {name: module for name, module in modules.items() if isinstance(module, _DROPOUTS)}
+    if names := [name for name, module in dropouts.items() if module.p == 0]:
+        what, mended = (
+            f"{_counted(len(names), 'dropout layer')} with p=0",
+            partial(_replaced, run.model, names),
+        )
+        mend, trial = "nn.Identity() where p is 0", context.trial(mended)
+        yield Finding("dropout of zero", what, _listed(names), mend, trial=trial)
+    for name, module in modules.items():
+        if isinstance(module, nn.DataParallel):
+            what = "nn.DataParallel copies the model in every step"
+            mend = "the model without it; parallel=ddp where there are several GPUs"
+            yield Finding("data parallel", what, name or type(module).__name__, mend)
+    parameters = dict(run.model.named_parameters())
+    if context.unused and not context.untraced:
+        total = sum(parameters[name].numel() for name in context.unused)
+        count = _counted(len(context.unused), "parameter")
+        what = f"{count} of {total:,} numbers got no gradient in any step"
+        mend = "leave these layers out, or set requires_grad=False"
+        yield Finding("unused parameters", what, _listed(context.unused), mend)
+    if names := [name for name, p in parameters.items() if "float64" in str(p.dtype)]:
+        what = f"{_counted(len(names), 'parameter')} in float64"
+        yield Finding("float64", what, _listed(names), "model.float()", kind="reduced")
+    else:
+        for place, count in operators.doubles.items():
+            what = f"float64, {_counted(count, 'operator')} in a forward pass"
+            mend = "dtype=torch.float32 where it is made, or .float()"
+            yield Finding("float64", what, place, mend, kind="reduced")
+    normalises = operators.normalises or any(
+        "norm" in type(each).__name__.lower() for each in modules.values()
+    )
+    if operators.weighted >= DEEP and not normalises and not context.untraced:
+        what = f"{operators.weighted} layers with weights, and no normalisation"
+        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
+        mend = f"{norms}; or clipping by layer: gradients=adaptive"
+        yield Finding("deep without normalisation", what, type(run.model).__name__, mend, kind="training")
+
+
+def _check_biases(context: AuditContext) -> Iterator[Finding]:
     run, config = context.run, context.config
     dropped = run.resolved.dropped_biases or {}
     handled = bool(dropped)
@@ -44,17 +110,18 @@ def bias_before_a_norm(context: AuditContext) -> Iterator[Finding]:
             dropped = find_cancelled_biases(run.model, forward)
     if dropped:
         count = "1 bias" if len(dropped) == 1 else f"{len(dropped)} biases"
-        what, overrides = (
-            f"{count} that the BatchNorm behind subtracts again",
-            ("rewrites.bias_before_norm=false",),
-        )
         yield Finding(
-            what, _listed(dropped), "bias=False in these layers", overrides, "reordered", handled=handled
+            "bias before a norm",
+            f"{count} that the BatchNorm behind subtracts again",
+            _listed(dropped),
+            "bias=False in these layers",
+            ("rewrites.bias_before_norm=false",),
+            "reordered",
+            handled=handled,
         )
 
 
-def widths_beside_tensor_cores(context: AuditContext) -> Iterator[Finding]:
-    """Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."""
+def _check_widths(context: AuditContext) -> Iterator[Finding]:
     run, info = context.run, context.run.info
     if context.device_type != "cuda" or context.config.precision.mode in ("fp32", "tf32"):
         return
@@ -66,86 +133,31 @@ def widths_beside_tensor_cores(context: AuditContext) -> Iterator[Finding]:
             continue
         rows, columns = module.weight.shape[:2]
         widths = (columns, rows // getattr(module, "groups", 1))
-        # What the data brings along is not the model's choice.
+        # The model does not choose the widths of its data.
         if (width := next((each for each in widths if each % TILE and each not in given), None)) is not None:
             odd.setdefault(width, []).append(name)
     for width, names in odd.items():
         wider = math.ceil(width / TILE) * TILE
-        what = "a vocabulary" if width == info.vocab_size else "a width"
-        what = f"{what} of {width}, no multiple of {TILE}: which half-precision kernels pad"
-        yield Finding(what, _listed(names), f"{wider} in place of {width}", kind="training")
+        kind = "a vocabulary" if width == info.vocab_size else "a width"
+        what = f"{kind} of {width}, no multiple of {TILE}: which half-precision kernels pad"
+        mend = f"{wider} in place of {width}"
+        yield Finding("widths beside tensor cores", what, _listed(names), mend, kind="training")
 
 
-def attention_by_hand(context: AuditContext) -> Iterator[Finding]:
-    """softmax(QK^T)V by operators of their own, whose weights nothing else reads."""
+def _check_formulas(context: AuditContext) -> Iterator[Finding]:
+    """Formulas written by hand that torch has a kernel for."""
     for place, calls in context.operators.attentions.items():
         modules = dict.fromkeys(module for module, _ in calls if module)
         what = f"attention by a softmax between two products, {times(len(calls))} a step"
         where = f"{place} ({_listed(modules)})" if modules else place
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
         trial = _trial(_attention, [shape for _, shape in calls], context.run.device)
-        yield Finding(what, where, mend, kind="reordered", trial=trial)
-
-
-def gelu_by_hand(context: AuditContext) -> Iterator[Finding]:
-    """GELU written out with erf or tanh, which is told by its values."""
+        yield Finding("attention by hand", what, where, mend, kind="reordered", trial=trial)
     for place, calls in context.operators.gelus.items():
         what = f"GELU in single operators, {times(len(calls))} a step"
         mend = 'F.gelu(x, approximate="tanh")' if calls[0].approximate == "tanh" else "F.gelu(x)"
         trial = _trial(_gelu, calls, context.run.device)
-        yield Finding(what, place, mend, kind="reordered", trial=trial)
-
-
-def dropout_of_zero(context: AuditContext) -> Iterator[Finding]:
-    """Dropout layers that train with p=0: a call of Python each for nothing."""
-    model = context.run.model
-    dropouts = [(name, module) for name, module in model.named_modules() if isinstance(module, _DROPOUTS)]
-    if names := [name for name, module in dropouts if module.p == 0]:
-        what, trial = f"{_counted(len(names), 'dropout layer')} with p=0", partial(_replaced, model, names)
-        yield Finding(what, _listed(names), "nn.Identity() where p is 0", trial=context.trial(trial))
-
-
-def data_parallel(context: AuditContext) -> Iterator[Finding]:
-    """nn.DataParallel, which copies the model to every GPU in every step, from one process."""
-    for name, module in context.run.model.named_modules():
-        if isinstance(module, nn.DataParallel):
-            what = "nn.DataParallel copies the model in every step"
-            mend = "the model without it; parallel=ddp where there are several GPUs"
-            yield Finding(what, name or type(module).__name__, mend)
-
-
-def unused_parameters(context: AuditContext) -> Iterator[Finding]:
-    """Parameters that train and get no gradient: they take memory, and make several ranks search for them."""
-    if not context.unused or context.untraced:
-        return
-    parameters = dict(context.run.model.named_parameters())
-    total = sum(parameters[name].numel() for name in context.unused)
-    count = _counted(len(context.unused), "parameter")
-    what = f"{count} of {total:,} numbers got no gradient in any step"
-    yield Finding(what, _listed(context.unused), "leave these layers out, or set requires_grad=False")
-
-
-def float64(context: AuditContext) -> Iterator[Finding]:
-    """Tensors of float64 in the forward pass, or parameters of it."""
-    names = [name for name, p in context.run.model.named_parameters() if "float64" in str(p.dtype)]
-    if names:
-        what = f"{_counted(len(names), 'parameter')} in float64"
-        yield Finding(what, _listed(names), "model.float()", kind="reduced")
-        return
-    for place, count in context.operators.doubles.items():
-        what = f"float64, {_counted(count, 'operator')} in a forward pass"
-        yield Finding(what, place, "dtype=torch.float32 where it is made, or .float()", kind="reduced")
-
-
-def deep_without_normalisation(context: AuditContext) -> Iterator[Finding]:
-    """A net of ten layers or more that normalises nowhere, neither in a layer nor by an operator."""
-    operators, model = context.operators, context.run.model
-    named = any("norm" in type(module).__name__.lower() for module in model.modules())
-    if operators.weighted >= DEEP and not operators.normalises and not named and not context.untraced:
-        what = f"{operators.weighted} layers with weights, and no normalisation"
-        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
-        mend = f"{norms}; or clipping by layer: gradients=adaptive"
-        yield Finding(what, type(model).__name__, mend, kind="training")
+        yield Finding("gelu by hand", what, place, mend, kind="reordered", trial=trial)
 
 
 def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], device: torch.device) -> Trial:
@@ -234,16 +246,3 @@ def _listed(names: Any) -> str:
     names = list(names)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
-
-
-CHECKS = (
-    bias_before_a_norm,
-    widths_beside_tensor_cores,
-    attention_by_hand,
-    gelu_by_hand,
-    dropout_of_zero,
-    data_parallel,
-    unused_parameters,
-    float64,
-    deep_without_normalisation,
-)

@@ -19,77 +19,143 @@ from ptfast.measure.audit.traces import source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
 WAITING = 0.1
-"""Part of a step that is spent waiting for data from which on that is worth a change."""
+"""Smallest part of a step spent waiting for data that is worth a change."""
 PADDING = 0.1
-"""Part of the tokens that is padding from which on that is worth a change."""
+"""Smallest part of the tokens in padding that is worth a change."""
 DECODING = 0.3
-"""Part of a sample's time in decoders from which on they are what it takes."""
+"""Smallest part of a sample's time in decoders that counts as decoding."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 """Inputs are not normalised where means lie `FAR` deviations from 0, or deviations beyond the others."""
+OTHERS = 0.25
+"""Cores that others take on average from which on they are a neighbour."""
+_MENDS = {
+    "item": "keep sums as tensors on the device, and read them once in a while",
+    "cpu": "keep it on the device until it is needed, once in many steps",
+    "print of a tensor": "print once in many steps, of a value that was read anyway",
+    "if or while on a tensor": "torch.where, or a decision by shapes and settings that the host knows",
+    "boolean mask": "torch.where or a product with the mask, whose shapes are known",
+    "repeat_interleave": "repeat_interleave(..., output_size=N)",
+}
+_ELSE = "an operation whose result has a shape that is known beforehand"
+
+DATA_CHECKS = {
+    "no workers": "Steps wait for samples that this process reads between them, while cores are to spare.",
+    "decoding in every epoch": "Steps wait for images that are decoded anew in every epoch.",
+    "work on single samples": (
+        "Arithmetic and transforms of single samples in a data set, of which a batch takes one call for all."
+    ),
+    "arrays copied": "torch.tensor(array) in a data set, which copies what torch.from_numpy shares.",
+    "memory not pinned": (
+        "Batches go to a CUDA device from memory that is not page-locked, for which the host waits."
+    ),
+    "padding": "A tenth of the tokens or more are padding, which costs what text does.",
+    "shapes under a search for kernels": (
+        "Inputs of many shapes under cudnn_benchmark=true, which times all kernels anew for each."
+    ),
+    "inputs not normalised": (
+        "Inputs whose mean is far from 0 or whose deviation is far from 1, as the model gets them."
+    ),
+}
+LOOP_CHECKS = {
+    "reads on the host": "A value that is read from the device in every step, for which the host waits.",
+    "tensors made on the host": "A tensor that the model makes on the host and moves to the device.",
+    "debugging left on": (
+        "Anomaly detection, a profiler, NVTX marks or gradcheck that the user's own code turns on."
+    ),
+    "gradients in evaluation": "Operations that record gradients while a batch is evaluated.",
+    "graph breaks": "Places where compiling breaks off, where something is compiled.",
+    "compiled again": "Graphs that are compiled again while steps run, as shapes or settings change.",
+}
+MACHINE_CHECKS = {
+    "threads beside cores": (
+        "More threads than cores, which then wait for each other, or fewer on a CPU that trains."
+    ),
+    "tf32 off": "Float32 products without TF32 on an NVIDIA GPU that has it.",
+    "compiler missing": "No C++ compiler, or on a GPU no triton: compile=... cannot be tried.",
+    "shared memory small": (
+        "Less shared memory than the worker processes' batches take, as in a container that was given little."
+    ),
+    "clocks throttled": "Processors that were slowed down for heat or power while steps ran.",
+    "noisy neighbours": "Other processes that kept cores busy while steps ran.",
+}
+"""What each check of this module finds, by area."""
 
 
-def no_workers(context: AuditContext) -> Iterator[Finding]:
-    """Steps wait for samples that this process reads between them, while cores are to spare."""
-    samples, in_here = _awaited(context), context.run.train_loader.kind in ("plain", "packed")
-    if samples is None or not in_here or spare_cores() < 2:
-        return
-    if samples.seconds / samples.num_samples * context.run.batch_size >= HAND_OVER_S:
-        each = _each(samples.seconds, samples)
-        what = f"{context.steps.waiting:.0%} of a step waits for samples of {each}, and no worker reads ahead"
-        yield Finding(what, _reader(context), "", ("dataloader=workers",))
+def check_data(context: AuditContext) -> Iterator[Finding]:
+    """Yield what samples and batches cost."""
+    run, config, reader = context.run, context.config, _reader(context)
+    if context.samples is not None:
+        yield from _check_samples(context, context.samples, reader)
+    if context.device_type == "cuda" and config.dataloader.pin is False and run.train_loader.kind != "device":
+        what, mends = "batches are copied from memory that is not pinned", ["pin=true", "side_stream=true"]
+        overrides = tuple(f"dataloader.{mend}" for mend in mends)
+        yield Finding("memory not pinned", what, "dataloader.pin", "", overrides)
+    yield from _check_padding(context, reader)
+    shapes = len(context.steps.shapes)
+    if context.device_type == "cuda" and config.backend.cudnn_benchmark is True and shapes > MOST_SHAPES:
+        what = f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels"
+        key = "backend.cudnn_benchmark"
+        yield Finding("shapes under a search for kernels", what, key, "", (f"{key}=auto",), "reordered")
+    if (what := _offset(context)) is not None:
+        where, mend, overrides = (
+            reader if context.samples is not None else "data",
+            "",
+            ("data.normalize=true",),
+        )
+        if config.data.normalize:
+            mend = (
+                "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
+            )
+            overrides = ()
+        yield Finding("inputs not normalised", what, where, mend, overrides, "training")
 
 
-def decoding_in_every_epoch(context: AuditContext) -> Iterator[Finding]:
-    """Steps wait for images that are decoded anew in every epoch."""
-    samples = _awaited(context)
-    if samples is not None and samples.decoding_s >= DECODING * samples.seconds:
-        what = f"decoding takes {_each(samples.decoding_s, samples)} a sample, anew in every epoch"
-        mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
-        yield Finding(what, _reader(context), mend)
+def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> Iterator[Finding]:
+    """Samples that steps wait for, and arrays of samples that are copied."""
+    run, waiting, count = context.run, context.steps.waiting, samples.num_samples
 
+    def each(seconds: float) -> str:
+        return duration(seconds / count) if seconds > 1 else f"{seconds / count * 1e3:.2g} ms"
 
-def work_on_single_samples(context: AuditContext) -> Iterator[Finding]:
-    """Arithmetic and transforms of single samples in a data set, of which a batch takes one call for all."""
-    if (samples := _awaited(context)) is None:
-        return
-    mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
-    dataset, names = getattr(context.source, "dataset", None), list[str]()
-    while dataset is not None and not names:
-        for value in (getattr(dataset, name, None) for name in ("transform", "transforms")):
-            kinds = [type(part) for part in getattr(value, "transforms", [value])]
-            ours = [kind for kind in kinds if kind.__module__.startswith("torchvision.transforms")]
-            names = names or [kind.__name__ for kind in ours]
-        dataset = getattr(dataset, "dataset", None)
-    if names:
-        yield Finding(f"transforms of one image at a time: {', '.join(names)}", _reader(context), mend)
-    for place, calls in samples.calls.arithmetic.items():
-        if calls.count >= samples.num_samples and not place.startswith("torchvision/"):
-            what = f"every sample goes through operations of its own ({', '.join(sorted(calls.names))})"
-            yield Finding(what, place, mend, price=_price(context, samples, calls.seconds))
+    def of_a_step(seconds: float) -> float:
+        return seconds / count * run.batch_size
 
-
-def arrays_copied(context: AuditContext) -> Iterator[Finding]:
-    """torch.tensor(array) in a data set, which copies what torch.from_numpy shares."""
-    if context.samples is None:
-        return
-    for place, calls in context.samples.calls.copied.items():
+    if waiting >= WAITING:
+        in_here = run.train_loader.kind in ("plain", "packed")
+        if in_here and spare_cores() >= 2 and of_a_step(samples.seconds) >= HAND_OVER_S:
+            waits = f"{waiting:.0%} of a step waits for samples of {each(samples.seconds)}"
+            yield Finding(
+                "no workers", f"{waits}, and no worker reads ahead", reader, "", ("dataloader=workers",)
+            )
+        if samples.decoding_s >= DECODING * samples.seconds:
+            what = f"decoding takes {each(samples.decoding_s)} a sample, anew in every epoch"
+            mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
+            yield Finding("decoding in every epoch", what, reader, mend)
+        mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
+        dataset, names = getattr(context.source, "dataset", None), list[str]()
+        while dataset is not None and not names:
+            for value in (getattr(dataset, name, None) for name in ("transform", "transforms")):
+                kinds = [type(part) for part in getattr(value, "transforms", [value])]
+                ours = [kind for kind in kinds if kind.__module__.startswith("torchvision.transforms")]
+                names = names or [kind.__name__ for kind in ours]
+            dataset = getattr(dataset, "dataset", None)
+        if names:
+            what = f"transforms of one image at a time: {', '.join(names)}"
+            yield Finding("work on single samples", what, reader, mend)
+        for place, calls in samples.calls.arithmetic.items():
+            if calls.count >= count and not place.startswith("torchvision/"):
+                what = f"every sample goes through operations of its own ({', '.join(sorted(calls.names))})"
+                price = Price(of_a_step(calls.seconds))
+                yield Finding("work on single samples", what, place, mend, price=price)
+    for place, calls in samples.calls.copied.items():
         what, mend = (
             "torch.tensor copies an array of each sample",
             "torch.from_numpy(array), or torch.as_tensor(array)",
         )
-        yield Finding(what, place, mend, price=_price(context, context.samples, calls.seconds))
+        yield Finding("arrays copied", what, place, mend, price=Price(of_a_step(calls.seconds)))
 
 
-def memory_not_pinned(context: AuditContext) -> Iterator[Finding]:
-    """Batches go to a CUDA device from memory that is not page-locked, for which the host waits."""
-    loader = context.config.dataloader
-    if context.device_type == "cuda" and loader.pin is False and context.run.train_loader.kind != "device":
-        mends = ("dataloader.pin=true", "dataloader.side_stream=true")
-        yield Finding("batches are copied from memory that is not pinned", "dataloader.pin", "", mends)
-
-
-def padding(context: AuditContext) -> Iterator[Finding]:
-    """A tenth of the tokens or more are padding, which costs what text does."""
+def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
     batching, kind, share = context.config.batching, context.run.info.kind, context.run.resolved.padding_share
     if share is None:
         tokens = next((t for t in tensors_in(context.batch) if t.dim() == 2 and t.dtype == torch.int64), None)
@@ -102,62 +168,33 @@ def padding(context: AuditContext) -> Iterator[Finding]:
         if share >= PADDING:
             what = f"{share:.0%} of the tokens of a batch are padding that the data set has put there"
             mend = "leave texts as long as they are, with `lengths` in the data set; batching=buckets then"
-            yield Finding(what, _reader(context), mend)
+            yield Finding("padding", what, reader, mend)
         return
     fixed, documents = batching.padding == "fixed", kind == "tokens"
     if share >= PADDING and not batching.pack and (fixed or documents or not batching.buckets):
         override = "batching=longest" if fixed else "batching=pack" if documents else "batching=buckets"
         what = f"{share:.0%} of the tokens of an epoch are padding"
-        yield Finding(what, "batching", "", (override,), "reordered" if fixed else "training")
+        yield Finding("padding", what, "batching", "", (override,), "reordered" if fixed else "training")
 
 
-def shapes_under_a_search_for_kernels(context: AuditContext) -> Iterator[Finding]:
-    """Inputs of many shapes under cudnn_benchmark=true, which times all kernels anew for each."""
-    shapes = len(context.steps.shapes)
-    searches = context.device_type == "cuda" and context.config.backend.cudnn_benchmark is True
-    if searches and shapes > MOST_SHAPES:
-        what = f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels"
-        yield Finding(what, "backend.cudnn_benchmark", "", ("backend.cudnn_benchmark=auto",), "reordered")
-
-
-def inputs_not_normalised(context: AuditContext) -> Iterator[Finding]:
-    """Inputs whose mean is far from 0 or whose deviation is far from 1, as the model gets them."""
+def _offset(context: AuditContext) -> str | None:
+    """Mean and deviation of inputs that are not normalised, in words; None for those that are."""
     inputs = next(tensors_in(context.batch), None)
     scaled = context.run.info.kind in ("image", "features")
     if not scaled or inputs is None or not inputs.is_floating_point():
-        return
+        return None
     # Channels of an image, features of a vector.
     rows = inputs.detach().float()
     channels = rows.transpose(0, 1).flatten(1) if rows.dim() > 1 else rows[None]
     means, deviations = channels.mean(1), channels.std(1, correction=0)
     spread = deviations > 0
     if not bool(spread.any()):
-        return
+        return None
     means, deviations = means[spread], deviations[spread]
     off = (means.abs() > FAR * deviations) | (deviations < NARROW) | (deviations > WIDE)
     if 2 * int(off.sum()) < len(off):
-        return
-    what = f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
-    where, overrides = _reader(context) if context.samples is not None else "data", ("data.normalize=true",)
-    mend = ""
-    if context.config.data.normalize:
-        mend = "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
-        overrides = ()
-    yield Finding(what, where, mend, overrides, "training")
-
-
-def _awaited(context: AuditContext) -> SampleTrace | None:
-    """Samples that were fetched, where steps wait for their like."""
-    return context.samples if context.steps.waiting >= WAITING else None
-
-
-def _price(context: AuditContext, samples: SampleTrace, seconds: float) -> Price:
-    return Price(seconds / samples.num_samples * context.run.batch_size)
-
-
-def _each(seconds: float, samples: SampleTrace) -> str:
-    each_s = seconds / samples.num_samples
-    return duration(each_s) if seconds > 1 else f"{each_s * 1e3:.2g} ms"
+        return None
+    return f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
 
 
 def _reader(context: AuditContext) -> str:
@@ -168,83 +205,43 @@ def _reader(context: AuditContext) -> str:
     return source_place(method or type(dataset))
 
 
-DATA_CHECKS = (
-    no_workers,
-    decoding_in_every_epoch,
-    work_on_single_samples,
-    arrays_copied,
-    memory_not_pinned,
-    padding,
-    shapes_under_a_search_for_kernels,
-    inputs_not_normalised,
-)
-
-
-_MENDS = {
-    "item": "keep sums as tensors on the device, and read them once in a while",
-    "cpu": "keep it on the device until it is needed, once in many steps",
-    "print of a tensor": "print once in many steps, of a value that was read anyway",
-    "if or while on a tensor": "torch.where, or a decision by shapes and settings that the host knows",
-    "boolean mask": "torch.where or a product with the mask, whose shapes are known",
-    "repeat_interleave": "repeat_interleave(..., output_size=N)",
-}
-_ELSE = "an operation whose result has a shape that is known beforehand"
-
-
-def reads_on_the_host(context: AuditContext) -> Iterator[Finding]:
-    """A value that is read from the device in every step, for which the host waits."""
-    for (what, place), calls in context.calls.reads.items():
-        if _is_debugging(context, place):
-            continue
-        often, price = times(calls.count / CALL_STEPS), Price(calls.seconds / CALL_STEPS)
-        said = f"{what}: {often} a step, the host waits for the device"
-        yield Finding(said, place, _MENDS.get(what, _ELSE), price=price)
+def check_loop(context: AuditContext) -> Iterator[Finding]:
+    """Yield what the steps themselves cost: waits for the device, debugging aids, compiling."""
+    # The line of a debugging aid is found as such.
+    aids = tuple(place for places in context.aids.values() for place in places)
+    for (read, place), calls in context.calls.reads.items():
+        if not place.endswith(aids):
+            often, price = times(calls.count / CALL_STEPS), Price(calls.seconds / CALL_STEPS)
+            what = f"{read}: {often} a step, the host waits for the device"
+            yield Finding("reads on the host", what, place, _MENDS.get(read, _ELSE), price=price)
     known = {place for _, place in context.calls.reads}
     for place, count in context.syncs.items():
         if place not in known:
-            yield Finding(f"{times(count / CALL_STEPS)} a step, the host waits for the device", place, _ELSE)
-
-
-def tensors_made_on_the_host(context: AuditContext) -> Iterator[Finding]:
-    """A tensor that the model makes on the host and moves to the device."""
+            what = f"{times(count / CALL_STEPS)} a step, the host waits for the device"
+            yield Finding("reads on the host", what, place, _ELSE)
     for place, calls in context.calls.moved.items():
-        if not _is_debugging(context, place):
+        if not place.endswith(aids):
             what = f"a tensor made on the host and moved, {times(calls.count / CALL_STEPS)} a step"
             mend, price = "device=x.device where it is made", Price(calls.seconds / CALL_STEPS)
-            yield Finding(what, place, mend, price=price)
-
-
-def debugging_left_on(context: AuditContext) -> Iterator[Finding]:
-    """Anomaly detection, a profiler, NVTX marks or gradcheck that the user's own code turns on."""
+            yield Finding("tensors made on the host", what, place, mend, price=price)
     names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
     for aid, places in context.aids.items():
         what, where = names.get(aid, f"{aid} runs"), ", ".join(places) or "unknown"
+        mend = f"remove it; debug={aid} when it is needed"
         trial = context.trial(_without_anomaly_detection) if aid == "anomaly" else None
-        yield Finding(what, where, f"remove it; debug={aid} when it is needed", trial=trial)
-
-
-def gradients_in_evaluation(context: AuditContext) -> Iterator[Finding]:
-    """Operations that record gradients while a batch is evaluated."""
+        yield Finding("debugging left on", what, where, mend, trial=trial)
     if (place := context.evaluation.with_gradients) is not None:
         mend = "remove torch.enable_grad() or set_grad_enabled(True) around it"
-        yield Finding("gradients are recorded in evaluation", place, mend)
-
-
-def graph_breaks(context: AuditContext) -> Iterator[Finding]:
-    """Places where compiling breaks off, where something is compiled."""
+        yield Finding("gradients in evaluation", "gradients are recorded in evaluation", place, mend)
     for reason, count in context.graph_breaks.items():
         what = f"{times(count)}, compiling broke off: {reason}"
-        yield Finding(what, "compile", "code that can be compiled as a whole")
-
-
-def compiled_again(context: AuditContext) -> Iterator[Finding]:
-    """Graphs that are compiled again while steps run, as shapes or settings change."""
+        yield Finding("graph breaks", what, "compile", "code that can be compiled as a whole")
     compilation = context.run.compilation
     report = compilation.report() if compilation is not None else {}
     # Once is usual: the last batch of an epoch is smaller.
     if "advice" in report:
         what = f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps"
-        yield Finding(what, "compile", "", ("compile.dynamic=true",), "reordered")
+        yield Finding("compiled again", what, "compile", "", ("compile.dynamic=true",), "reordered")
 
 
 @contextmanager
@@ -259,79 +256,34 @@ def _without_anomaly_detection() -> Iterator[None]:
         torch.set_anomaly_enabled(*before)
 
 
-def _is_debugging(context: AuditContext, place: str) -> bool:
-    """True for the line of a debugging aid, which is found as such."""
-    return any(place.endswith(known) for places in context.aids.values() for known in places)
-
-
-LOOP_CHECKS = (
-    reads_on_the_host,
-    tensors_made_on_the_host,
-    debugging_left_on,
-    gradients_in_evaluation,
-    graph_breaks,
-    compiled_again,
-)
-
-
-OTHERS = 0.25
-"""Cores that others take on average from which on they are a neighbour."""
-
-
-def threads_beside_cores(context: AuditContext) -> Iterator[Finding]:
-    """More threads than cores, which then wait for each other, or fewer on a CPU that trains."""
-    threads, cores = torch.get_num_threads(), usable_cores() - round(context.steps.others_cores)
+def check_machine(context: AuditContext) -> Iterator[Finding]:
+    """Yield what the machine lacks or gives to others."""
+    steps, config, on_cuda = context.steps, context.config, context.device_type == "cuda"
+    threads, cores = torch.get_num_threads(), usable_cores() - round(steps.others_cores)
     most = usable_cores(hyperthreads=True)
     if threads > most or (context.device_type == "cpu" and 2 * threads <= cores):
         what = f"{threads} thread{'s' * (threads != 1)} on {cores} free core{'s' * (cores != 1)}"
-        mend = "or OMP_NUM_THREADS, where that sets it"
-        yield Finding(what, "backend.threads", mend, ("backend.threads=auto",), "reordered")
-
-
-def tf32_off(context: AuditContext) -> Iterator[Finding]:
-    """Float32 products without TF32 on an NVIDIA GPU that has it."""
-    exact = context.config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
-    if context.device_type == "cuda" and exact and devices.lack_of_precision("tf32", "cuda") is None:
+        mend, key = "or OMP_NUM_THREADS, where that sets it", "backend.threads"
+        yield Finding("threads beside cores", what, key, mend, (f"{key}=auto",), "reordered")
+    exact = config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
+    if on_cuda and exact and devices.lack_of_precision("tf32", "cuda") is None:
         what = "float32 products without tensor cores"
-        yield Finding(what, "precision", "", ("precision=tf32",), "reduced")
-
-
-def compiler_missing(context: AuditContext) -> Iterator[Finding]:
-    """No C++ compiler, or on a GPU no triton: compile=... cannot be tried."""
+        yield Finding("tf32 off", what, "precision", "", ("precision=tf32",), "reduced")
     if (lack := devices.lack_of_compiler(context.device_type)) is not None:
-        yield Finding(lack.what, "this machine", lack.remedy.partition(", or ")[0], kind="reordered")
-
-
-def shared_memory_small(context: AuditContext) -> Iterator[Finding]:
-    """Less shared memory than the worker processes' batches take, as in a container that was given little."""
-    loader, batch = context.config.dataloader, context.batch
-    ahead = max(context.run.resolved.workers, 1) * (loader.prefetch + 1)
-    needed = ahead * sum(tensor.nbytes for tensor in tensors_in(batch))
-    there = shared_memory()
-    if loader.kind not in ("memory", "device") and there < needed:
+        mend = lack.remedy.partition(", or ")[0]
+        yield Finding("compiler missing", lack.what, "this machine", mend, kind="reordered")
+    ahead = max(context.run.resolved.workers, 1) * (config.dataloader.prefetch + 1)
+    needed, there = ahead * sum(tensor.nbytes for tensor in tensors_in(context.batch)), shared_memory()
+    if config.dataloader.kind not in ("memory", "device") and there < needed:
         what = f"{num_bytes(there)} of shared memory, and batches read ahead take {num_bytes(needed)}"
-        yield Finding(what, "/dev/shm", "docker run --shm-size=8g, or dataloader.prefetch=1")
-
-
-def clocks_throttled(context: AuditContext) -> Iterator[Finding]:
-    """Processors that were slowed down for heat or power while steps ran."""
-    if context.steps.throttled:
+        mend = "docker run --shm-size=8g, or dataloader.prefetch=1"
+        yield Finding("shared memory small", what, "/dev/shm", mend)
+    if steps.throttled:
         what = "the processors were slowed down for heat or power"
-        yield Finding(what, "this machine", "better cooling, or less load")
-
-
-def noisy_neighbours(context: AuditContext) -> Iterator[Finding]:
-    """Other processes that kept cores busy while steps ran."""
-    if (cores := context.steps.others_cores) >= OTHERS:
-        mend = "end them, or measure when they are done"
-        yield Finding(f"other processes took {cores:.1f} cores", "this machine", mend)
-
-
-MACHINE_CHECKS = (
-    threads_beside_cores,
-    tf32_off,
-    compiler_missing,
-    shared_memory_small,
-    clocks_throttled,
-    noisy_neighbours,
-)
+        yield Finding("clocks throttled", what, "this machine", "better cooling, or less load")
+    if steps.others_cores >= OTHERS:
+        what, mend = (
+            f"other processes took {steps.others_cores:.1f} cores",
+            "end them, or measure when they are done",
+        )
+        yield Finding("noisy neighbours", what, "this machine", mend)
