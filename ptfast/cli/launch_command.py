@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ptfast.core.clock import STARTED_VARIABLE
 from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError, PtfastError
-from ptfast.launch.cluster_jobs import Job, allowed_name, ray, slurm
+from ptfast.launch.cluster_jobs import Job, ray, slurm
 
 if TYPE_CHECKING:
     from ptfast.config.compose import Composed
@@ -76,7 +77,7 @@ def _job(args: Namespace) -> Job:
     limit_s = getattr(args, "time", None)
     return Job(
         words=(*args.words, *added),
-        name=allowed_name(name),
+        name=re.sub(r"[^a-z0-9]+", "-", f"ptfast-{name}".lower()).strip("-")[:50],
         num_nodes=args.nodes,
         gpu_type=kind or None,
         num_gpus=num_gpus,

@@ -1,4 +1,4 @@
-"""torchrun's agent in a thread of its own; the main thread, which signals always reach, watches its ranks."""
+"""Run torchrun's agent in a thread, and watch its ranks from the main thread, which receives the signals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 from typing import Any
@@ -37,13 +37,13 @@ class Ended:
     codes: dict[int, int] = field(default_factory=dict)
     """Exit codes of those that failed, by rank, in the order in which they left."""
     hung: list[int] = field(default_factory=list)
-    """Those that had to be killed."""
+    """Ranks that had to be killed."""
     started: bool = False
-    """Whether there were any."""
+    """Whether any rank was started."""
     received: int | None = None
     """The first signal that the launcher was sent."""
     error: BaseException | None = None
-    """What has ended the agent itself."""
+    """What ended the agent itself."""
 
     def killed(self) -> int | None:
         """Return the first rank that a signal has killed; SIGTERM is how torchrun ends the others."""
@@ -55,10 +55,10 @@ _Base: Any = api.LocalElasticAgent
 
 
 class Agent(_Base):
-    """Starts this machine's ranks; none any more once the run is being ended."""
+    """Starts this machine's ranks, unless the run is being ended."""
 
     latest: Agent | None = None
-    """The last that was made: torch hands out none."""
+    """The newest instance, which torch does not hand out."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -89,7 +89,7 @@ class Agent(_Base):
             super()._shutdown(*given, **options)
             self.killed = [rank for rank, each in running.items() if each.poll() == -signal.SIGKILL]
             return
-        # The main thread ends them. They would die with the thread that has started them.
+        # The main thread ends them; they would die with the thread that started them.
         for process in self.processes.values():
             process.wait()
 
@@ -107,7 +107,30 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
     Args:
         names: signals that end them.
     """
-    return _Watch().run(act, [signal.Signals[name] for name in names])
+    watcher = _Watch()
+
+    def call() -> None:
+        try:
+            act()
+        except BaseException as error:
+            watcher.ended.error = error
+
+    thread = threading.Thread(target=call, name="ptfast-agent", daemon=True)
+    numbers = [signal.Signals[name] for name in names]
+    previous = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, lambda number, frame: watcher.waiting.append(number))
+    try:
+        thread.start()
+        while thread.is_alive() and not watcher.all_over():
+            thread.join(POLL_S)
+            watcher.look()
+        watcher.look()
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+    watcher.ended.hung = watcher.ended.hung or (Agent.latest.killed if Agent.latest else [])
+    return watcher.ended
 
 
 class _Watch:
@@ -119,35 +142,7 @@ class _Watch:
         self.left: set[int] = set()
         Agent.latest = None
 
-    def run(self, act: Callable[[], Any], numbers: Sequence[int]) -> Ended:
-        thread = threading.Thread(target=self._call, args=(act,), name="ptfast-agent", daemon=True)
-        with self._caught(numbers):
-            thread.start()
-            while thread.is_alive() and not self._all_over():
-                thread.join(POLL_S)
-                self._look()
-            self._look()
-        self.ended.hung = self.ended.hung or (Agent.latest.killed if Agent.latest else [])
-        return self.ended
-
-    def _call(self, act: Callable[[], Any]) -> None:
-        try:
-            act()
-        except BaseException as error:
-            self.ended.error = error
-
-    @contextlib.contextmanager
-    def _caught(self, numbers: Sequence[int]) -> Iterator[None]:
-        previous = {number: signal.getsignal(number) for number in numbers}
-        for number in numbers:
-            signal.signal(number, lambda number, frame: self.waiting.append(number))
-        try:
-            yield
-        finally:
-            for number, before in previous.items():
-                signal.signal(number, before)
-
-    def _look(self) -> None:
+    def look(self) -> None:
         """See which ranks have left, pass on signals, and kill whoever is late."""
         agent, now, ended = Agent.latest, time.monotonic(), self.ended
         while self.waiting:
@@ -189,7 +184,7 @@ class _Watch:
         with agent.lock:
             agent.ending, self.processes = True, agent.processes
         self._send(number)
-        # One that was stopped hears it only when it goes on.
+        # A stopped process receives the signal only once it continues.
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
@@ -198,7 +193,7 @@ class _Watch:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
-    def _all_over(self) -> bool:
+    def all_over(self) -> bool:
         """Whether nothing is left to wait for, though the agent may still wait for other machines."""
         agent, now = Agent.latest, time.monotonic()
         if self.ended.received is not None and not self.processes:

@@ -1,27 +1,26 @@
-"""A training as clusters take it: SLURM and Ray."""
+"""A training as a job for SLURM or Ray."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 WARNING_S = 300
-"""How long before its limit SLURM warns a job, which saves and leaves then."""
+"""How long before its time limit SLURM warns a job, which then saves and ends."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a cluster is asked for.
+    """The resources and the command of a training on a cluster.
 
     Args:
-        words: arguments of `ptfast train` on every node, but for the place where nodes meet.
-        name: as clusters allow it.
+        words: arguments of `ptfast train` on every node, without the place where nodes meet.
+        name: small letters, digits and dashes, a letter first, which all clusters allow.
         gpu_type: such as H100; None for any.
-        num_gpus: of each node; None where nothing is asked for.
+        num_gpus: of each node; None requests none.
         num_cpus: of each node.
         limit_s: seconds after which it is ended.
     """
@@ -35,14 +34,9 @@ class Job:
     limit_s: int | None = None
     partition: str | None = None
 
-    def command(self, program: str, meets: str) -> str:
-        """The command line of a shell on each node; `meets` is where, as the shell has it."""
-        rdzv = [f'parallel.nnodes={self.num_nodes} parallel.rdzv="{meets}"'] if self.num_nodes > 1 else []
-        return " ".join([program, "train", shlex.join(self.words), *rdzv])
-
 
 def slurm(job: Job) -> str:
-    """A batch script: warned of its limit it saves, is queued again and resumes."""
+    """A batch script: warned of its time limit, the job saves, is queued again and resumes."""
     hours, rest = divmod(job.limit_s or 0, 3600)
     gpus = f"{job.gpu_type.lower()}:{job.num_gpus}" if job.gpu_type else job.num_gpus
     asked = {
@@ -58,14 +52,17 @@ def slurm(job: Job) -> str:
     }
     options = "\n".join(f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None)
     cores = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if job.num_cpus else ""
-    meets = "$head:$((20000 + SLURM_JOB_ID % 10000))"
+    command = f"{shlex.quote(sys.executable)} -m ptfast train {shlex.join(job.words)}"
+    if job.num_nodes > 1:
+        meets = "$head:$((20000 + SLURM_JOB_ID % 10000))"
+        command += f' parallel.nnodes={job.num_nodes} parallel.rdzv="{meets}"'
     return f"""\
 #!/bin/bash
 {options}
 #SBATCH --requeue
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=0{cores} {job.command(f"{shlex.quote(sys.executable)} -m ptfast", meets)} &
+srun --kill-on-bad-exit=0{cores} {command} &
 training=$!
 trap 'kill -USR1 $training' USR1
 wait $training
@@ -122,8 +119,3 @@ if __name__ == "__main__":
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     ).fit()
 '''
-
-
-def allowed_name(name: str) -> str:
-    """`name` as all clusters allow it: small letters, digits and dashes, a letter first."""
-    return re.sub(r"[^a-z0-9]+", "-", f"ptfast-{name}".lower()).strip("-")[:50]

@@ -13,7 +13,6 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
 def on_this_machine(num_ranks: int) -> list[str]:
-    """torchrun's options for ranks of this machine alone, whatever its variables (`PET_*`) say."""
+    """torchrun's options for ranks of this machine only, whatever its variables (`PET_*`) say."""
     return [
         *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
@@ -39,7 +38,7 @@ def on_this_machine(num_ranks: int) -> list[str]:
 
 
 def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
-    """torchrun's options for this machine's ranks; what is not given is left to its variables (`PET_*`).
+    """torchrun's options for this machine's ranks; the others are left to its variables (`PET_*`).
 
     Args:
         rdzv: HOST:PORT where the machines meet.
@@ -51,7 +50,7 @@ def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeou
         options.append(f"--nnodes={num_nodes}")
     if rdzv is not None:
         options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv}"]
-    # A machine that takes the place of another finds no store that the agents share from an earlier start.
+    # A replacement machine would not find a store that the agents share from an earlier start.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return options
 
@@ -62,8 +61,8 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
     Raises:
         ParallelError: P002 where the machines do not find each other, P001 where they lose each other.
     """
-    # torchrun would leave one thread to each rank; the ranks share the cores themselves and record it,
-    # or take the number that the user has given.
+    # torchrun would give each rank one thread; our ranks divide the cores themselves and record it, or take
+    # the user's number.
     os.environ.setdefault(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
@@ -72,7 +71,7 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
 
     from ptfast.launch.agent import watch
 
-    # The failure of a rank is said once, by us.
+    # We report the failure of a rank ourselves, once.
     elastic_log = logging.getLogger("torch.distributed.elastic")
     elastic_log.addHandler(logging.NullHandler())
     elastic_log.propagate = False
@@ -98,31 +97,26 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
 
 
 def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
-    """Tell torchrun, and gloo, by which address the others reach this machine: its name may mislead.
+    """Tell torchrun and gloo the address by which the others reach this machine.
 
-    Two machines may share a name, which many give to their loopback, too.
+    The host name may mislead: two machines may share it, and it often resolves to the loopback.
     """
     if address is None or ipaddress.ip_address(address[0]).is_loopback:
         return
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing, and finds the way.
+        # Sends nothing, but finds the route.
         probe.connect(address[:2])
         own = probe.getsockname()[0]
-    named = _addresses(socket.gethostname())
+    named: set[str] = set()
+    with contextlib.suppress(OSError):
+        named = {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}
     launch.local_addr = launch.local_addr or own
     if own == address[0] and own not in named:
-        # torch compares with the name's alone.
+        # torch compares only with the addresses of the name.
         launch.rdzv_configs.setdefault("is_host", True)
     if named and all(ipaddress.ip_address(one).is_loopback for one in named) and (name := _interface(own)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _addresses(host: str) -> set[str]:
-    try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
-    except OSError:
-        return set()
 
 
 def _interface(address: str) -> str | None:
@@ -144,7 +138,7 @@ def _interface(address: str) -> str | None:
 def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
     """The address where the machines meet, once somebody answers there; None for this machine's own name.
 
-    torch waits, too, but writes pages of warnings about it.
+    torch waits as well, but with pages of warnings.
     """
     host, _, port = endpoint.rpartition(":")
     if host in (socket.gethostname(), socket.getfqdn()):
@@ -172,50 +166,40 @@ def _not_met(endpoint: str, what: str) -> ParallelError:
 
 
 VISIBLE_S = 60
-"""How long a new file may stay invisible to other machines: NFS keeps what it knows of a folder so long."""
+"""How long a new file may stay invisible to other machines: NFS caches folders for up to a minute."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A rank's machine, as it tells the first rank."""
+def describe_node(words: Sequence[str]) -> str:
+    """What a rank tells the first rank about its machine, as JSON: versions, and the command line.
 
-    host: str
-    versions: dict[str, str | None]
-    words: list[str]
-    """The command line, without secrets."""
-
-    @classmethod
-    def this(cls, words: Sequence[str]) -> Node:
-        return cls(socket.gethostname(), run_directory.versions(), redact(words))
-
-    def json(self) -> str:
-        return json.dumps(asdict(self))
+    Args:
+        words: the command line, which may hold secrets.
+    """
+    facts = {"host": socket.gethostname(), "versions": run_directory.versions(), "words": redact(words)}
+    return json.dumps(facts)
 
 
 def check_nodes(texts: Sequence[str]) -> None:
     """Refuse ranks that were started with other versions or another command than the first (P002).
 
     Args:
-        texts: `Node.json` of each rank.
+        texts: `describe_node` of each rank.
     """
-    nodes = [Node(**json.loads(text)) for text in texts]
+    nodes = [json.loads(text) for text in texts]
     for rank, node in enumerate(nodes):
-        first = nodes[0]
-        for name, version in node.versions.items():
-            if version != first.versions[name]:
-                what = f"has {name} {version}, and rank 0 on {first.host} has {first.versions[name]}"
-                raise _other(rank, node, what, "Install the same versions on all machines")
-        if sorted(node.words) != sorted(first.words):
-            own, of_first = (
-                " ".join(word for word in one.words if word not in other.words) or "less"
-                for one, other in ((node, first), (first, node))
-            )
-            what = f"was started with {own}, and rank 0 on {first.host} with {of_first}"
-            raise _other(rank, node, what, "Start the same command on all machines")
-
-
-def _other(rank: int, node: Node, what: str, hint: str) -> ParallelError:
-    return ParallelError("P002", what, key=f"rank {rank} on {node.host}", suggestion=hint)
+        first, what, hint = nodes[0], None, None
+        for name, version in node["versions"].items():
+            if version != first["versions"][name]:
+                what = f"has {name} {version}, and rank 0 on {first['host']} has {first['versions'][name]}"
+                hint = "Install the same versions on all machines"
+                break
+        if what is None and sorted(node["words"]) != sorted(first["words"]):
+            own = " ".join(word for word in node["words"] if word not in first["words"]) or "less"
+            of_first = " ".join(word for word in first["words"] if word not in node["words"]) or "less"
+            what = f"was started with {own}, and rank 0 on {first['host']} with {of_first}"
+            hint = "Start the same command on all machines"
+        if what is not None:
+            raise ParallelError("P002", what, key=f"rank {rank} on {node['host']}", suggestion=hint)
 
 
 def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:

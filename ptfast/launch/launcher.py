@@ -49,10 +49,10 @@ from ptfast.core.errors import (
 )
 from ptfast.core.machine import die_with_parent
 from ptfast.launch.elastic import (
-    Node,
     can_reach,
     check_nodes,
     check_shared,
+    describe_node,
     on_several_machines,
     on_this_machine,
     run_elastic,
@@ -62,8 +62,9 @@ from ptfast.launch.resume import Place, find_place
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
 
+FINISHED = "{} is finished already: nothing to do."
 NOT_STARTED = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
-"""Exit codes of what is wrong before training begins, if it is wrong at all."""
+"""Exit codes of errors that are found before training begins."""
 
 
 def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
@@ -82,18 +83,22 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
         check_no_secrets(composed)
     place = find_place(composed, config)
     if place.finished:
-        _say_finished(place)
+        print(FINISHED.format(place.folder))
         return EXIT_OK
     with _prepared(place, composed):
         if launched:
-            return _launch_ranks(place, num_ranks, composed)
+            start_s = time.time()
+            state = str(place.state_folder) if place.state_folder is not None else ""
+            arguments = [str(place.folder), state, str(os.getpid())]
+            ended = run_elastic("ptfast.launch.rank_main", arguments, on_this_machine(num_ranks))
+            return _outcome(place.folder, composed, ended, start_s)
         from ptfast.launch import rank_main
 
         return rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
 
 
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:
-    """One of the ranks that the user has started: the first composes and picks the directory for all.
+    """Train as one of the ranks that the user started: the first composes and picks the directory for all.
 
     Args:
         read_config: called by the first rank alone.
@@ -102,7 +107,7 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
         The exit code of a rank that trains alone; one of several ends here.
 
     Raises:
-        PtfastError: whatever stops the run; on one rank only, so that it is said once.
+        PtfastError: whatever stops the run; on one rank only, so that it is reported once.
     """
     from ptfast.launch.rank_main import leave
 
@@ -120,7 +125,7 @@ def _start_rank(
         die_with_parent()
     ranks = count_neighbours(ranks)
     several = ranks.num_local_ranks < ranks.num_ranks
-    nodes = gather_texts(Node.this(words).json(), ranks, "node") if several else []
+    nodes = gather_texts(describe_node(words), ranks, "node") if several else []
     if not ranks.is_first:
         word = json.loads(broadcast_text(None, ranks))
         if several and "exit_code" not in word:
@@ -138,7 +143,7 @@ def _start_rank(
             if not place.finished:
                 stack.enter_context(_prepared(place, composed))
         if place.finished:
-            _say_finished(place)
+            print(FINISHED.format(place.folder))
             broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
             return EXIT_OK
         state = str(place.state_folder) if place.state_folder is not None else None
@@ -154,7 +159,7 @@ def _start_rank(
 
 @contextlib.contextmanager
 def _telling_exit_code(ranks: Ranks, place: str) -> Iterator[None]:
-    """Tell the other ranks, which wait at `place`, the exit code of an error inside."""
+    """Send the exit code of an error inside to the other ranks, which wait at `place`."""
     try:
         yield
     except Exception as error:
@@ -181,10 +186,10 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 @contextlib.contextmanager
 def _prepared(place: Place, composed: Composed) -> Iterator[None]:
-    """Make, lock and fill the run directory; one made for a run that could not begin is removed again."""
+    """Make, lock and fill the run directory; it is removed again if the run could not begin."""
     made = run_directory.create_folder(place.folder)
     exit_code = None
-    # Only who holds the directory may remove it: two starts may have been given the same.
+    # Only the holder of the lock may remove the directory: two starts may have been given the same one.
     with run_directory.hold(place.folder):
         try:
             for name in (run_directory.FAILURE, run_directory.SUMMARY, run_directory.EXAMPLES):
@@ -206,7 +211,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
-            # Only writing fails so.
+            # Only writing fails like this.
             failure = cannot_write(error, str(error.filename or place.folder))
             exit_code = failure.exit_code
             raise failure from error
@@ -215,10 +220,6 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
             failure = run_directory.read_json(place.folder / run_directory.FAILURE)
             if (exit_code or failure.get("exit_code")) in NOT_STARTED:
                 run_directory.discard(place.folder, made)
-
-
-def _say_finished(place: Place) -> None:
-    print(f"{place.folder} is finished already: nothing to do.")
 
 
 def resolve_num_ranks(config: Config) -> int:
@@ -259,9 +260,9 @@ def _check_started(config: Config, ranks: Ranks) -> None:
 
 
 def _launch_node(config: Config, words: Sequence[str]) -> int:
-    """Run this machine's ranks among those of several, each of which starts the same command.
+    """Run this machine's ranks; each of the other machines starts the same command.
 
-    The ranks read the command line as under a user's own torchrun: only where they meet is known before.
+    The ranks read the command line as under a user's own torchrun; only the meeting point is known here.
     """
     parallel = config.parallel
     if parallel.strategy == "single":
@@ -285,17 +286,11 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
     return next((code for code in codes if code > 0), ParallelError.exit_code) if codes else EXIT_OK
 
 
-def _launch_ranks(place: Place, num_ranks: int, composed: Composed) -> int:
-    """Run `num_ranks` workers under torchrun's elastic launcher and return the run's exit code."""
-    state = str(place.state_folder) if place.state_folder is not None else ""
-    start_s = time.time()
-    arguments = [str(place.folder), state, str(os.getpid())]
-    ended = run_elastic("ptfast.launch.rank_main", arguments, on_this_machine(num_ranks))
-    return _outcome(place.folder, composed, ended, start_s)
-
-
 def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> int:
-    """The exit code of ranks that were started at `start_s`, seconds since the epoch, and have ended.
+    """The exit code of a launched run whose ranks have ended.
+
+    Args:
+        start_s: when they were started, in seconds since the epoch.
 
     Raises:
         ParallelError: P001 when a rank was killed or left without a word.
@@ -303,7 +298,18 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     """
     from ptfast.launch.rank_main import EXIT_CODES
 
-    _raise_failure(folder, composed, ended)
+    reported = reported_failure(folder, composed)
+    # A rank that was killed is the cause of what the others say; one that hangs, of their losing it.
+    error = killed_rank(ended, str(folder))
+    if error is None and (reported is None or reported.exit_code == ParallelError.exit_code):
+        error = hung_rank(ended, str(folder))
+    if failure := error or reported:
+        # The first rank's summary may say only that another was gone.
+        line = str(error) if error else str(reported).split(": ", 2)[-1]
+        path = folder / run_directory.SUMMARY
+        known = {**run_directory.read_json(path), "status": "failed"}
+        run_directory.write_json(path, known | {"exit_code": failure.exit_code, "error": line})
+        raise failure
     status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
     if status in EXIT_CODES:
         return EXIT_CODES[status]
@@ -320,21 +326,6 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     rank, code = next(iter(ended.codes.items()), (0, None))
     what = f"rank {rank} exited with {code}" if code else "the ranks left without a summary"
     raise ParallelError("P001", what, key=str(folder))
-
-
-def _raise_failure(folder: Path, composed: Composed, ended: Ended) -> None:
-    """Raise a rank's own failure, or that it was killed or hangs."""
-    reported = reported_failure(folder, composed)
-    # A rank that was killed is the cause of what the others say; one that hangs, of their losing it.
-    error = killed_rank(ended, str(folder))
-    if error is None and (reported is None or reported.exit_code == ParallelError.exit_code):
-        error = hung_rank(ended, str(folder))
-    if error:
-        _note_failure(folder, str(error), error.exit_code)
-        raise error
-    if reported:
-        _note_failure(folder, str(reported).split(": ", 2)[-1], reported.exit_code)
-        raise reported
 
 
 def killed_rank(ended: Ended, key: str | None) -> ParallelError | None:
@@ -366,10 +357,3 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
         # Ranks read the frozen file: only here it is known where the user gave the key.
         line = error_line(composed.placed(PtfastError(**failure["parts"])))
     return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
-
-
-def _note_failure(folder: Path, line: str, exit_code: int) -> None:
-    """Name the cause in the summary, where the first rank knew only that another was gone."""
-    path = folder / run_directory.SUMMARY
-    known = run_directory.read_json(path)
-    run_directory.write_json(path, {**known, "status": "failed", "exit_code": exit_code, "error": line})

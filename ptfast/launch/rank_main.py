@@ -1,4 +1,4 @@
-"""One rank of a run: build it, train it, write what came of it, and say once what went wrong."""
+"""One rank of a run: build it, train it, write its results, and report a failure once."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from ptfast.run import Run
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
 SKIPPED_NAMES = 5
-"""Files that could not be read and are named; the others are counted."""
+"""How many files that could not be read are named; the others are counted."""
 CUT_SHORT = ("paused", "preempted", "interrupted")
-"""How a run ends whose state is saved before its last step, to be resumed."""
+"""Endings of a run that saved its state before the last step, to be resumed."""
 _nothing = contextlib.nullcontext()
 EXIT_CODES = {
     "finished": EXIT_OK,
@@ -61,7 +61,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank has ended."""
+    """How a rank ended."""
 
     status: str = "failed"
     exit_code: int = EXIT_BUG
@@ -135,19 +135,21 @@ class RankPart:
             display=self.display,
             clock=self.clock,
             state_folder=state_folder,
-            # The first machine has done so to choose the state; of each other, one rank does.
+            # The first machine has checked it to choose the state; one rank of each other does so here.
             check_state=ranks.local_rank == 0 and not ranks.is_first,
         )
         signals.run, self.clock = run, run.clock
         self.resumed_step = run.progress.step if state_folder is not None else None
         run.stop_signal = signals.received
         if ranks.is_first:
-            _note_environment(self.folder, run)
+            path = self.folder / run_directory.ENVIRONMENT
+            used = {"device": device_name(run), "threads": run.resolved.threads, "ranks": ranks.num_ranks}
+            run_directory.write_json(path, run_directory.read_json(path) | used)
             self.logger = run.logger = open_loggers(run, loggers)
         return run
 
     def fit(self, run: Run) -> Outcome:
-        """Train it, under what the config asks for in debugging aids."""
+        """Train it, with the debugging aids of the config."""
         from ptfast.profiling.debugging import debugging
         from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
         from ptfast.training.fit import fit
@@ -159,7 +161,13 @@ class RankPart:
         with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
             status = fit(run)
         if self.ranks.is_first and status in ("finished", "stopped", "paused"):
-            _note_examples(run)
+            from ptfast.training.examples import examples
+
+            run.clock.to("evaluation")
+            # A user's task may predict something else or nothing, and the data need not be pairs.
+            with contextlib.suppress(Exception, Stopped):
+                if found := examples(run):
+                    run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
         return Outcome(status, EXIT_CODES[status])
 
     def ended_by(self, error: BaseException, signals: Signals) -> tuple[Outcome, BaseException | None]:
@@ -212,9 +220,17 @@ class RankPart:
         """Write summary, figures and report; a failure to write hides no failure of the run itself."""
         from ptfast.report.html.run_report import write_report
 
-        run, display, failure = self.run, self.display, None
-        light, path = self._speed_of_light(outcome), self.folder / run_directory.SUMMARY
-        # Loggers may take long, and the system may end the run meanwhile.
+        run, display, failure, light = self.run, self.display, None, None
+        path = self.folder / run_directory.SUMMARY
+        if run is not None and outcome.error_line is None:
+            from ptfast.profiling.roofline import speed_of_light
+
+            try:
+                may_measure = outcome.status in ("finished", "stopped", "paused")
+                light = speed_of_light(run, may_measure=may_measure)
+            except Exception as error:
+                display.warn(f"the machine's limits could not be computed: {type(error).__name__}: {error}")
+        # Closing loggers may take long, and the system may end the run meanwhile.
         with contextlib.suppress(PtfastError):
             run_directory.write_json(path, self._summary(outcome, light))
         try:
@@ -250,22 +266,9 @@ class RankPart:
             summary["resume"] = resume_command(self.folder)
         return summary
 
-    def _speed_of_light(self, outcome: Outcome) -> dict[str, Any] | None:
-        """The machine's limits beside the run's speed; None where the run has failed."""
-        if self.run is None or outcome.error_line is not None:
-            return None
-        from ptfast.profiling.roofline import speed_of_light
-
-        try:
-            may_measure = outcome.status in ("finished", "stopped", "paused")
-            return speed_of_light(self.run, may_measure=may_measure)
-        except Exception as error:
-            self.display.warn(f"the machine's limits are not told: {type(error).__name__}: {error}")
-            return None
-
 
 def out_of_memory(config: Config) -> MachineError:
-    """The error to raise where memory has run out in a step."""
+    """The error to raise when memory runs out in a step."""
     limit, name = machine.memory_limit(config.device)
     return MachineError(
         "E002",
@@ -275,24 +278,6 @@ def out_of_memory(config: Config) -> MachineError:
         suggestion="ptfast find batch says what fits; or use precision=amp, checkpointing=full or "
         "gradients.accumulate=2",
     )
-
-
-def _note_environment(folder: Path, run: Run) -> None:
-    """Add what the run computes on, which is known once it is built."""
-    path = folder / run_directory.ENVIRONMENT
-    used = {"device": device_name(run), "threads": run.resolved.threads, "ranks": run.ranks.num_ranks}
-    run_directory.write_json(path, run_directory.read_json(path) | used)
-
-
-def _note_examples(run: Run) -> None:
-    """Write what the model says of some samples, for the report."""
-    from ptfast.training.examples import examples
-
-    run.clock.to("evaluation")
-    # The task of a user may predict nothing, or something else, and its data be no pairs.
-    with contextlib.suppress(Exception, Stopped):
-        if found := examples(run):
-            run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
 
 
 def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]:

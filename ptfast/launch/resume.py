@@ -34,12 +34,12 @@ class Place:
 def find_place(composed: Composed, config: Config) -> Place:
     """Decide on the run directory and the state to resume; creates nothing.
 
-    Of a run that is there already only the text of its config is compared: nothing that it names is imported.
+    An existing run's config is compared as text: nothing that it names is imported.
 
     Raises:
         ConfigError: C011 when a new run would go into a directory that holds one.
         SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
-            to resume, or what was saved of a run is gone.
+            to resume, or the saved files of a run are gone.
     """
     from ptfast.core.saved_state import find_state, read_facts
 
@@ -47,7 +47,8 @@ def find_place(composed: Composed, config: Config) -> Place:
     given = Path(config.run.dir) if config.run.dir else None
     if given and not _holds_run(given):
         _check_lost(given)
-    fresh = Place(given or run_directory.new_folder(Path(config.run.root), run_name(config)))
+    root, name = Path(config.run.root), config.run.name or config.recipe or "train"
+    fresh = Place(given or run_directory.new_folder(root, name))
     if resume == "never":
         if given and _holds_run(given):
             hint = "Go on with run.resume=auto, or choose another directory"
@@ -58,7 +59,7 @@ def find_place(composed: Composed, config: Config) -> Place:
         if given is not None:
             folder = given if _holds_run(given) else None
         else:
-            folder = _newest_unfinished(Path(config.run.root) / run_name(config), tree)
+            folder = _newest_unfinished(root / name, tree)
         if folder is None:
             return fresh
         return _continue(folder, tree, config, *_newest_intact(folder), folder)
@@ -73,17 +74,12 @@ def find_place(composed: Composed, config: Config) -> Place:
 
 
 def resume_command(folder: Path) -> str:
-    """The command line that resumes the run in `folder`, as it was started but for where and what from."""
+    """The command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
     words = run_directory.read_json(folder / run_directory.ENVIRONMENT).get("command_line", [])
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
     # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
     quoted = [word if word == "..." else shlex.quote(word.removeprefix("++")) for word in kept]
     return " ".join([*quoted, "run.resume=auto", shlex.quote(f"run.dir={folder}")])
-
-
-def run_name(config: Config) -> str:
-    """The folder under `run.root` that the runs of this config share."""
-    return config.run.name or config.recipe or "train"
 
 
 def _holds_run(folder: Path) -> bool:
@@ -93,7 +89,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _check_lost(folder: Path) -> None:
-    """Refuse to begin anew over a run whose config or saved states somebody has removed (S004)."""
+    """Refuse to start over a run whose config or saved states were removed (S004)."""
     from ptfast.core.saved_state import list_states
 
     if states := list_states(folder / "saved"):
@@ -129,7 +125,7 @@ def _continue(
 
 
 def _is_over(folder: Path, before: Tree, tree: Tree) -> bool:
-    """Return True if the run in `folder` came to its end, or to one by `stop`: nothing is left to train."""
+    """Return True if the run in `folder` reached its end, or was ended by `stop`."""
     status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
     if not _same_length(before, tree):
         return False
@@ -141,7 +137,7 @@ def _same_length(before: Tree, tree: Tree) -> bool:
 
 
 def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, config: Config) -> None:
-    """Refuse a length that the saved run cannot take, before anything of it is touched (S003)."""
+    """Refuse a length that does not fit the saved run, before any of its files is touched (S003)."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.saved_state import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
