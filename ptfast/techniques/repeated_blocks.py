@@ -1,4 +1,4 @@
-"""The blocks that a model is made of: what is compiled once, or computed again in the backward pass."""
+"""The repeated blocks of a model, which are compiled once, recomputed in backward, or sharded."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def find_blocks(
     model: nn.Module, patterns: str | Sequence[str] = "auto", *, key: str = "blocks"
 ) -> dict[str, nn.Module]:
-    """The repeated blocks of any model by name, in the order in which it holds them; none inside another.
+    """The repeated blocks of any model by name, in the model's order; none inside another.
 
-    By itself it finds the entries of the model's containers (nn.Sequential, ModuleList, ModuleDict) whose
-    class recurs in one or several of them: the layers of a transformer, the residual blocks of all stages of
-    a ResNet. An entry that is itself a row of equal blocks (a stage) gives those. Layers without parts of
-    their own, as in a plain MLP, are no blocks.
+    `auto` finds entries of containers (nn.Sequential, ModuleList, ModuleDict) whose class recurs there or in
+    other containers: the layers of a transformer, the residual blocks of all stages of a ResNet. An entry
+    that is itself a row of equal blocks (a stage) gives those. Layers without parts of their own, as in a
+    plain MLP, are not blocks.
 
     Args:
-        patterns: `auto`, or patterns of shell style over the names of modules (`layers.*`), where `*` matches
-            dots too: of what matches, the outermost modules are taken.
+        patterns: `auto`, or shell-style patterns of module names (`layers.*`), where `*` matches dots too;
+            the outermost modules that match are taken.
         key: the config key of the patterns, for the error.
 
     Returns:
-        Modules by name; a module that is used several times, once. Empty where nothing recurs.
+        Modules by name; a shared module once. Empty if nothing recurs.
 
     Raises:
         ConfigError: C005 when a pattern matches no module.
@@ -44,7 +44,11 @@ def find_blocks(
         del names[""]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise _no_match(pattern, list(names), key)
+                near = nearest(pattern.replace("*", ""), names) or ""
+                shown = [near] if near else [name for name in names if "." not in name][:5]
+                what, hint = "matches no module of the model", f"There is {', '.join(shown)}"
+                hint = hint if shown else "The model has no parts"
+                raise ConfigError("C005", what, key=key, value=pattern, suggestion=hint)
         found = {n: m for n, m in names.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
     unique: dict[int, str] = {}
     for name, module in found.items():
@@ -54,22 +58,20 @@ def find_blocks(
 
 
 def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Candidates for a block, outermost first: entries of containers, those of stages in their place."""
+    """Candidates for a block, outermost first: entries of containers, and of stages instead of the stage."""
     for name, child in module._modules.items():
         if child is None:
             continue
-        if isinstance(module, _CONTAINERS) and child._modules and not _is_stage(child):
-            yield f"{prefix}{name}", child
-        # Inside an entry there may be more, which count where the entry itself does not recur.
+        if isinstance(module, _CONTAINERS) and child._modules:
+            is_stage = _is_row(child) or any(_is_row(part, at_least=2) for part in child.children())
+            if not is_stage:
+                yield f"{prefix}{name}", child
+        # Entries further inside count if the entry itself does not recur.
         yield from _entries(child, f"{prefix}{name}.")
 
 
-def _is_stage(module: nn.Module) -> bool:
-    """Return True if it is, or directly holds, a row of blocks of one form."""
-    return _is_row(module) or any(_is_row(part, at_least=2) for part in module.children())
-
-
 def _is_row(module: nn.Module, at_least: int = 1) -> bool:
+    """Return True for a container of blocks of one form."""
     children = list(module.children())
     return (
         isinstance(module, _CONTAINERS)
@@ -80,13 +82,6 @@ def _is_row(module: nn.Module, at_least: int = 1) -> bool:
 
 
 def _form(module: nn.Module) -> Hashable:
-    """The key that blocks of a kind share: their class, of a bare container that of its entries."""
+    """The key that equal blocks share: their class; for a bare container with those of its entries."""
     kind = type(module)
     return (kind, *map(type, module.children())) if kind in _CONTAINERS else kind
-
-
-def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
-    near = nearest(pattern.replace("*", ""), names) or ""
-    shown = [near] if near else [name for name in names if "." not in name][:5]
-    hint = f"There is {', '.join(shown)}" if shown else "The model has no parts"
-    return ConfigError("C005", "matches no module of the model", key=key, value=pattern, suggestion=hint)

@@ -19,7 +19,7 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8
-"""Shapes of inputs up to which searching for kernels pays: full and last batches, a few sizes of images."""
+"""Input shapes up to which searching for kernels pays: full and last batches, a few sizes of images."""
 
 
 def apply_backend(
@@ -30,16 +30,15 @@ def apply_backend(
     before: Resolved | None = None,
     reads_ahead: bool = False,
 ) -> dict[str, Any]:
-    """Set torch's process-wide switches and say what `auto` became.
+    """Set torch's process-wide switches and resolve `auto`, before anything runs on the device.
 
-    Call it before anything runs on the device. The number of threads changes the order of sums, so the result
-    is recorded and given back as `threads` when the run resumes.
+    The number of threads changes the order of sums, so it is recorded and reused when the run resumes.
 
     Args:
-        backend: `threads=auto` takes an equal share of the usable cores for each local rank, less what
-            other processes keep busy and what reads ahead: threads that wait for a core hold up all others;
+        backend: `threads=auto` takes an equal share of the usable cores for each local rank, without those
+            that other processes or reading ahead keep busy: a thread that waits for a core delays all others;
             `cudnn_benchmark=auto` lets cuDNN time its kernels until `watch_shapes` has seen too many shapes;
-            `hold_memory` and `flush_denormals` act on a CPU only, the latter in threads that begin later.
+            `hold_memory` and `flush_denormals` act on a CPU only, the latter in threads that start later.
         num_local_ranks: processes of this run on this machine.
         before: what `auto` became when the run began; None for a new one.
         reads_ahead: a thread of this process reads the next batch meanwhile.
@@ -65,7 +64,7 @@ def apply_backend(
         # cuBLAS reads this when it first makes a handle.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
-        # RequestedGroup first because the call imports the compiler, which takes seconds.
+        # Checked first because the call imports the compiler, which takes seconds.
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     # Kernels chosen by timing differ from run to run.
@@ -87,10 +86,10 @@ def apply_backend(
 def watch_shapes(
     batches: Iterator[StepBatch], turn_off: Callable[[], None], most: int = MOST_SHAPES
 ) -> Iterator[StepBatch]:
-    """The same batches; `turn_off` is called once, before the first whose inputs have one shape too many.
+    """The same batches; `turn_off` is called once, when their inputs have had more than `most` shapes.
 
     cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps. Few shapes
-    repay that; where nearly every batch has one of its own, as with images of any size, nothing does.
+    repay that, but not a shape for nearly every batch, as of images of any size.
 
     Cost: a lookup on the host per micro-batch until then; nothing is read from the device.
     """
@@ -108,12 +107,12 @@ def watch_shapes(
 
 
 def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahead: bool = False) -> int:
-    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins where there is one.
+    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set.
 
-    Cores that other processes keep busy are left out: two threads of which one waits for a core were measured
-    at 3 to 300 times the time of one.
+    Cores that other processes keep busy are left out: two threads of which one waits for a core took 3 to 300
+    times as long as one.
     """
-    # torchrun sets the variable to 1 itself, which would leave all other cores unused.
+    # Torchrun sets the variable to 1, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -121,12 +120,9 @@ def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahea
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this rank; `auto` takes a GPU where there is one.
+    """The device of this rank; `auto` takes a GPU if there is one. E005 if the device is not there.
 
-    A rank that somebody has started may see its own GPU alone, which is then the first for each of them.
-
-    Raises:
-        MachineError: E005 when the device asked for is not there.
+    A launcher may show each rank only its own GPU, which is then the first for each of them.
     """
     if problem := cannot_run(lack_of_device(name), "device", name):
         raise problem
@@ -141,11 +137,11 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4
 
 
 def hold_memory() -> bool:
-    """Keep what this process frees for its next allocation; return True if its C library can.
+    """Keep memory that this process frees for its next allocation; return True if its C library can.
 
-    glibc gives the end of its heap back to the system once enough of it is free, and every block of more than
-    32 MiB at once, so that each step has the kernel find, clear and map the pages of its activations anew.
-    Here neither is done. The process stays as large as it has been at its peak.
+    glibc returns the free end of its heap to the system, and every block of more than 32 MiB at once, so that
+    the kernel clears and maps the pages of activations again in each step. Here it does neither, and the
+    process stays as large as at its peak.
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_MAX`.
     """

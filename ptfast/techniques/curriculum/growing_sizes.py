@@ -16,14 +16,14 @@ from ptfast.core.protocols import DataInfo, PackedTokens
 
 
 class Resize:
-    """Images that grow: small ones at first, by antialiased bilinear interpolation on the device.
+    """Images that start small and grow, by antialiased bilinear interpolation on the device.
 
     A convolution's work falls with the square of the side. Evaluation is always at full size.
 
     Args:
         stages: pixels of the shorter side, by step.
         shape: (height, width) at full size.
-        masks: targets say something of each pixel, and so shrink with their images.
+        masks: targets hold a value for each pixel, and are resized with their images.
 
     Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.
     """
@@ -32,7 +32,7 @@ class Resize:
         self.stages, self._shape, self._masks = stages, shape, masks
 
     def size(self, shorter: int) -> tuple[int, int]:
-        """(height, width) with a shorter side of so many pixels, in the proportions of the full size."""
+        """(height, width) of a shorter side, in the proportions of the full size."""
         height, width = (round(side * shorter / min(self._shape)) for side in self._shape)
         return height, width
 
@@ -48,18 +48,17 @@ class Resize:
         images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
         if self._masks:
             for side, length in ((-2, size[0]), (-1, size[1])):
-                targets = targets.index_select(side, _nearest(targets.shape[side], length, targets.device))
+                # The pixels under the centres of the fewer ones.
+                centres = 2 * torch.arange(length, device=targets.device) + 1
+                targets = targets.index_select(side, centres * targets.shape[side] // (2 * length))
         return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
-
-    def describe(self) -> str:
-        return describe_growth("images from {} to {} pixels", self.stages)
 
 
 class Cut:
-    """Sequences that grow: their beginnings alone at first, cut on the device.
+    """Sequences that start short and grow, cut on the device.
 
-    Attention's work grows with the square of the length, and short sequences keep early steps stable where
-    batches and learning rates are large. Tokens that are cut off do not count in the loss.
+    Attention's work grows with the square of the length, and short sequences keep early steps stable at large
+    batches and learning rates. Tokens that are cut off do not count in the loss.
 
     Source: Li, Zhang, He 2022, arXiv:2108.06084.
     """
@@ -76,9 +75,6 @@ class Cut:
             return {name: _cut(value, length) for name, value in data.items()}
         return tuple(_cut(value, length) for value in data)
 
-    def describe(self) -> str:
-        return describe_growth("sequences from {} to {} tokens", self.stages)
-
 
 def build_resize(
     first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo, model: nn.Module
@@ -86,8 +82,8 @@ def build_resize(
     """Images that grow to the data's own size from `first` pixels of the shorter side, `auto` for half of it.
 
     Raises:
-        ConfigError: C011 where there are no images, they are no larger than `first`, or `model`, which is
-            tried on the CPU, takes one size only.
+        ConfigError: C011 if there are no images, they are no larger than `first`, or `model`, tried on the
+            CPU, does not take that size.
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
@@ -102,7 +98,18 @@ def build_resize(
         what = "targets that may be coordinates, such as boxes or points, are not resized with the image"
         raise _refused(what, key, first)
     resize = Resize(stages, (shape[0], shape[1]), masks=masks)
-    _check_takes(model, torch.zeros(2, channels, *resize.size(first)), key, first)
+    height, width = resize.size(first)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(2, channels, height, width))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        what = f"the model does not take images of {height} x {width} ({str(error).splitlines()[0]})"
+        hint = "Use a larger size or a model that takes any, such as a convolutional one"
+        raise ConfigError("C011", what, key=key, value=first, suggestion=hint) from error
+    finally:
+        model.train(was_training)
     return resize
 
 
@@ -110,7 +117,7 @@ def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info
     """Sequences that grow to the data's own length from `first` tokens, `auto` for a quarter of it.
 
     Raises:
-        ConfigError: C011 where the data is no text for language modelling, or its sequences are no longer.
+        ConfigError: C011 if the data is not text for language modelling, or its sequences are no longer.
     """
     key, full = "curriculum.length_from", info.context_length
     if info.kind != "tokens" or full is None:
@@ -133,8 +140,8 @@ def build_batch_sizes(
 ) -> Stages:
     """Batches that grow to their full size, by `first` at a time.
 
-    Gradients are large against their noise at first, where small batches do as well a step and there are more
-    of them in an epoch. The learning rate stays as the schedule has it.
+    While gradients are large against their noise, a small batch makes as good a step, and an epoch has more
+    of them. The schedule's learning rate stays.
 
     Args:
         first: samples of the first steps over all ranks, a multiple of `micro_batches`; `auto` for a quarter
@@ -162,7 +169,7 @@ def build_batch_sizes(
     elif over.unit == "epochs":
         over_steps = over.value * num_samples / mean_size
     else:
-        # The steps that the run has depend on those that batches grow over, of which they are a part.
+        # The length of the run depends in turn on the steps over which batches grow.
         part = over.value / 100
         over_steps = part * (epochs or 1) * num_samples / (batch_size - part * (batch_size - mean_size))
     return grow(first, batch_size, first, max(1, round(over_steps)))
@@ -178,27 +185,7 @@ def describe_growth(what: str, stages: Stages) -> str:
     return f"{what.format(values[0], values[-1])} in {len(values)} stages over {starts[-1]:,} steps"
 
 
-def _nearest(length: int, size: int, device: torch.device) -> Tensor:
-    """The pixels of a line of `length` under the centres of `size` that stand for it."""
-    return (2 * torch.arange(size, device=device) + 1) * length // (2 * size)
-
-
 def _cut(value: Any, length: int) -> Any:
     if isinstance(value, PackedTokens):
         return PackedTokens(*(_cut(tensor, length) for tensor in value))
     return value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 else value
-
-
-def _check_takes(model: nn.Module, images: Tensor, key: str, first: int) -> None:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            model(images)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        height, width = images.shape[-2:]
-        what = f"the model does not take images of {height} x {width} ({str(error).splitlines()[0]})"
-        hint = "Use a larger size or a model that takes any, such as a convolutional one"
-        raise ConfigError("C011", what, key=key, value=first, suggestion=hint) from error
-    finally:
-        model.train(was_training)

@@ -17,15 +17,15 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 class Average:
-    """The base of averages: whom they follow, how they are put in for a while, and how they are saved.
+    """The base of averages: what they follow, how they are swapped in, and how they are saved.
 
-    Averaged are the parameters that train and the saved floating-point buffers of a plain model. Averages of
-    half-width weights are kept in float32: what a step adds would be lost in bf16. Made alone, it can load
-    and put in what either kind has saved.
+    It averages the parameters that train and the saved floating-point buffers of a plain model. Averages of
+    half-width weights are in float32, because bf16 would lose what a step adds. An instance of this base can
+    load and swap in what any kind has saved.
     """
 
     extendable = True
-    """A longer run would begin with the same averages."""
+    """A longer run would start with the same averages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -34,8 +34,9 @@ class Average:
         followed |= {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
         self._names = list(followed)
         weights = [weight.detach() for weight in followed.values()]
-        self._wholes = [_wide(weight) for weight in weights]
-        # Where weights are shared out, each rank averages its part.
+        types = [torch.float32 if weight.element_size() < 4 else weight.dtype for weight in weights]
+        self._wholes = [weight.to(dtype, copy=True) for weight, dtype in zip(weights, types, strict=True)]
+        # Each rank averages its part of sharded weights.
         self._weights = [local_part(weight) for weight in weights]
         self._averages = [local_part(average) for average in self._wholes]
         halves = any(
@@ -48,14 +49,14 @@ class Average:
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         """Follow the weights after `step`, counted from 1.
 
-        `skipped` is 0-d, on the device: True where the step was left out because fp16 gradients overflowed.
+        `skipped` is 0-d, on the device: True if fp16 gradients overflowed and the step was skipped.
         """
         raise NotImplementedError
 
     def settle(self, watched: Watched = lambda batches: batches) -> None:
-        """Make ready to be evaluated or saved what is not kept up at every step; called on all ranks.
+        """Prepare the averages to be evaluated or saved; called on all ranks.
 
-        `watched` goes through the batches that this takes, and may break it off: nothing has changed then.
+        `watched` wraps the batches that this needs, and may break it off: nothing has changed then.
         """
 
     def describe(self) -> str:
@@ -64,7 +65,7 @@ class Average:
 
     @property
     def ready(self) -> bool:
-        """Return True if there is an average yet. Waits for the device where steps may be left out."""
+        """Return True if there is an average yet. Waits for the device if steps may be skipped."""
         return bool(self._updates)
 
     def _wide_weights(self) -> list[Tensor]:
@@ -74,14 +75,14 @@ class Average:
         return self._widened
 
     def _move(self, share: float) -> None:
-        """Bring the averages nearer to the weights, by a share of the way."""
+        """Move the averages towards the weights, by a share of the way."""
         torch._foreach_lerp_(self._averages, self._wide_weights(), share)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Have the averages in the model, and afterwards its own weights and buffers back, bit for bit.
+        """Put the averages into the model, and afterwards its own weights and buffers back, bit for bit.
 
-        Where there is no average yet, the weights stay.
+        The weights stay if there is no average yet.
         """
         if not self.ready:
             yield
@@ -97,7 +98,7 @@ class Average:
                 torch._foreach_copy_(kept, copies)
 
     def copy_to_model(self) -> None:
-        """Replace the model's weights by their averages, for good; where there are none yet, they stay."""
+        """Replace the model's weights by their averages for good; they stay if there are none yet."""
         if self.ready:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, self._averages)
@@ -108,11 +109,7 @@ class Average:
         return {"averages": averages, "updates": int(self._updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
-
-        Raises:
-            SavedStateError: S002 for averages of other names or shapes.
-        """
+        """Load what `state_dict` gave; S002 for averages of other names or shapes."""
         averages = state["averages"]
         expected = {name: average.shape for name, average in zip(self._names, self._wholes, strict=True)}
         given = {name: average.shape for name, average in averages.items()}
@@ -128,10 +125,9 @@ class Average:
 class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`.
 
-    The average of the last steps often generalises better than the last weights, for the price of one more
-    copy. Statistics of BatchNorm are averaged with the weights they were measured with. The first update
-    copies, so the random initial weights do not linger. A step that fp16 leaves out is none: it would count
-    the same weights twice.
+    The average of the last steps often generalises better than the last weights. Statistics of BatchNorm are
+    averaged with the weights they were measured with. The first update copies, so the random initial weights
+    do not linger. Steps skipped by fp16 do not count: the same weights would count twice.
 
     Args:
         decay: in (0, 1); about the last 1 / (1 - decay) steps count.
@@ -146,14 +142,11 @@ class MovingAverage(Average):
         self._decay = decay
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        if skipped is not None:
-            self._update_unless(skipped)
+        if skipped is None:
+            self._move(1 - self._decay if self._updates else 1.0)
+            self._updates += 1
             return
-        self._move(1 - self._decay if self._updates else 1.0)
-        self._updates += 1
-
-    def _update_unless(self, skipped: Tensor) -> None:
-        """The same where the device alone knows if there was a step."""
+        # Only the device knows if there was a step.
         if isinstance(self._updates, int):
             self._updates = torch.full((), self._updates, device=skipped.device)
         share = torch.where(self._updates > 0, 1 - self._decay, 1.0)
@@ -171,17 +164,16 @@ class Swa(Average):
     """Average of the weights at equal distances over the end of a run, each with equal weight.
 
     Weights at a rate that stays high wander around a wide minimum, whose middle generalises better than any
-    of them. The statistics of BatchNorm are those of no average of weights: an average of statistics is not
-    the statistics of the average. They are measured anew, by a pass over training samples, whenever the
-    average is to be evaluated or saved.
+    of them. An average of BatchNorm's statistics is not the statistics of the average: these are measured
+    anew, by a pass over training samples, before the average is evaluated or saved.
 
     Args:
-        steps: whose weights count, the last of them no later than the run's.
-        forward: passes training samples through the model, as many on each rank, by way of what it is given;
-            None where there are none at hand, as of iterable data: statistics are then averaged like weights.
+        steps: those whose weights count, none later than the last of the run.
+        forward: passes the same number of training samples on each rank through the model, in batches
+            wrapped by its argument; None for iterable data, where statistics are averaged like weights.
         extendable: a longer run would start at the same step.
 
-    Cost: one pass over the weights every so many steps, and a forward pass over some thousand samples per
+    Cost: one pass over the weights at each of `steps`, and a forward pass over some thousand samples per
     evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; the same
     figures as torch.optim.swa_utils. That some thousand samples suffice: Wu, Johnson 2021, arXiv:2105.07576.
     """
@@ -237,14 +229,13 @@ class Swa(Average):
 
 
 class ScheduleFree(Swa):
-    """The average that a schedule-free optimizer keeps between the lines: it trains at one point, and its
-    result is another.
+    """The average that a schedule-free optimizer keeps: it trains at one point, and its result is another.
 
-    The optimizer's own methods go from the one to the other and back by arithmetic that rounds. Here the
-    point of training is kept, so that evaluating and saving change no bit of what follows.
+    The optimizer's own methods go from one to the other and back by arithmetic that rounds. Here the weights
+    in training are kept, so that evaluating and saving change no bit of what follows.
 
     Args:
-        optimizer: with methods `eval`, which puts the average into the model, and `train`.
+        optimizer: has methods `eval`, which puts the average into the model, and `train`.
         forward: as for `Swa`.
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
@@ -285,7 +276,7 @@ class ScheduleFree(Swa):
 
 @contextmanager
 def _measuring(model: nn.Module, norms: list[Any]) -> Iterator[None]:
-    """Have BatchNorm take its statistics over all samples that pass, the rest of the model evaluating."""
+    """Let BatchNorm average its statistics over all samples, with the rest of the model in evaluation."""
     training, momenta = model.training, [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
@@ -297,8 +288,3 @@ def _measuring(model: nn.Module, norms: list[Any]) -> Iterator[None]:
         model.train(training)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-
-
-def _wide(weight: Tensor) -> Tensor:
-    """A copy of `weight`, in float32 where it is narrower."""
-    return weight.to(torch.float32 if weight.element_size() < 4 else weight.dtype, copy=True)

@@ -22,17 +22,17 @@ def build_clipper(
     head: Iterable[Tensor] = (),
     by_group: Sequence[tuple[float, Sequence[Tensor]]] = (),
 ) -> Clipper | None:
-    """Build what clips the gradients between backward and the optimizer's step, or None where nothing does.
+    """Build the function that clips gradients between backward and the optimizer's step; None for none.
 
     Args:
         parameters: those being trained; gradients must be unscaled and, with several ranks, averaged.
         head: parameters that adaptive clipping leaves alone.
-        by_group: longest norm of each group that has one of its own, and its parameters; `clip_norm` then
-            holds for all others.
+        by_group: largest norm of each group that has its own, and its parameters; `clip_norm` then applies
+            to all others.
 
     Returns:
-        A function that clips in place and returns the norm before rescaling where there is `clip_norm`: 0-d,
-        on the device, not read by the host.
+        A function that clips in place and with `clip_norm` returns the norm before: 0-d, on the device, not
+        read by the host.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     spared = head if gradients.clip_adaptive is not None else ()
@@ -43,7 +43,8 @@ def build_clipper(
         steps.append(partial(clip_grad_value_, trained, gradients.clip_value))
     steps += [partial(clip_to_norm, list(members), norm) for norm, members in by_group]
     if gradients.clip_adaptive is not None:
-        steps.append(partial(clip_adaptively, sorted(rest, key=_has_units), gradients.clip_adaptive))
+        vectors_first = sorted(rest, key=lambda parameter: parameter.ndim > 1)
+        steps.append(partial(clip_adaptively, vectors_first, gradients.clip_adaptive))
     if gradients.clip_norm is not None:
         steps.append(partial(clip_to_norm, rest, gradients.clip_norm))
 
@@ -59,16 +60,16 @@ def clip_to_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(grads)
     if grads:
-        # Always multiplied, by 1 at most: to ask whether it is too long would make the host wait for it.
+        # Always multiplied, by 1 at most: to ask if it is too long, the host would have to wait.
         torch._foreach_mul_(local_parts(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0))
     return norm
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """The norm of tensors of one device taken as one vector: 0-d, there; 0 for none. Never read here."""
+    """The norm of tensors of one device, as one vector: 0-d, there, not read by the host; 0 for none."""
     if not grads:
         return torch.zeros(())
-    # Rounded to half width, norms would have two digits. (Of such models, norm layers stay in float32.)
+    # In half width, norms would have two digits. (Norm layers of such models stay in float32.)
     half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
     norms = torch._foreach_norm(local_parts(grads), dtype=torch.float32 if half else None)
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -77,16 +78,16 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e-3) -> None:
-    """Rescale the gradient of every unit that is long beside the unit's own weights (AGC).
+    """Rescale the gradient of every unit that is long compared with the unit's weights (AGC).
 
-    Networks without normalisation diverge at large batches and rates where few gradients are long; one norm
-    over all would shorten every other too. A unit is a row: an output of a linear layer, an output channel of
-    a convolution, an entry of an embedding; parameters of one dimension are a unit each.
+    Networks without normalisation diverge at large batches and rates because of a few long gradients; a
+    global norm would shorten all others too. A unit is a row: an output of a linear layer, an output channel
+    of a convolution, an entry of an embedding; a parameter of one dimension is one unit.
 
     Args:
-        parameters: those of at most one dimension first; ones without a gradient are passed over.
+        parameters: those of at most one dimension first; ones without a gradient are skipped.
         factor: longest allowed gradient as a part of the weights' norm, about 0.01; less for larger batches.
-        eps: least norm that weights are taken to have, so that those at zero can grow.
+        eps: lower bound of the weights' norm, so that weights at zero can grow.
 
     Cost: a pass over weights and gradients for norms and one over gradients to rescale.
     Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without
@@ -99,7 +100,7 @@ def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e
     ratios = _unit_norms([layer.detach() for layer in layers])
     torch._foreach_clamp_min_(ratios, eps)
     torch._foreach_mul_(ratios, factor)
-    # Over zero is infinite, and no more than 1 at the end.
+    # A division by zero gives infinity, which is clamped to 1 next.
     torch._foreach_div_(ratios, _unit_norms(grads))
     torch._foreach_clamp_max_(ratios, 1.0)
     torch._foreach_mul_(grads, ratios)
@@ -108,7 +109,7 @@ def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e
 def head_of(model: nn.Module) -> list[Tensor]:
     """Parameters of the last module that holds a matrix, in the order of modules: a classifier's last layer.
 
-    Where its matrix is that of another module too, as in language models, it is spared there as well.
+    A matrix that another module shares, as in language models, is spared there as well.
     """
     matrices = [n for n, p in model.named_parameters(remove_duplicate=False) if p.ndim >= 2]
     if not matrices:
@@ -118,12 +119,8 @@ def head_of(model: nn.Module) -> list[Tensor]:
 
 def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Norms of rows, in shapes that broadcast over them; tensors of at most one dimension come first."""
-    whole = [tensor for tensor in tensors if not _has_units(tensor)]
+    whole = [tensor for tensor in tensors if tensor.ndim <= 1]
     norms = list(torch._foreach_norm(whole)) if whole else []
     for tensor in tensors[len(whole) :]:
         norms.append(torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True))
     return norms
-
-
-def _has_units(tensor: Tensor) -> bool:
-    return tensor.ndim > 1

@@ -1,4 +1,4 @@
-"""Changes to a model that keep what it computes: the memory layout of images, biases that a norm cancels."""
+"""Changes to a model that keep its results: memory layout, biases that a norm cancels, chunked loss."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def apply_rewrites(
 
     Args:
         model: on `device`, in its final number format, without saved weights.
-        cancelled_biases: finds biases that a BatchNorm subtracts, where the section drops them and no run
-            before has found them; None to drop none but those of before.
-        sharded: ranks share weights out by rows, which have to lie one after another.
-        resolved: as resolved now; takes `channels_last` and `dropped_biases`.
+        cancelled_biases: finds biases that a BatchNorm subtracts, if the section drops them and `before` does
+            not list them; None to drop only those of `before`.
+        sharded: ranks shard weights by rows, which must be contiguous.
+        resolved: `channels_last` and `dropped_biases` are set.
     """
     resolved.channels_last = False if sharded else before.channels_last
     if resolved.channels_last is None:
@@ -73,7 +73,7 @@ def apply_channels_last(model: nn.Module) -> nn.Module:
 def resolve_channels_last(
     setting: bool | Literal["auto"], model: nn.Module, kind: str, device: torch.device
 ) -> bool:
-    """Return the setting, or for `auto` True where it usually pays: images, convolved mostly ungrouped."""
+    """Return the setting, or for `auto` True if it usually pays: images, most convolutions ungrouped."""
     if setting != "auto":
         return setting
     ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
@@ -83,20 +83,20 @@ def resolve_channels_last(
 def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:
     """Biases of convolutions and linear layers that the BatchNorm right behind them subtracts again.
 
-    Found by what the model does, whatever it is written in: `forward` is run in training and in evaluation
-    mode while every tensor operation is watched. A bias qualifies if one operation takes it, and its layer's
-    output goes to one BatchNorm, as it is and to nothing else: not through a ReLU, not into a sum, not to a
-    second norm, not kept or returned; and if that norm takes the statistics of the batch in training.
-    Subclasses of these layers and layers with hooks may do more than they seem to, and are left alone.
+    `forward` is run in training and in evaluation mode while every tensor operation is watched. A bias
+    qualifies if only one operation takes it, and if its layer's output goes unchanged to one BatchNorm and to
+    nothing else: not through a ReLU, into a sum or to a second norm, and it is not kept or returned. That
+    norm must use the statistics of the batch in training. Subclasses of these layers and layers with hooks
+    may do more, and are left alone.
 
     Args:
-        model: on the device of what `forward` feeds it; its buffers are put back as they were.
-        forward: runs the model, on two samples at least; its result is not used.
+        model: on the device of the inputs of `forward`; its buffers are restored.
+        forward: runs the model on at least two samples; its result is not used.
 
     Returns:
         Names of BatchNorms by the names of the layers before them.
 
-    Cost: two forward passes; nothing where no layer with a bias is as wide as a BatchNorm of the model.
+    Cost: two forward passes; nothing if no layer with a bias is as wide as a BatchNorm of the model.
     """
     named = dict(model.named_modules())
     norms = {module: name for name, module in named.items() if type(module) in _NORMS and _is_bare(module)}
@@ -129,14 +129,13 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
 
 
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
-    """Take biases away from layers whose BatchNorm subtracts them again, in place.
+    """Remove biases of layers whose BatchNorm subtracts them again, in place.
 
-    The norm subtracts the batch's mean, and with it any constant: such a bias costs a pass over its layer's
-    output in the forward pass and one over the gradient in the backward pass, and has no effect. In
-    evaluation the running mean takes its place.
+    The norm subtracts the batch's mean, and with it any constant: such a bias has no effect, but costs a pass
+    over its layer's output and one over the gradient. In evaluation it is part of the running mean.
 
-    States of the model stay those of the plain one: it saves zeros under the bias's name, and a bias that it
-    loads goes into the running mean, from which it is subtracted.
+    States of the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a
+    loaded bias from the running mean.
 
     Args:
         model: before its optimizer is built.
@@ -179,7 +178,7 @@ def _load_into_mean(
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Return True if it does what its class does: hooks may look at what comes out, or change it."""
+    """Return True if it has no hooks, which may read or change its output."""
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -195,18 +194,18 @@ class _Seen:
 
 
 class _Uses(TorchDispatchMode):
-    """Counts the operations that take a watched tensor, in C++ and in functions of autograd too."""
+    """Counts the operations that take a watched tensor, those in C++ and of autograd included."""
 
     def __init__(self, biases: dict[Tensor, _Seen]) -> None:
         super().__init__()
         self.biases = WeakIdKeyDictionary()
         self.biases.update(biases)
-        # Weak: what is still there after the forward pass has been kept or returned.
+        # Weak: an output still there after the forward pass was kept or returned.
         self.outputs = WeakIdKeyDictionary()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Or else torch imports its compiler, to hide this mode from it.
+        # Otherwise torch imports its compiler to hide this mode from it.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +222,7 @@ class _Uses(TorchDispatchMode):
 def _watch(
     layers: dict[Any, str], norms: dict[Any, str], forward: Callable[[], object]
 ) -> tuple[dict[str, str], set[str]]:
-    """Run `forward` once: the norms of those layers whose output went to one alone, and who was called."""
+    """Run `forward` once: the norms of layers whose output went to nothing else, and the layers called."""
     seen = {layer: _Seen() for layer in layers}
     norm_calls = dict.fromkeys(norms, 0)
     uses = _Uses({layer.bias: seen[layer] for layer in layers})
@@ -259,23 +258,23 @@ def _watch(
 
 
 class ChunkedHead(nn.Linear):
-    """A linear layer that leaves its product to the loss in training; in evaluation it computes it."""
+    """A linear layer that leaves its product to the loss in training, and computes it in evaluation."""
 
     def forward(self, input: Tensor) -> Any:
         if not self.training:
             return super().forward(input)
         half = torch.is_autocast_enabled(input.device.type)
-        # Torch casts the inputs of a linear layer, and not those of the loss.
+        # Autocast converts the inputs of a linear layer, but not those of the loss.
         hidden = input.to(torch.get_autocast_dtype(input.device.type)) if half else input
         return LinearLogits(hidden, self.weight)
 
 
 def apply_chunked_head(model: nn.Module, task: Any) -> None:
-    """Have the last layer of `model` and the loss of `task` computed chunk by chunk in training, in place.
+    """Let the last layer of `model` and the loss of `task` be computed chunk by chunk in training, in place.
 
-    Logits of all tokens are the largest activation of a language model with a large vocabulary; they, their
-    softmax and their gradient are never there at once. Names and shapes of weights do not change. The output
-    of `model` has to be that of its layer `head`.
+    The logits of all tokens are the largest activation of a language model with a large vocabulary; in chunks
+    they, their softmax and their gradient never exist all at once. Names and shapes of weights do not change.
+    The output of `model` must be that of its layer `head`.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """

@@ -21,7 +21,7 @@ EIGHTH = Duration(12.5, "percent")
 
 @dataclass(frozen=True)
 class Span:
-    """The measure of durations: the steps a schedule spans, and what the steps of an epoch are."""
+    """Converts durations: the steps that a schedule spans, and the steps of an epoch."""
 
     total_steps: int
     plan: BatchPlan
@@ -34,12 +34,12 @@ class Span:
             raise ConfigError("C011", str(error), key="schedule", value=duration) from error
 
     def every(self, duration: Duration) -> Sequence[int]:
-        """The steps after which another `duration` is over, rising; errors as `steps`."""
+        """The steps after which another `duration` is over, rising. Errors as for `steps`."""
         self.steps(duration)
         return self.plan.every(duration, self.total_steps)
 
     def position(self, duration: Duration) -> float:
-        """`duration` in steps, where a percentage keeps its fraction of a step, as torch's one-cycle does."""
+        """`duration` in steps; a percentage keeps its fraction of a step, as in torch's one-cycle."""
         if duration.unit == "percent":
             return duration.value / 100 * self.total_steps
         return float(self.steps(duration))
@@ -48,9 +48,9 @@ class Span:
 class Shape:
     """How the learning rate moves over a run; subclass it to plug in your own by import path.
 
-    `spans_run` says whose clock a shape runs on. Shapes that end with the run (cosine, one-cycle) start after
-    the warm-up and span what is left of the run; shapes whose points lie at fixed steps (milestones) count
-    from the run's first step, warm-up included.
+    Shapes that end with the run (cosine, one-cycle) set `spans_run`: they start after the warm-up and span
+    the rest of the run. Shapes with points at fixed steps (milestones) count from the run's first step,
+    warm-up included.
     """
 
     spans_run: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class Shape:
         raise NotImplementedError
 
     def momentum(self, span: Span) -> Curve | None:
-        """The momentum (beta1 for Adam's family) by step, or None where the optimizer keeps its own."""
+        """The momentum (beta1 for Adam's family) by step, or None if the optimizer keeps its own."""
         return None
 
 
@@ -132,7 +132,7 @@ class Cosine(Shape):
 
 @dataclass
 class Polynomial(Shape):
-    """The part of the run that is left, to the power of `power`, from the base rate to `end` times it."""
+    """From the base rate to `end` times it, as the rest of the run to the power of `power`."""
 
     power: float = 1.0
     end: float = 0.0
@@ -145,11 +145,11 @@ class Polynomial(Shape):
 
 @dataclass
 class OneCycle(Shape):
-    """One rise to the base rate, which here is the maximum, one equal fall, and a tail far below the start.
+    """One rise to the base rate, which is the maximum, one equal fall, and a tail far below the start.
 
-    Large rates regularise and let a network train in fewer steps; momentum moves the other way, low where the
-    rate is high. The defaults are Smith's: start at a tenth of the maximum, two equal phases that make a
-    cycle slightly shorter than the run, then a tail several orders of magnitude lower.
+    Large rates regularise and let a network train in fewer steps; momentum is low where the rate is high. The
+    defaults are Smith's: a start at a tenth of the maximum, two equal phases that make a cycle slightly
+    shorter than the run, then a tail several orders of magnitude lower.
 
     Args:
         start: rate of the first step as a part of the maximum, in (0, 1].
@@ -197,25 +197,28 @@ class OneCycle(Shape):
         if self.fall:
             ends.insert(1, rise_steps + fall_steps - 2)
             values.insert(2, back)
-        starts, anneal = [0.0, *ends], _linear if self.anneal == "linear" else _cosine
+        starts, linear = [0.0, *ends], self.anneal == "linear"
 
         def curve(step: int) -> float:
             step = min(step, span.total_steps - 1)
             phase = bisect_left(ends, step, hi=len(ends) - 1)
             length = ends[phase] - starts[phase]
             done = (step - starts[phase]) / length if length else 1.0
-            return anneal(values[phase], values[phase + 1], done)
+            start, end = values[phase], values[phase + 1]
+            if linear:
+                return start + (end - start) * done
+            return end + (start - end) / 2 * (1 + math.cos(math.pi * done))
 
         return curve
 
 
 @dataclass
 class Cyclic(Shape):
-    """Triangles between `start` and the base rate, which here is the maximum, one after another.
+    """Triangles between `start` and the base rate, which is the maximum, one after another.
 
-    A rate that rises now and then leaves plateaus behind, and any moment at a triangle's foot is a good one
-    to stop at. Momentum moves the other way. With `start` as torch's `base_lr / max_lr` the figures are those
-    of its CyclicLR.
+    A rate that rises now and then leaves plateaus behind, and the foot of any triangle is a good moment to
+    stop. Momentum moves the other way. With `start` as torch's `base_lr / max_lr` the figures are those of
+    its CyclicLR.
 
     Args:
         start: lowest rate as a part of the maximum, in (0, 1].
@@ -258,8 +261,8 @@ class Cyclic(Shape):
         return lambda step: high - (high - low) * height(step)
 
     def _height(self, span: Span) -> Curve:
-        """How far up a triangle a step is, 0 to 1, times how high that triangle is."""
-        # In a run too short for its triangles they are as short as can be.
+        """The height of a step on its triangle, 0 to 1, times that of the triangle."""
+        # A run too short for its triangles has the shortest possible.
         rise_steps = max(span.position(self.rise), 1.0)
         fall_steps = rise_steps if self.fall is None else max(span.position(self.fall), 1.0)
         mode, gamma, length = self.mode, self.gamma, rise_steps + fall_steps
@@ -280,13 +283,5 @@ def _require_both(momentum_max: float | None, momentum_min: float | None) -> Non
 
 
 def _to_end(total_steps: int, end: float, shape: Callable[[float], float]) -> Curve:
-    """From 1 to `end`, reached after the last step; `shape` maps the part of the run that is left to 0..1."""
+    """From 1 to `end`, reached after the last step; `shape` maps the rest of the run to 0..1."""
     return lambda step: end + (1 - end) * shape(max(1 - step / total_steps, 0.0))
-
-
-def _linear(first: float, last: float, done: float) -> float:
-    return first + (last - first) * done
-
-
-def _cosine(first: float, last: float, done: float) -> float:
-    return last + (first - last) / 2 * (1 + math.cos(math.pi * done))

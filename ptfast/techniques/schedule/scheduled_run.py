@@ -1,4 +1,4 @@
-"""The schedule of one run: a shape, its durations in steps, and a linear warm-up; shapes of a user's own."""
+"""The schedule of one run: a shape, its durations in steps, a linear warm-up; shapes of the user's own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 class LrSchedule:
     """Learning-rate factors and momenta of a run, by step counted from 0.
 
-    Steps that fp16 leaves out are none: who asks counts those that were taken.
+    Steps skipped by fp16 do not advance it: callers count the steps taken.
 
     Args:
         factor: factor on every group's base rate, without warm-up.
         warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
-        delay_steps: steps that pass before the clock of `factor` and `momentum` starts.
-        of_length: the schedule of a run of so many steps, otherwise the same; None where that is not known.
-        momentum_note: what becomes of the momentum, in a few words; None where the shape leaves it alone.
+        delay_steps: steps before `factor` and `momentum` start.
+        of_length: gives the same schedule for a run of another length; None if that is unknown.
+        momentum_note: says if the momentum is cycled; None if the shape leaves it alone.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LrSchedule:
         return ramp + [factor(step - delay) for step in full]
 
     def momenta(self, first: int, last: int) -> list[float] | None:
-        """Momenta of steps `first` up to, not including, `last`; None where the optimizer keeps its own."""
+        """Momenta of steps `first` up to, not including, `last`; None if the optimizer keeps its own."""
         momentum, delay = self._momentum, self._delay_steps
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
         """Return True if a run of `total_steps` has the same figures in its first `num_steps`.
 
-        Such a run can be made as long as this one after that many steps.
+        After that many steps, such a run can be made as long as this one.
         """
         if self._of_length is None:
             return False
@@ -84,12 +84,12 @@ def build_schedule(
     """Turn durations into steps, once, and put a linear warm-up in front.
 
     The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
-    its first step already trains. Milestones count from the start of the run, warm-up included, as there;
-    shapes that end with the run span what the warm-up leaves of it, as SequentialLR puts them together.
+    its first step already trains. Milestones count from the start of the run, as there; shapes that end with
+    the run span the rest of it, as under torch's SequentialLR.
 
     Args:
         has_momentum: the optimizer has a momentum that can be cycled.
-        extendable: nothing else spans the run, such as the sizes of a curriculum.
+        extendable: False if something else spans the run, such as the sizes of a curriculum.
 
     Raises:
         ConfigError: C011 for a warm-up longer than the run.
@@ -117,7 +117,7 @@ def build_schedule(
 
 
 MOMENTUM = 0.9
-"""Of the optimizer that a scheduler of torch's is tried on; one that leaves it there does not cycle it."""
+"""Momentum of the optimizer that a scheduler of torch's is tried on, to see if it cycles it."""
 
 
 def build_shape(target: Target, lr: float) -> Shape:
@@ -132,7 +132,7 @@ def build_shape(target: Target, lr: float) -> Shape:
 
 @dataclass
 class FunctionOfStep(Shape):
-    """`factor(step)` of the user's, called before training, once for each step, counted from 0."""
+    """The user's `factor(step)`, called before training, once for each step, counted from 0."""
 
     target: Target
 
@@ -155,7 +155,7 @@ class FunctionOfStep(Shape):
 
 
 class FunctionOfRun(FunctionOfStep):
-    """`factor(step, num_steps)` of the user's: it begins after the warm-up and spans what is left."""
+    """The user's `factor(step, num_steps)`, which starts after the warm-up and spans the rest."""
 
     spans_run: ClassVar[bool] = True
 
@@ -164,8 +164,8 @@ class FunctionOfRun(FunctionOfStep):
 class TorchScheduler(Shape):
     """A scheduler of torch's, run once over all steps beside an optimizer of one weight.
 
-    Its rates become factors on the base rate, with which every group moves in proportion, and so does what
-    it sets in absolute figures, such as `eta_min`. Its steps are those of the run, warm-up included.
+    Its rates become factors on the base rate of every group, absolute ones such as `eta_min` too. Its steps
+    are those of the run, warm-up included.
 
     Cost: some 10 microseconds a step of the run, before training.
     """

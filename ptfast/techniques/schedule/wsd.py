@@ -15,14 +15,14 @@ FIFTH = Duration(20, "percent")
 
 @dataclass
 class Wsd(Shape):
-    """The base rate up to the last part of the run, in which it falls to `end` times it.
+    """The base rate, and in the last part of the run a fall to `end` times it.
 
-    Up to the decay nothing depends on the length of the run: any state saved before it can be trained for
+    Nothing before the decay depends on the length of the run: any state saved before it can be trained for
     longer, or be decayed at once, in place of a run of each length.
 
     Args:
         decay: length of the fall at the end of the run; 10 to 20 % do as well as a cosine.
-        anneal: `1-sqrt`: one minus the root of the part of the decay that is done; `linear`: a straight line.
+        anneal: `1-sqrt`: one minus the root of the done part of the decay; `linear`: a straight line.
         end: rate after the last step as a part of the base rate, >= 0.
 
     Sources: Hu et al. 2024, "MiniCPM", arXiv:2404.06395 (the schedule); Hägele et al. 2024, "Scaling Laws and

@@ -98,11 +98,11 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
     if curriculum.image_size_from is not None:
         first, multiple = curriculum.image_size_from, curriculum.image_size_multiple
         plan.transforms.append(resize := build_resize(first, multiple, over_steps, info, model))
-        plan.notes.append(resize.describe())
+        plan.notes.append(describe_growth("images from {} to {} pixels", resize.stages))
     if curriculum.length_from is not None:
         first, multiple = curriculum.length_from, curriculum.length_multiple
         plan.transforms.append(cut := build_cut(first, multiple, over_steps, info))
-        plan.notes.append(cut.describe())
+        plan.notes.append(describe_growth("sequences from {} to {} tokens", cut.stages))
     plan.spans_run = bool(plan.notes) and curriculum.over.unit == "percent"
     return plan
 
