@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -39,8 +39,8 @@ def fit(run: Run) -> str:
         fails, is due again when the run is resumed.
 
     Raises:
-        NumericsError: N001 when the loss is no longer finite.
-        DataError: D006 when iterable data ends before the last step.
+        NumericsError: N001 if the loss is no longer finite.
+        DataError: D006 if iterable data ends before the last step.
     """
     try:
         return _fit(run)
@@ -52,25 +52,25 @@ def fit(run: Run) -> str:
 
 
 def _fit(run: Run) -> str:
-    progress, cadence = run.progress, run.cadence
+    progress = run.progress
     run.call_back("on_start")
     callback_states(run)
     trainer = Trainer(run)
     batches = _start(run, trainer)
-    status, look_steps, first_step, data_comes = _judge(run), 1, progress.step, True
+    status, look_steps, data_comes = _judge(run), 1, True
     while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
         if not progress.evaluation_due:
             if trainer.switch():
                 with run.clock.gathering("warm_up"):
                     batches = trainer.warm_up(batches)
-            segment = _train_stretch(run, trainer, batches, first_step, look_steps)
+            segment = _train_segment(run, trainer, batches, look_steps)
             data_comes = segment.data_comes
             status, look_steps = _poll_signals(run, segment.step_s)
-            _report(run, trainer, segment, run.total_steps - first_step)
+            _report(run, trainer, segment)
         is_best = False
         if progress.evaluation_due and status in ("finished", "paused"):
             try:
-                is_best = evaluate_and_rank(run)
+                is_best = _evaluate_and_rank(run)
             except Abandoned:
                 status, _ = _poll_signals(run)
                 data_comes = False
@@ -81,7 +81,7 @@ def _fit(run: Run) -> str:
             if status == "finished" and progress.step < run.total_steps:
                 status = _judge(run)
         ends = progress.step >= run.total_steps or status != "finished"
-        if is_best or ends or progress.step in cadence.save_steps:
+        if is_best or ends or progress.step in run.cadence.save_steps:
             _save(run, is_best, settles=data_comes)
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
@@ -94,7 +94,7 @@ def _fit(run: Run) -> str:
 
 
 def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
-    """The batches to come, once a model that is compiled has been."""
+    """Start loading, and compile the model if it is to be; return the batches to train on."""
     clock, compilation, counter = run.clock, run.compilation, run.counter
     if compilation is not None:
         run.display.note("compiling the first step ...")
@@ -118,22 +118,20 @@ class Segment(NamedTuple):
     """Mean since the last log line."""
     step_s: float
     data_comes: bool
-    """False where a signal has ended the wait for a batch."""
+    """False if a signal has ended the wait for a batch."""
 
 
-def _train_stretch(
-    run: Run, trainer: Trainer, batches: Iterator[StepBatch], first_step: int, look_steps: int
-) -> Segment:
+def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], look_steps: int) -> Segment:
     """Train up to the next moment at which something is due, for `look_steps` steps at most.
 
-    Workers start, caches fill and kernels are chosen in a process's first step, which is one alone; so is one
-    whose operators are counted. Neither says how fast the run trains.
+    In a process's first step workers start, caches fill and kernels are chosen, so it is a segment of its
+    own; so is a step whose operators are counted. Neither says how fast the run trains.
     """
     progress, clock, counter, data_comes = run.progress, run.clock, run.counter, True
     start, start_s, samples, paced_s = progress.step, clock.elapsed_s(), progress.samples, clock.pace_s()
     stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
-    aside: AbstractContextManager[Any] | None = None
-    if start == first_step:
+    is_first, aside = start == trainer.first_step, None
+    if is_first:
         aside = clock.gathering("warm_up")
     elif counter.due(start):
         stop, aside = start + 1, counter.counting(batches)
@@ -144,7 +142,7 @@ def _train_stretch(
             data_comes = False
         loss = trainer.window.read()
         steps = progress.step - start
-        if start == first_step and steps:
+        if is_first and steps:
             trainer.first_look.check_evaluation()
     trainer.first_look.switches.look()
     if aside is None:
@@ -154,7 +152,7 @@ def _train_stretch(
     return Segment(steps, loss, (clock.elapsed_s() - start_s) / max(1, steps), data_comes)
 
 
-def _report(run: Run, trainer: Trainer, segment: Segment, steps_of_process: int) -> None:
+def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
     """Call back at the end of an epoch, note if an evaluation is due, and log or show figures."""
     progress, cadence = run.progress, run.cadence
     step, took_any = progress.step, segment.steps > 0
@@ -165,14 +163,14 @@ def _report(run: Run, trainer: Trainer, segment: Segment, steps_of_process: int)
         trainer.window.show(segment.loss)
         return
     trainer.window.log(segment.loss)
-    if run.compilation is not None and (
-        advice := run.compilation.complaint(segment.step_s, steps_of_process)
-    ):
-        run.display.warn(advice)
+    if run.compilation is not None:
+        advice = run.compilation.complaint(segment.step_s, run.total_steps - trainer.first_step)
+        if advice:
+            run.display.warn(advice)
 
 
 def _save(run: Run, is_best: bool, *, settles: bool) -> None:
-    """Save the state of now."""
+    """Save the current state; `settles` first completes averaged weights, which may take batches."""
     run.clock.to("saving")
     if run.ema is not None and settles:
         with run.uncompiled(), suppress(Stopped):
@@ -213,8 +211,8 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     return figures
 
 
-def evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss where nothing is held out; True if it is the best so far."""
+def _evaluate_and_rank(run: Run) -> bool:
+    """Evaluate `val`, or take the training loss if nothing is held out; True if the best is to be kept."""
     progress = run.progress
     if "val" in run.eval_loaders:
         figures = evaluate_split(run, "val")
@@ -251,12 +249,11 @@ def _judge(run: Run) -> str:
 
 
 def _poll_signals(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
-    """How the run stands after this step, and after how many more to look up again.
+    """The status of the run after this step, and after how many more to look up again.
 
     All ranks agree on both, so that none waits for one that has left.
     """
-    max_time_s = run.max_time_s
-    late = max_time_s is not None and run.clock.elapsed_s() > max_time_s
+    late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
     over = run.progress.step >= run.total_steps
     code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptfast.core import devices
 from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
-from ptfast.core.errors import DataError, NumericsError
+from ptfast.core.errors import NumericsError, PtfastError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes, processor_time_s
 from ptfast.core.protocols import takes_own_steps
 from ptfast.data.label_checks import unfit_samples
@@ -23,12 +23,16 @@ from ptfast.training.first_step import FirstStep
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
+NAMED = 5
+"""Parameters without a gradient that are named; the others are counted."""
+MOST_SKIPPED = 30
+"""Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
 
 
 class Usage:
-    """What has been used since the last look, of a GPU where the run is on one; 0.1 ms a look on a CPU.
+    """Processor time, memory and a GPU's busy time since the last look; 0.1 ms a look on a CPU.
 
-    `warn` receives why a figure cannot be had, which is left out from then on.
+    `warn` receives why a figure cannot be had; it is left out from then on.
     """
 
     def __init__(self, device_type: str, warn: Callable[[str], None]) -> None:
@@ -36,16 +40,16 @@ class Usage:
         self._asked: dict[str, Callable[[], float]] = {"memory_bytes": lambda: held_memory_bytes(device_type)}
         if device_type == "cuda":
             self._asked["gpu_use"] = lambda: torch.cuda.utilization() / 100
-        self._mark = self._times()
+        self._look_s, self._cores_s = time.perf_counter(), processor_time_s()
 
     def look(self) -> dict[str, float]:
         """Figures by name, none too soon after the last; a GPU's busy time takes the package nvidia-ml-py."""
-        if time.perf_counter() - self._mark[0] < LEAST_S:
+        now_s, before_s = time.perf_counter(), self._look_s
+        if now_s - before_s < LEAST_S:
             return {}
-        now = self._times()
-        wall_s, cores_s = (b - a for a, b in zip(self._mark, now, strict=True))
-        self._mark = now
-        figures = {"cpu_cores": cores_s / wall_s}
+        cores_s, cores_before_s = processor_time_s(), self._cores_s
+        self._look_s, self._cores_s = now_s, cores_s
+        figures = {"cpu_cores": (cores_s - cores_before_s) / (now_s - before_s)}
         for name, ask in [*self._asked.items()]:
             try:
                 figures[name] = ask()
@@ -55,65 +59,14 @@ class Usage:
                     self._warn(f"{name} is not logged: {type(error).__name__}: {error}")
         return figures
 
-    @staticmethod
-    def _times() -> tuple[float, float]:
-        return time.perf_counter(), processor_time_s()
-
-
-NAMED = 5
-"""Parameters without a gradient that are named; the others are counted."""
-
-
-class GradientInspection:
-    """Looks at gradients at the last step before the host looks up from training; reads nothing of them."""
-
-    def __init__(self, run: Run, parameters: Sequence[Tensor], scaled: ScaledSteps | None) -> None:
-        self._run, self._parameters, self._scaled = run, parameters, scaled
-        self._unreached: set[str] | None = None
-        self._reported = False
-        self.norm: Tensor | None = None
-        """Of all gradients, summed over ranks where that is averaged; on the device."""
-
-    @property
-    def wanted(self) -> bool:
-        """True if there is something left to look for."""
-        run = self._run
-        if takes_own_steps(run.task):
-            return False  # it leaves no gradients to look at
-        return not self._reported or run.log_norm or run.ranks.distributed
-
-    def __call__(self) -> None:
-        """Look at the gradients that there are now."""
-        run = self._run
-        if run.ranks.distributed:
-            run.forward.check_gradients()
-        if run.log_norm:
-            norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
-            self.norm = norm if self._scaled is None else norm / self._scaled.scale
-        if not self._reported:
-            named = run.model.named_parameters()
-            missing = {name for name, p in named if p.requires_grad and p.grad is None}
-            self._unreached = missing if self._unreached is None else self._unreached & missing
-
-    def report(self) -> None:
-        """Name, once, the parameters without a gradient in any look: steps leave those alone."""
-        if self._unreached and not self._reported:
-            names = sorted(self._unreached)
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            what = "get no gradient, and so neither updates nor weight decay"
-            self._run.display.note(f"{', '.join(names[:NAMED])}{more} {what}")
-        self._reported = True
-
-
-MOST_SKIPPED = 30
-"""Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
-
 
 class LossWindow:
-    """Sums of the item losses since the last log line, and the line itself.
+    """The open log line: item losses and gradients since the last one, kept on the device until it is due.
 
     Args:
-        run: on every rank; a window that it was saved in the middle of is resumed.
+        run: on every rank; a window that was open when the run was saved is resumed.
+        parameters: those the optimizer steps.
+        scaled: fp16's steps; None in other precisions.
         first_look: knows what made a loss that is not finite from the start.
     """
 
@@ -121,39 +74,42 @@ class LossWindow:
         self,
         run: Run,
         dtype: torch.dtype,
+        parameters: Sequence[Tensor],
         scaled: ScaledSteps | None,
-        inspection: GradientInspection,
         first_look: FirstStep,
     ) -> None:
-        self._run, self._scaled, self._inspection, self._first_look = run, scaled, inspection, first_look
+        self._run, self._parameters, self._scaled, self._first_look = run, parameters, scaled, first_look
         # A resumed window was summed over all ranks; one of them carries it on.
         progress = run.progress
         restored = (progress.window_loss, progress.window_items) if run.ranks.is_first else (0.0, 0.0)
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=dtype)
         self.num_items: Tensor | int = int(restored[1])
         self._before = self.sums()
-        self._grad_norm = math.nan
-        self._logged_pace, self._logged_step = self._pace(), -1
+        self._norm: Tensor | None = None
+        self._read_norm = math.nan
+        self._unreached: set[str] | None = None
+        self._named_unreached = False
+        self._logged_step, self._logged_pace = -1, self._pace()
         self._usage = Usage(run.device.type, run.display.warn)
 
     def add(self, loss: Tensor, num_items: Tensor | int) -> None:
-        """Add the losses of a micro-batch; no wait of the host."""
+        """Add the losses of a micro-batch; the host does not wait."""
         self.loss_sum += loss
         self.num_items = self.num_items + num_items
 
     def leave_out(self, skipped: Tensor) -> None:
-        """Take back what the last step has added, where it was left out because fp16 gradients overflowed."""
+        """Take back what the last step added if fp16 skipped it because its gradients overflowed."""
         loss_before, items_before = self._before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
-        self._before = self.loss_sum.clone(), self.num_items
+        self._before = self.sums()
 
     def sums(self) -> tuple[Tensor, Tensor | int]:
-        """Loss and items of this rank as they stand."""
+        """Loss and items of this rank so far."""
         return self.loss_sum.clone(), self.num_items
 
     def put_back(self, sums: tuple[Tensor, Tensor | int]) -> None:
-        """Make the sums those that `sums` gave."""
+        """Reset the sums to what `sums` returned."""
         self.loss_sum, self.num_items = sums
         self._before = self.sums()
 
@@ -161,42 +117,65 @@ class LossWindow:
         """Open the next window."""
         self.put_back((self.loss_sum.zero_(), 0))
 
+    @property
+    def inspects_gradients(self) -> bool:
+        """True if gradients are to be looked at in the last step before the host looks up."""
+        run = self._run
+        if takes_own_steps(run.task):
+            return False  # it leaves no gradients to look at
+        return not self._named_unreached or run.log_norm or run.ranks.distributed
+
+    def inspect_gradients(self) -> None:
+        """Keep the norm of the gradients, and the names of parameters without one; the host does not wait."""
+        run = self._run
+        if run.ranks.distributed:
+            run.forward.check_gradients()
+        if run.log_norm:
+            norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
+            self._norm = norm if self._scaled is None else norm / self._scaled.scale
+        if not self._named_unreached:
+            named = run.model.named_parameters()
+            missing = {name for name, p in named if p.requires_grad and p.grad is None}
+            self._unreached = missing if self._unreached is None else self._unreached & missing
+
     def read(self) -> float:
         """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
 
         Raises:
-            NumericsError: N001 when it is not finite, or when fp16 gradients overflow step after step.
-            ConfigError, DataError: C017 or D005 when that is so from the start, for a reason.
+            NumericsError: N001 if it is not finite, or if fp16 gradients overflow step after step.
+            ConfigError, DataError: C017 or D005 if the cause of that is known.
         """
-        run, progress, norm = self._run, self._run.progress, self._inspection.norm
+        run, progress = self._run, self._run.progress
         run.clock.to("logging")
-        norms = [] if norm is None else [norm / run.ranks.num_ranks]
+        # Every rank has the same norm, and `sum_and_read` adds them up.
+        norms = [] if self._norm is None else [self._norm / run.ranks.num_ranks]
         sums = sum_and_read([self.loss_sum, self.num_items, *norms], run.device, run.ranks)
-        progress.window_loss, progress.window_items, self._grad_norm = (*sums, math.nan)[:3]
-        in_a_row = 0
+        progress.window_loss, progress.window_items, self._read_norm = (*sums, math.nan)[:3]
+        skipped_in_a_row = 0
         if self._scaled is not None:
-            in_a_row = int(self._scaled.in_a_row)
+            skipped_in_a_row = int(self._scaled.in_a_row)
             self._scaled.note(progress)
         loss = progress.window_loss / max(progress.window_items, 1)
-        if math.isfinite(loss) and in_a_row < MOST_SKIPPED:
-            return loss if progress.window_items or not in_a_row else math.nan
-        if in_a_row < MOST_SKIPPED and (error := self._unfit_samples(loss)) is not None:
-            raise error
-        if max(in_a_row, 1) == progress.step and (error := self._first_look.not_finite()) is not None:
-            raise error
-        what = f"the loss is {loss} by step {progress.step}"
-        if in_a_row >= MOST_SKIPPED:
-            what = f"fp16 gradients overflowed in {in_a_row} steps in a row, by step {progress.step}"
+        if not math.isfinite(loss) or skipped_in_a_row >= MOST_SKIPPED:
+            raise self._diagnosis(loss, skipped_in_a_row)
+        return loss if progress.window_items or not skipped_in_a_row else math.nan
+
+    def _diagnosis(self, loss: float, skipped_in_a_row: int) -> PtfastError:
+        """The error for a loss that is not finite: the samples or the part of the model that made it so."""
+        run, step = self._run, self._run.progress.step
+        what = f"the loss is {loss} by step {step}"
+        if skipped_in_a_row >= MOST_SKIPPED:
+            what = f"fp16 gradients overflowed in {skipped_in_a_row} steps in a row, by step {step}"
+        else:
+            mine = run.train_loader.not_finite(max(0, self._logged_step), step)
+            found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
+            if found:
+                return unfit_samples(sorted(found), f", and {what}")
+        if max(skipped_in_a_row, 1) == step and (error := self._first_look.not_finite()) is not None:
+            return error
         lr = reference_lr(run.optimizer)
         hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
-        raise NumericsError("N001", what, suggestion=hint)
-
-    def _unfit_samples(self, loss: float) -> DataError | None:
-        """The error for samples since the last log line that hold what made the loss of all ranks `loss`."""
-        run, step = self._run, self._run.progress.step
-        mine = run.train_loader.not_finite(max(0, self._logged_step), step)
-        found = sorted({sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each})
-        return unfit_samples(found, f", and the loss is {loss} by step {step}") if found else None
+        return NumericsError("N001", what, suggestion=hint)
 
     def show(self, loss: float) -> None:
         """Show figures of the open window on the terminal, not in the log; `loss` is from `read`."""
@@ -208,50 +187,49 @@ class LossWindow:
         run, progress = self._run, self._run.progress
         if self._logged_step == progress.step:
             return
-        resources = self._resources()
+        resources = self._speed()
         figures = self._figures(loss, resources)
         if skipped := progress.skipped_steps - progress.skipped_logged:
             figures["skipped_steps"] = skipped
             progress.skipped_logged = progress.skipped_steps
-        # A norm that overflowed is that of a step left out.
-        if math.isfinite(self._grad_norm):
-            figures["grad_norm"] = self._grad_norm
+        # The norm of a skipped step has overflowed.
+        if math.isfinite(self._read_norm):
+            figures["grad_norm"] = self._read_norm
+        if run.ranks.is_first:
+            resources |= self._usage.look()
+            resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
+            if run.resolved.padding_share is not None:
+                resources["padding_share"] = run.resolved.padding_share
         place = {"step": progress.step, "epoch": round(run.epoch, 4), "split": "train"}
         run.logger.log(place | figures | resources)
         run.display.progress(progress.step, run.epoch, figures)
         run.figures["train"] = figures
-        self._inspection.report()
+        if self._unreached and not self._named_unreached:
+            names = sorted(self._unreached)
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            what = "get no gradient, and so neither updates nor weight decay"
+            run.display.note(f"{', '.join(names[:NAMED])}{more} {what}")
+        self._named_unreached = True
         progress.epoch_loss += progress.window_loss
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
         self.clear()
-        self._logged_pace, self._logged_step = self._pace(), progress.step
+        self._logged_step, self._logged_pace = progress.step, self._pace()
         run.clock.to(None)
-
-    def _pace(self) -> tuple[int, int, float]:
-        progress = self._run.progress
-        return progress.timed_steps, progress.timed_samples, progress.timed_s
 
     def _figures(self, loss: float, speed: dict[str, float]) -> dict[str, float]:
         figures = {"loss": loss, "lr": reference_lr(self._run.optimizer)}
         return figures | {name: speed[name] for name in ("samples_per_s",) if name in speed}
 
+    def _pace(self) -> tuple[int, int, float]:
+        progress = self._run.progress
+        return progress.timed_steps, progress.timed_samples, progress.timed_s
+
     def _speed(self) -> dict[str, float]:
-        """Speed since the last log line, warm-up left out."""
-        now, then = self._pace(), self._logged_pace
-        steps, samples, seconds = (b - a for a, b in zip(then, now, strict=True))
+        """Speed since the last log line, warm-up left out; empty if nothing was timed."""
+        steps, samples, seconds = (b - a for a, b in zip(self._logged_pace, self._pace(), strict=True))
         known = steps and seconds > 0
         return {"samples_per_s": samples / seconds, "step_s": seconds / steps} if known else {}
-
-    def _resources(self) -> dict[str, float]:
-        """Speed and use of the device since the last log line, and memory."""
-        if not self._run.ranks.is_first:
-            return self._speed()  # the first rank alone logs the rest
-        resources = self._speed() | self._usage.look()
-        resources["peak_memory_bytes"] = peak_memory_bytes(self._run.device.type)
-        if (share := self._run.resolved.padding_share) is not None:
-            resources["padding_share"] = share
-        return resources
 
 
 def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:

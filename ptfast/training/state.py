@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, fields
 from typing import Any
@@ -23,9 +21,9 @@ from ptfast.training.user_code import callback_states
 
 
 def save_training(run: Run, is_best: bool) -> None:
-    """Write the state of now, as the best so far or not, and keep the newest ones that the settings ask for.
+    """Write the current state, mark it as the best so far if it is, and delete states that are too old.
 
-    Called on every rank; the first writes, or each its part where weights are shared out.
+    Called on every rank. The first writes, or each rank its part if weights are sharded.
     """
     if not (run.ranks.is_first or run.saves_together):
         return
@@ -72,12 +70,12 @@ def _check_finite(model: dict[str, Tensor], run: Run) -> None:
     finite = bool(torch.stack([norm.isfinite() for norm in norms]).all()) if norms else True
     if not (all(on_all_ranks(finite, run.ranks.num_ranks)) if run.sharded else finite):
         what = f"the weights are not finite after step {run.progress.step}"
-        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is of before"
+        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
         raise NumericsError("N001", what, suggestion=hint)
 
 
 def restore_model(model: nn.Module, state: State) -> None:
-    """Put a saved state's weights into `model`; of sharded ones, this rank's part."""
+    """Put a saved state's weights into `model`: all of them, or this rank's part if they are sharded."""
     # The versions of modules, which torch leaves beside the names, have to stay.
     own, weights = model.state_dict(), copy(state.model)
     try:
@@ -92,12 +90,19 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_training(run: Run, state: State, steps_before: int) -> None:
-    """Put everything but the weights back: the run stands where it was saved.
+    """Restore everything but the weights, so that the run continues where it was saved.
 
-    `steps_before` are those that it was to have then; 0 where nobody knows.
+    Args:
+        steps_before: the steps that the run was to have then; 0 if nobody knows.
     """
-    with _naming_misfits():
+    try:
         _restore_parts(run, state)
+    except PtfastError:
+        raise
+    except Exception as error:
+        what = f"it does not fit this run: {summary_of(error)}"
+        hint = "Resume from another saved/step-N folder"
+        raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
     step, steps_before = run.progress.step, steps_before or run.total_steps
     extendable = all(part is None or part.extendable for part in (run.freezing, run.ema))
     if steps_before != run.total_steps:
@@ -108,19 +113,6 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     best = saved / f"step-{run.progress.best_step}"
     if run.ranks.is_first and run.keep_best and best.is_dir():
         point(saved, "best", best)
-
-
-@contextmanager
-def _naming_misfits() -> Iterator[None]:
-    """Report what a state lacks, or holds in another form than this run, as an error of the state."""
-    try:
-        yield
-    except PtfastError:
-        raise
-    except Exception as error:
-        what = f"it does not fit this run: {summary_of(error)}"
-        hint = "Resume from another saved/step-N folder"
-        raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
 
 
 def _restore_parts(run: Run, state: State) -> None:
@@ -143,5 +135,4 @@ def _restore_parts(run: Run, state: State) -> None:
         note = run.marks.load(stream, run.progress.step)
         run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))
     run.best_figures = state.facts["best_figures"]
-    figures = state.facts["figures"].items()
-    run.figures = {split: values for split, values in figures if split != "test"}
+    run.figures = {split: values for split, values in state.facts["figures"].items() if split != "test"}

@@ -22,7 +22,7 @@ from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.training.first_step import FirstStep
-from ptfast.training.loss_window import GradientInspection, LossWindow
+from ptfast.training.loss_window import LossWindow
 from ptfast.training.stopping import Stopped
 from ptfast.training.user_code import UserPart
 
@@ -32,7 +32,7 @@ _nothing = nullcontext()
 
 
 class Trainer:
-    """Takes optimizer steps; keeps what they share, so that a step looks nothing up twice."""
+    """Takes the optimizer steps of a run. What steps share is looked up once, before the first."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -48,8 +48,7 @@ class Trainer:
         self.optimizers = named_optimizers(run.optimizer) if takes_own_steps(run.task) else None
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
-        self.inspection = GradientInspection(run, self.parameters, self.scaled)
-        self.window = LossWindow(run, self.dtype, self.scaled, self.inspection, self.first_look)
+        self.window = LossWindow(run, self.dtype, self.parameters, self.scaled, self.first_look)
         self._weights: dict[int, Tensor] = {}
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
@@ -57,13 +56,13 @@ class Trainer:
 
         Raises:
             Stopped: a signal has come while the next batch was awaited.
-            DataError: D006 when the data has ended.
+            DataError: D006 if the data has ended.
         """
         run, progress, optimizer, mark = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)
-        clip, scaled, ema, statistics = run.clip, self.scaled, run.ema, self.statistics
+        clip, scaled, ema, statistics, window = run.clip, self.scaled, run.ema, self.statistics, self.window
         on_step = hooks([*run.callbacks, *run.watchers], "on_step")
-        inspected_step = last_step - 1 if self.inspection.wanted else -1
+        inspected_step = last_step - 1 if window.inspects_gradients else -1
         run.forward.train()
         for step, batch in zip(range(progress.step, last_step), batches, strict=False):
             if self.optimizers is None:
@@ -73,7 +72,7 @@ class Trainer:
                 statistics.merge()
             mark("optimizer")
             if step == inspected_step:
-                self.inspection()
+                window.inspect_gradients()
             if clip is not None:
                 if scaled is not None:
                     scaled.unscale()
@@ -88,7 +87,7 @@ class Trainer:
             progress.step += 1
             progress.samples += batch.num_samples
             if scaled is not None:
-                self.window.leave_out(scaled.skipped)
+                window.leave_out(scaled.skipped)
             if ema is not None:
                 ema.update(progress.step, None if scaled is None else scaled.skipped)
             if on_step:
@@ -103,7 +102,7 @@ class Trainer:
             raise DataError("D006", what, key="steps", value=run.total_steps, suggestion=hint)
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
-        """Forward and backward of this rank's micro-batches: the gradient of the mean loss of the step."""
+        """Run forward and backward of this rank's micro-batches: the gradient of the step's mean loss."""
         run, mark, alone = self.run, self.run.clock.to, self.statistics is None
         weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
         for index, (data, num_samples) in enumerate(batch.micro_batches):
@@ -115,7 +114,10 @@ class Trainer:
             with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
                 loss, num_items = self.loss_of(data, step)
                 if exchanges and not alone:
-                    loss.register_hook(self._book_wait)
+                    # Final callbacks of autograd run in the order they are queued, and DDP and FSDP queue
+                    # their wait for the other ranks after this one. Sending during backward, and gathering
+                    # FSDP's weights, count as forward and backward.
+                    loss.register_hook(lambda _: after_backward(partial(mark, "gradient_sync")))
                 mark("backward")
                 # A rank without samples runs a dummy of weight 0, so that every rank joins the collectives.
                 loss.backward(weight if num_samples else weight * 0)
@@ -136,7 +138,7 @@ class Trainer:
         One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale.
         Scaling by the number of micro-batches instead is wrong wherever they differ in size.
 
-        Cost: nothing where each sample is an item; else a sum over ranks, and no wait of the host.
+        Cost: nothing if each sample is an item; else a sum over ranks. The host never waits.
         """
         run = self.run
         num_items: Any = batch.num_samples
@@ -156,7 +158,7 @@ class Trainer:
 
     @contextmanager
     def among_ranks(self, num_samples: int, *, exchanges: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch on one of several ranks.
+        """A context for forward and backward of a micro-batch on one of several ranks.
 
         Args:
             num_samples: 0 for the dummy of an empty share, which must leave BatchNorm's statistics alone.
@@ -168,14 +170,6 @@ class Trainer:
             _nothing if num_samples else self.statistics.untouched(),
         ):
             yield
-
-    def _book_wait(self, grad: Tensor) -> None:
-        """Book the wait for the other ranks as `gradient_sync`.
-
-        Autograd runs final callbacks in the order they were queued, and DDP and FSDP queue their wait after
-        this. Sending during backward is not included; neither is gathering FSDP's weights.
-        """
-        after_backward(partial(self.run.clock.to, "gradient_sync"))
 
     def _run_own_step(
         self, optimizers: dict[str, torch.optim.Optimizer], batch: StepBatch, step: int
@@ -196,7 +190,7 @@ class Trainer:
         self.window.add(given[0].detach(), given[1])
 
     def switch(self) -> bool:
-        """Freeze and thaw what the next step asks for; return True if anything changed."""
+        """Freeze and thaw parameters that are due before the next step; return True if any were."""
         run = self.run
         if run.freezing is None or not run.freezing.apply(run.progress.step):
             return False
@@ -206,12 +200,12 @@ class Trainer:
         return True
 
     def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Where a model is compiled or several ranks resume, run the next step's backward once and undo it.
+        """Run the next step's backward once and undo it, if a model is compiled or several ranks resume.
 
         The compiler works during the first backward of a process, which is not training. And
-        DistributedDataParallel regroups its buckets after the first backward of a process. Among three ranks
-        or more that changes the order of sums, and a resumed run would differ from one never killed. All
-        batches come back, the first one included.
+        DistributedDataParallel regroups its buckets after that: among three ranks or more the order of sums
+        changes, and a resumed run would differ from one never killed. Returns all batches, the first
+        included.
         """
         run, window = self.run, self.window
         averaged = run.ranks.distributed and not run.sharded
@@ -239,7 +233,7 @@ class Trainer:
         return chain([first], batches)
 
     def _rates(self, last_step: int) -> Iterator[tuple[float, float | None]]:
-        """For each step to come, the factor on the base rates and the momentum, None where not scheduled.
+        """The factor on the base rates and the momentum of each step to come; None if momentum is fixed.
 
         Steps skipped by fp16 do not advance the schedule.
         """
@@ -254,10 +248,10 @@ class Trainer:
 
 
 def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers of an optimizer's named groups, for a task that takes its own steps.
+    """Build an optimizer for each name among an optimizer's groups, for a task that takes its own steps.
 
-    Each steps its groups alone. They share groups and state with `optimizer`, which so schedules, saves
-    and restores them all.
+    Each steps its groups alone. They share groups and state with `optimizer`, which schedules, saves and
+    restores them all.
     """
     found: dict[str, torch.optim.Optimizer] = {}
     for group in optimizer.param_groups:

@@ -37,14 +37,21 @@ class UserPart(NamedTuple):
 
     key: str
     made: Any
+    """An object or a function."""
+
+    @property
+    def code(self) -> CodeType | None:
+        """The code of a function, None for an object."""
+        function = self.made.func if isinstance(self.made, functools.partial) else self.made
+        return getattr(function, "__code__", None)
 
     def error(self, what: str, suggestion: str | None = None) -> ConfigError:
-        """An error that names it."""
+        """Build the error that names it."""
         return ConfigError("C017", what, key=self.key, value=name_of(self.made), suggestion=suggestion)
 
 
 def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
-    """The parts of a run, or of whatever has a `model` and a `task`, that may be a user's, the model first.
+    """The parts of a run, or of anything with a `model` and a `task`, that may be a user's, the model first.
 
     With `ours` ptfast's own models count too, which may just not fit the data.
     """
@@ -63,50 +70,53 @@ def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
 def failure(
     error: BaseException, run: Any, *, ours: bool = False, given: Mapping[str, str] = MappingProxyType({})
 ) -> PtfastError | None:
-    """The error to report for one that came out of a part of `run`; None where it came from elsewhere.
+    """The error that names the part of `run` that `error` came out of; None if it came from elsewhere.
 
-    It came from the model, too, where our task could not compare its outputs with the targets, and from the
-    data where the outputs were right.
+    If a task of ours could not compare outputs with targets, the cause is the model, or else the data.
 
     Args:
         run, ours: as `parts_of` takes them.
-        given: by key of a part, what it was called with, to be added.
+        given: by key of a part, what it was called with, to be added to the message.
     """
     if isinstance(error, PtfastError) or is_memory_error(error) or is_connection_lost(error):
         return None
     parts = parts_of(run, ours=ours)
     learners = [part for part in parts if part.key in (MODEL, LOSS)]
     stack = list(traceback.walk_tb(error.__traceback__))
-    # The innermost part, and the outermost of its methods: it is that which the run has called.
+    # The innermost part, and the outermost of its methods: the one that the run has called.
     found: tuple[UserPart, str, int] | None = None
     for depth, (frame, _) in enumerate(stack):
+        code = frame.f_code
         for part in parts:
-            at_work = frame.f_locals.get("self") is part.made or frame.f_code is _code(part.made)
+            at_work = frame.f_locals.get("self") is part.made or code is part.code
             if at_work and (found is None or found[0] is not part):
-                found = part, _method(part, frame.f_code), depth
-        if learners and frame.f_code is Tensor.backward.__code__:
+                # Torch calls a module's forward by way of functions of its own.
+                torchs = isinstance(part.made, nn.Module) and code.co_filename.startswith(INSTALLED)
+                method = "forward " if torchs else f"{code.co_name} "
+                found = part, "" if part.code is not None else method, depth
+        if learners and code is Tensor.backward.__code__:
             found = learners[0], "the backward pass ", depth
-    if found is None:
-        frames = (frame.f_locals for frame, _ in stack if frame.f_locals.get("self") is run.task)
-        compared = next((names for names in frames if {"outputs", "targets"} <= names.keys()), None)
-        if compared is None:
-            return None
-        return misfit(run.model, run.task, compared["outputs"], (None, compared["targets"])) or DataError(
-            "D004",
-            f"targets of a batch are {described(compared['targets'])}: {summary_of(error)}",
-            key="data",
-            suggestion=f"Give {type(run.task).__name__} targets of one type and shape, or set task=...",
-        )
-    part, method, depth = found
-    return part.error(f"{method}raises {summary_of(error, depth)}{given.get(part.key, '')}", TRACEBACK)
+    if found is not None:
+        part, method, depth = found
+        return part.error(f"{method}raises {summary_of(error, depth)}{given.get(part.key, '')}", TRACEBACK)
+    frames = (frame.f_locals for frame, _ in stack if frame.f_locals.get("self") is run.task)
+    compared = next((names for names in frames if {"outputs", "targets"} <= names.keys()), None)
+    if compared is None:
+        return None
+    return misfit(run.model, run.task, compared["outputs"], (None, compared["targets"])) or DataError(
+        "D004",
+        f"targets of a batch are {described(compared['targets'])}: {summary_of(error)}",
+        key="data",
+        suggestion=f"Give {type(run.task).__name__} targets of one type and shape, or set task=...",
+    )
 
 
 def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> ConfigError | None:
-    """The error of a model whose outputs a task cannot compare with the targets in `data`; None if it can."""
+    """The error for a model whose outputs `task` cannot compare with its targets; None if it can."""
     try:
         wanted = task.misfit(outputs, data)
     except Exception:
-        return None  # targets that are none
+        return None  # of targets that are not what the task takes
     if wanted is None:
         return None
     what = f"forward gives {described(outputs)}{where}, and {type(task).__name__} takes {wanted}"
@@ -116,7 +126,7 @@ def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> C
 
 @contextlib.contextmanager
 def naming_user_code(run: Any) -> Iterator[None]:
-    """Have errors that come out of a user's part inside name it."""
+    """Make errors raised inside by a user's part name that part."""
     try:
         yield
     except Exception as error:
@@ -127,7 +137,7 @@ def naming_user_code(run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constructing(key: str, path: str, doing: str = "its constructor") -> Iterator[None]:
-    """Have what the constructor `path`, of no part of ptfast, raises inside be a C017 of the key."""
+    """Report what a user's constructor `path` raises inside as C017 of `key`; ptfast's own errors pass."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -137,21 +147,8 @@ def constructing(key: str, path: str, doing: str = "its constructor") -> Iterato
         raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error
 
 
-def _code(made: Any) -> Any:
-    function = made.func if isinstance(made, functools.partial) else made
-    return getattr(function, "__code__", None)
-
-
-def _method(part: UserPart, code: CodeType) -> str:
-    if _code(part.made) is not None:
-        return ""
-    # Torch calls a module's forward by way of functions of its own.
-    torchs = isinstance(part.made, nn.Module) and code.co_filename.startswith(INSTALLED)
-    return "forward " if torchs else f"{code.co_name} "
-
-
 def callback_states(run: Run) -> list[Any]:
-    """The states that callbacks want to have saved, each of which can be read again."""
+    """The states that callbacks want to save, None for those without; C017 for what cannot be read again."""
     states: list[Any] = []
     callbacks: list[Any] = run.callbacks
     for index, callback in enumerate(callbacks):
@@ -163,7 +160,7 @@ def callback_states(run: Run) -> list[Any]:
 
 
 def _unsavable(value: Any) -> Any:
-    """The first value in a nest that is neither a whole tensor nor plain; None without one."""
+    """The first value in a nest that is neither a whole tensor nor plain, if any."""
     if isinstance(value, (dict, list, tuple)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
@@ -173,7 +170,7 @@ def _unsavable(value: Any) -> Any:
 
 
 def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
-    """Figures that callbacks have added to, as plain numbers."""
+    """Figures as plain numbers; C017 for what a callback added that is none."""
     for name, value in figures.items():
         if not isinstance(name, str) or not is_number(value):
             part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))
