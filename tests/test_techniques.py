@@ -33,7 +33,8 @@ from trials import (
 from ptfast.config.catalogue import CATALOGUE, PROMISES, Need, Technique
 from ptfast.config.files import paths
 from ptfast.core.devices import multiplies_bf16
-from ptfast.data.loaders.loading import Prepare
+from ptfast.core.protocols import DataInfo
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.training.step import Trainer
 
@@ -280,8 +281,7 @@ def test_built_in_data_shares_the_memory_of_its_arrays() -> None:
     assert tensor[1, 1] == 7
     inputs, _ = TensorSource(tensor, torch.arange(3)).slice(1, 3)
     assert inputs.data_ptr() == tensor[1:].data_ptr()
-    prepare = Prepare(
-        device=torch.device("cpu"), images=False, normalizer=None, channels_last=False, pin=False
-    )
+    info = DataInfo(kind="features", task="classification")
+    prepare = Prepare(ReaderOptions(torch.device("cpu")), info, images=False)
     assert prepare.move(inputs) is inputs
     assert prepare.inputs(inputs) is inputs

@@ -16,7 +16,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import Decoder, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
-from ptfast.data.loaders.loading import Prepare, build_normalizer
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
 from ptfast.data.sources.class_folders import image_files
 from ptfast.data.sources.text_files import read_texts
@@ -62,11 +62,7 @@ def read_inputs(
         what = "data of your own cannot be read from files; load the state in Python instead"
         raise DataError("D005", what, key="data")
     prepare = Prepare(
-        device=device,
-        images=kind == "image",
-        normalizer=build_normalizer(info, device, normalize, images=kind == "image"),
-        channels_last=channels_last,
-        pin=False,
+        ReaderOptions(device, normalize, channels_last, pin=False), info, images=kind == "image"
     )
     while batch := list(islice(named, 1 if kind == "tokens" else batch_size)):
         names, inputs = [name for name, _ in batch], [sample for _, sample in batch]

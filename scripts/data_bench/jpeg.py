@@ -13,7 +13,7 @@ import torch
 from data_bench import Row
 from data_bench._photos import write_photos
 from ptfast.core.durations import Duration
-from ptfast.data.loaders.loading import Prepare, ReaderOptions, build_prepare
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.loaders.step_batches import RawBatches
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
@@ -90,7 +90,7 @@ def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Cal
 def _prepare(source: Any, info: Any) -> Prepare:
     statistics = {"mean": [255 * x for x in MEAN], "std": [255 * x for x in STD]}
     info.extra["normalize"] = statistics
-    return build_prepare(source, info, ReaderOptions(torch.device("cpu"), channels_last=True))
+    return Prepare(ReaderOptions(torch.device("cpu"), channels_last=True), info, images=source.images)
 
 
 def _epoch_of(dataset: Any) -> Callable[[], int]:

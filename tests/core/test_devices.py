@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptfast.config.compose import compose
 from ptfast.core import devices
-from ptfast.data.loaders.loading import Prepare
+from ptfast.core.protocols import DataInfo
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.training import fit
 
 
@@ -62,6 +63,8 @@ def test_only_pinned_memory_is_copied_in_the_background(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.Tensor, "to", lambda self, device, non_blocking=False: seen.append(non_blocking)
     )
-    prepare = Prepare(device=torch.device("mps"), images=False, normalizer=None, channels_last=False, pin=pin)
+    info = DataInfo(kind="features", task="classification")
+    prepare = Prepare(ReaderOptions(torch.device("mps")), info, images=False)
+    prepare.pin = pin
     prepare.move(torch.zeros(2))
     assert seen == [pin]

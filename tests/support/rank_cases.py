@@ -18,7 +18,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
 from ptfast.core.plain_display import Display
-from ptfast.data.loaders.shared_memory import build_holder
+from ptfast.data.loaders.shared_memory import Holder
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.training.build import build
@@ -203,12 +203,12 @@ def held_together(on: Cases) -> dict[str, Any]:
             if name == "without a map":
                 patch.setattr("ptfast.data.loaders.shared_memory._map", refuse_to_map)
             if name == "apart":
-                patch.setattr("ptfast.training.stages.data_stage.build_holder", lambda ranks: None)
+                patch.setattr("ptfast.training.stages.data_stage.Holder", lambda ranks: None)
             run = on.build(f"held {name}", *words)
             assert fit(run) == "finished"
         torch.distributed.barrier()
         found[name] = {"weights": weights(Path(f"held {name}")), "note": run.data_note}
-    holder = build_holder(on.ranks)
+    holder = Holder(on.ranks)
     array, given = holder.fill((2, 4096), lambda array: f"by rank {fill_with(array, on.ranks.rank)}")
     mapped = "memfd:ptfast" in Path("/proc/self/maps").read_text()
     # What a rank writes by mistake stays its own.

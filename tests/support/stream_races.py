@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode, EventHandler
 
-from ptfast.data.loaders.loading import Prepare, SideStream, prefetched
+from ptfast.core.protocols import DataInfo
+from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, prefetched
 
 DEVICE = torch.device("cuda", 0)
 
@@ -25,7 +26,9 @@ class Encoding(UserDict[str, Any]):
 
 def train(kind: Any) -> None:
     """Read batches that nobody keeps, so that their memory is used again."""
-    prepare = Prepare(device=DEVICE, images=False, normalizer=None, channels_last=False, pin=True)
+    prepare = Prepare(
+        ReaderOptions(DEVICE, pin=True), DataInfo(kind="features", task="regression"), images=False
+    )
     raw = (kind({"x": torch.full((1 << 20,), float(number))}) for number in range(6))
     for batch in prefetched(map(prepare, raw), SideStream(DEVICE)):
         batch["x"].sum()

@@ -17,7 +17,7 @@ from ptfast.core.distributed import host_sums
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
-from ptfast.data.loaders.loading import ReaderOptions, build_prepare
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams import stream_loaders
 from ptfast.data.streams.iterable import IterableSource
@@ -125,7 +125,7 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
         torch.device("cpu"), normalize=False, **{name: given.pop(name) for name in how if name in given}
     )
     sharding = Sharding(BatchPlan(None, constant(6), given.pop("last")), **given)
-    prepare = build_prepare(source, info, loading)
+    prepare = Prepare(loading, info, images=source.images)
     with mock.patch.object(stream_loaders, "host_sums", lambda num_ranks: sums or host_sums(num_ranks)):
         return stream_loaders.build_stream_batches(source, prepare, sharding, loading)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
 from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
-from ptfast.data.loaders.device_loader import build_device_batches
+from ptfast.data.loaders.device_loader import DeviceBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import ReaderOptions, SideStream, build_prepare, prefetched, read_ahead
+from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, prefetched, read_ahead
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
@@ -38,16 +38,16 @@ Transform = Callable[[Any, int, int], Any]
 
 
 class Loader:
-    """The training batches of one rank: where they come from, and what they go through on the way.
+    """The training batches of one rank, on the device and transformed.
 
-    A thread may read one ahead, a side stream may copy one ahead, and transforms change what is on the
-    device. A transform is a function of data, step and micro-batch, so that the kind of loader, its workers,
-    resuming and the number of ranks make no difference to it.
+    A thread may read one batch ahead, and a side stream may copy one ahead. Transforms change what is on the
+    device: each is a function of data, step and micro-batch, and so does not depend on the kind of loader,
+    its workers, resuming or the number of ranks.
 
     Args:
         reason: why samples are read by `loading.kind`, for the panel.
-        side: stream on which batches are copied while others train.
-        report: receives what time goes to, as for `prefetched`.
+        side: stream on which the next batch is copied while this one trains.
+        report: as for `prefetched`.
     """
 
     def __init__(
@@ -79,15 +79,14 @@ class Loader:
         return self._transformed(batches, first_step) if self.transforms else batches
 
     def close(self) -> None:
-        """Stop the thread and the worker processes."""
         if self._thread is not None:
             self._thread.close()
         self.batches.close()
 
     def not_finite(self, first_step: int, last_step: int) -> list[int]:
-        """Samples with numbers that are not finite: of this rank's in the first step that has some.
+        """This rank's samples with numbers that are not finite, in the first of these steps that has some.
 
-        Those of a stream are read once and not looked for.
+        Streams are not checked, because reading would consume them.
         """
         shares = self.batches.shares
         if shares is None or not isinstance(source := self._data.train, MapSource):
@@ -137,29 +136,34 @@ def build_train_loader(
         hint = "Use dataloader=workers, which have generators of their own"
         raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
     augment = (augment or Augment()).model_copy(update={"seed": seed})
+    prepare = Prepare(loading, data.info, images=data.train.images)
     if isinstance(data.train, IterableSource):
-        prepare = build_prepare(data.train, data.info, loading)
         batches = build_stream_batches(data.train, prepare, sharding, loading, augment)
-        reason = batches.layout.reason
+        reason = batches.reason
     else:
-        batches, reason = _read_samples(data.train, data, sharding, loading, seed, augment)
+        batches, reason = _read_samples(data.train, data, prepare, sharding, loading, seed, augment)
     return Loader(batches, reason, data, sharding, loading, transforms=transforms, side=side, report=report)
 
 
 def _read_samples(
-    source: MapSource, data: Data, sharding: Sharding, loading: ReaderOptions, seed: int, augment: Augment
+    source: MapSource,
+    data: Data,
+    prepare: Prepare,
+    sharding: Sharding,
+    loading: ReaderOptions,
+    seed: int,
+    augment: Augment,
 ) -> tuple[Batches, str]:
-    """The batches of samples that have an index, and why they are read as they are."""
+    """The batches of samples that have an index, and the reason for how they are read."""
     kind, reason = loading.kind, loading.reason
-    prepare = build_prepare(source, data.info, loading)
     sampler = Sampler(sharding, seed, partial(data.order, seed))
     if kind == "workers" and (workers := count_workers(loading.workers)):
         pool = loading.pool(RawBatches(source, augment), workers)
-        return SampledBatches(sampler.step, prepare, pool), f"{loading.describe(workers)}, {reason}"
+        return SampledBatches(sampler.step, prepare, pool, source), f"{loading.describe(workers)}, {reason}"
     if kind in HELD and source.storage != "memory":
         source = source.hold()
     if kind == "device":
-        return build_device_batches(sampler, prepare, source, augment, loading.device), reason
+        return DeviceBatches(sampler, prepare, source, augment), reason
     fetch = RawBatches(source, augment)
     if kind == "memory" and isinstance(source, TensorSource):
         if not augment and source.prepared_bytes <= STATIC_LIMIT_BYTES:
@@ -170,7 +174,7 @@ def _read_samples(
                 fetch = MemoryBatches(source, augment, holder)
             else:
                 reason += "; no room for padded copies"
-    return SampledBatches(sampler.step, prepare, fetch), reason
+    return SampledBatches(sampler.step, prepare, fetch, source), reason
 
 
 @dataclass
@@ -179,18 +183,16 @@ class EvaluationLoader:
 
     batches: Batches
     num_steps: int = sys.maxsize
-    """After which the batches end, if they do not before."""
+    """Steps at most; streams may end earlier."""
     num_samples: int | None = None
-    """Evaluated over all ranks; None for data of unknown length."""
+    """Samples that are evaluated, over all ranks; None for data of unknown length."""
     left_out: int = 0
-    """Samples of the split that are not."""
+    """Samples of the split that are not evaluated."""
     side: SideStream | None = None
-    """Stream on which batches are copied while others are evaluated."""
+    """Stream on which the next batch is copied while this one is evaluated."""
     caches: bool = False
     """Prepare the batches once, and keep them."""
-
-    def __post_init__(self) -> None:
-        self._cached: list[MicroBatch] | None = None
+    _cached: list[MicroBatch] | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._cached is not None:
@@ -232,7 +234,7 @@ def build_eval_loader(
         ConfigError: C011 for a last batch to be left out of a stream, whose end nobody knows.
         DataError: D006 where nothing would be left.
     """
-    prepare = build_prepare(source, info, loading)
+    prepare = Prepare(loading, info, images=source.images)
     if isinstance(source, IterableSource):
         if drop_last:
             what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
@@ -261,7 +263,7 @@ def build_eval_loader(
         workers = count_workers(loading.workers)
         fetch = loading.pool(fetch, workers) if workers else fetch
     return EvaluationLoader(
-        SampledBatches(order.step, prepare, fetch),
+        SampledBatches(order.step, prepare, fetch, source),
         order.num_steps,
         num_samples=counted,
         left_out=size - counted,

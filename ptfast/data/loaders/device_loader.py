@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.step_batches import ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.sampler import Indices, Sampler, Share
+from ptfast.data.sampling.sampler import Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.resized_crops import Sizes, box_edges
+from ptfast.data.transforms.resized_crops import box_edges
 from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes
 
 
@@ -116,33 +116,42 @@ MOST_OF_MEMORY = 0.5
 class DeviceBatches(ChunkedBatches):
     """Batches of data that lives on the training device.
 
-    At the beginning of an epoch the order of its samples and all that is drawn for them go to the device,
-    some ten to a hundred bytes a sample. From then on the host asks for kernels and copies nothing: no pixel
-    crosses the bus, and the host's cores have no part in augmentation.
-
-    Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled images.
+    At the start of an epoch its order and all random draws go to the device, ten to a hundred bytes a sample.
+    From then on the host only launches kernels: no pixel crosses the bus, and the host's cores do not
+    augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
+    images.
 
     Args:
         source: the samples, on the host.
-        sizes: heights and widths of samples as they were before they were stored, for resized crops.
+
+    Raises:
+        ConfigError: C011 for samples that do not have one shape.
+        MachineError: E005 where the device has no room for them.
 
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.
     Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        prepare: Prepare,
-        source: TensorSource,
-        augment: Augment,
-        sizes: Callable[[Indices], tuple[Sizes, Sizes]],
-    ) -> None:
-        # Pinning would round them up to a power of two and never let go of that: the driver copies in pieces.
+    def __init__(self, sampler: Sampler, prepare: Prepare, source: MapSource, augment: Augment) -> None:
+        hint = "Use dataloader=memory, which copies batches step by step"
+        self._augment, self._sizes = augment, source.sizes
+        if isinstance(source, HeldImages):
+            source = source.in_one_size()
+        if not isinstance(source, TensorSource):
+            what = "only samples of one shape can be kept on the device; these are collated batch by batch"
+            hint = "Use dataloader=auto"
+            raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
+        needed = padded_bytes(augment, source) if source.images else source.inputs.nbytes
+        needed += source.targets.nbytes if augment.mask_fill is None else 0
+        free = free_bytes(prepare.device)
+        if needed > MOST_OF_MEMORY * free:
+            where = f"{prepare.device.type}, which has {num_bytes(free)} free"
+            what = f"the data takes {num_bytes(needed)} on {where}"
+            raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
+        # Pinning would round sizes up to a power of two and keep that memory: the driver copies in pieces.
         inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
         width = 4 if source.images else inputs.element_size()
         super().__init__(sampler, prepare, inputs[0].numel() * width)
-        self._augment, self._sizes = augment, sizes
         self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
         self._inputs = inputs if self._images is None else None
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
@@ -157,39 +166,27 @@ class DeviceBatches(ChunkedBatches):
     def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
         epoch, first, end = self.sampler.plan.epoch_of(start)
         if epoch != self._epoch:
-            self._begin(epoch, first, end)
+            # The order of the epoch and its draws go to the device.
+            self._plan, self._first, self._epoch = super()._planned(first, end), first, epoch
+            index = np.concatenate([share.indices for shares, _ in self._plan for share in shares])
+            lengths = [sum(len(share.indices) for share in shares) for shares, _ in self._plan]
+            self._begins = np.cumsum([0, *lengths]).tolist()
+            augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
+            corners = [*augment.draw(whole)] if augment.moves else []
+            if augment.resized_crop is not None:
+                edges = box_edges(augment.draw_boxes(whole, self._sizes(index)), *shape)
+                shape, corners = (augment.size, augment.size), [*edges, corners[2]]
+            self._index = self._prepare.move(as_tensor(index))
+            self._corners = [self._prepare.move(as_tensor(each)) for each in corners]
+            drawn = augment.draw_changes(whole, shape)
+            self._drawn = {name: self._prepare.move(as_tensor(value)) for name, value in drawn.items()}
         return self._plan[start - first : stop - first]
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sizes = [len(share.indices) for share in shares]
+        sizes, augment = [len(share.indices) for share in shares], self._augment
         begin = self._begins[first_step - self._first]
-        inputs, targets = self._moved(slice(begin, begin + sum(sizes)))
-        return zip(inputs.split(sizes), targets.split(sizes), strict=True)
-
-    def _begin(self, epoch: int, first: int, end: int) -> None:
-        """Send the order of an epoch and its draws to the device."""
-        self._plan, self._first = super()._planned(first, end), first
-        index = np.concatenate([share.indices for shares, _ in self._plan for share in shares])
-        lengths = [sum(len(share.indices) for share in shares) for shares, _ in self._plan]
-        self._begins = np.cumsum([0, *lengths]).tolist()
-        augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
-        corners = [*augment.draw(whole)] if augment.moves else []
-        if augment.resized_crop is not None:
-            edges = box_edges(augment.draw_boxes(whole, self._sizes(index)), *shape)
-            shape, corners = (augment.size, augment.size), [*edges, corners[2]]
-        self._index = self._sent(index)
-        self._corners = [self._sent(each) for each in corners]
-        drawn = augment.draw_changes(whole, shape)
-        self._drawn = {name: self._sent(value) for name, value in drawn.items()}
-        self._epoch = epoch
-
-    def _sent(self, values: np.ndarray) -> Tensor:
-        return self._prepare.move(as_tensor(values))
-
-    def _moved(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a part of the epoch's order, as the model takes them."""
-        index, augment = self._index[part], self._augment
-        corners = [each[part] for each in self._corners]
+        part = slice(begin, begin + sum(sizes))
+        index, corners = self._index[part], [each[part] for each in self._corners]
         drawn = {name: each[part] for name, each in self._drawn.items()}
         if self._images is None:
             assert self._inputs is not None
@@ -201,36 +198,17 @@ class DeviceBatches(ChunkedBatches):
         inputs = self._prepare.laid_out(augment.change(inputs, drawn))
         if self._masks is None:
             assert self._targets is not None
-            return inputs, self._targets.index_select(0, index)
-        if augment.resized_crop is not None:
-            masks = cut_masks(self._masks.gather(index)[..., 0], *corners, size=augment.size)
+            targets = self._targets.index_select(0, index)
         else:
-            masks = self._masks.gather(index, corners)[..., 0]
-        masks = augment.change_masks(masks, drawn)
-        return inputs, masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
-
-
-def build_device_batches(
-    sampler: Sampler, prepare: Prepare, source: MapSource, augment: Augment, device: torch.device
-) -> DeviceBatches:
-    """The batches of `source` once it is on `device`."""
-    hint = "Use dataloader=memory, which copies batches step by step"
-    sizes = source.sizes
-    if isinstance(source, HeldImages):
-        source = source.in_one_size()
-    if not isinstance(source, TensorSource):
-        what = "only samples of one shape can be kept on the device, and these are collated batch by batch"
-        hint = "Use dataloader=auto"
-        raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
-    needed = padded_bytes(augment, source) if source.images else source.inputs.nbytes
-    needed += source.targets.nbytes if augment.mask_fill is None else 0
-    free = free_bytes(device)
-    if needed > MOST_OF_MEMORY * free:
-        what = f"the data takes {num_bytes(needed)} on {device.type}, which has {num_bytes(free)} free"
-        raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
-    return DeviceBatches(sampler, prepare, source, augment, sizes)
+            if augment.resized_crop is not None:
+                masks = cut_masks(self._masks.gather(index)[..., 0], *corners, size=augment.size)
+            else:
+                masks = self._masks.gather(index, corners)[..., 0]
+            masks = augment.change_masks(masks, drawn)
+            targets = masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
+        return zip(inputs.split(sizes), targets.split(sizes), strict=True)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that `device` has free; a CPU's are those of the machine, and an Apple GPU's too."""
+    """Free memory of `device`; that of the machine for a CPU or an Apple GPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()

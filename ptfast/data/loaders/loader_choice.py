@@ -30,6 +30,8 @@ _WORKER_BYTES = 256 * 2**20
 
 
 class Choice(NamedTuple):
+    """How training samples are loaded."""
+
     kind: str
     """One of the kinds of `build_train_loader`, never `auto`."""
     reason: str
@@ -61,19 +63,19 @@ def choose(
     device: torch.device | None = None,
     num_ranks: int = 1,
 ) -> Choice:
-    """The loader for `train`: as wanted, or for `auto` the one that should be the quickest.
+    """The loader for `train`: the kind that was asked for, or for `auto` the one expected to be quickest.
 
-    What is in memory is gathered there, and a pack is read where it lies. Files that fit into a quarter of
-    the memory are decoded once, unless the run is over before each would be. Otherwise a few dozen samples
-    are read: worker processes pay where a batch takes longer than handing it over, and cores are to spare.
+    Data in memory is gathered there, and a pack is read in place. Files that fit into a quarter of the memory
+    are decoded once, unless the run ends before it has seen each. Otherwise a few dozen samples are timed:
+    worker processes pay where reading a batch takes longer than handing it over, and cores are spare.
 
     Args:
         others: the splits that are held in memory with it.
         kind, workers, prefetch: as in `dataloader`.
-        num_samples: that the whole run takes from `train`; None where nobody knows.
-        before: the reason for `kind`, where an earlier part of the run has chosen it for `auto`.
-        crops: whether boxes are cut out of the training images, which are then held as large as they are.
-        device: that trains.
+        num_samples: taken from `train` in the whole run; None if unknown.
+        before: the reason for `kind`, where an earlier part of the run chose it for `auto`.
+        crops: whether boxes are cut out of the training images, which are then held at their original size.
+        device: trains the model.
 
     Raises:
         ConfigError: C011 for a kind that this data cannot have.
@@ -87,8 +89,15 @@ def choose(
     if before is not None and too_large:
         kind, before = "auto", None
     if kind == "auto":
-        looked = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
-        return _on_device(looked, train, device) if augments and not crops else looked
+        choice = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
+        held_bytes = train.held_bytes
+        moves = choice.kind == "memory" and augments and not crops and train.images
+        if not moves or held_bytes is None or device is None or device.type != "cuda":
+            return choice
+        # Images to augment lie on a GPU that has room for them with their padding.
+        if 2 * held_bytes > free_bytes(device) // 4:
+            return choice
+        return choice._replace(kind="device", reason=f"{num_bytes(held_bytes)}, room on the GPU")
     if kind in HELD and isinstance(train, DatasetSource) and train.collate.is_own:
         what = "a collate function of your own makes batches only when they are needed"
         hint = "Use dataloader=auto"
@@ -114,7 +123,7 @@ def choose(
 def _of_stream(
     train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
 ) -> Choice:
-    """Workers where the data set shares itself out over them; a second reader of the whole gains nothing."""
+    """Workers for a data set that shares itself out; a second reader of the whole stream gains nothing."""
     check_kind(kind)
     if kind == "plain":
         return Choice(kind, before or "as the config says", 0)
@@ -131,11 +140,11 @@ def _of_stream(
 
 
 def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
-    """Worker processes of this rank; `auto` is one for each core to spare besides its own.
+    """Worker processes of this rank; `auto` takes one for each spare core besides its own.
 
     Args:
-        ahead_bytes: what each reads ahead. All together take a quarter of the memory at most, and half of
-            what processes share, through which batches are passed on.
+        ahead_bytes: read ahead by each. All together take at most a quarter of the memory, and half of the
+            shared memory through which batches are passed on.
     """
     if workers != "auto":
         return int(workers)
@@ -145,7 +154,7 @@ def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
 
 
 def time_samples(source: MapSource) -> SampleCost:
-    """How long a sample takes to fetch, and how large it is, by a few dozen from all over the data."""
+    """Time and size of a sample, from a few dozen spread over the data."""
     places = np.linspace(0, len(source) - 1, min(len(source), _TIMED_SAMPLES)).astype(np.int64)
     first = source.fetch(places[:1])
     start, count = time.perf_counter(), 0
@@ -185,13 +194,3 @@ def _quickest(
         return Choice("workers", f"a batch is read in {short_time(batch_s)}", count)
     lacks = "cores or memory are not to spare" if workers == "auto" else "there are no workers"
     return Choice(within, f"a batch is read in {short_time(batch_s)}, and {lacks}", 0)
-
-
-def _on_device(choice: Choice, train: MapSource, device: torch.device | None) -> Choice:
-    """On a GPU with room for them, augmented images lie there instead of in memory."""
-    if choice.kind != "memory" or device is None or device.type != "cuda" or not train.images:
-        return choice
-    # Images are stored with their padding.
-    if train.held_bytes is None or 2 * train.held_bytes > free_bytes(device) // 4:
-        return choice
-    return choice._replace(kind="device", reason=f"{num_bytes(train.held_bytes)}, room on the GPU")

@@ -13,12 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ptfast.core.protocols import DataInfo, MicroBatch
+from ptfast.core.protocols import DataInfo
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.worker_processes import WorkerPool
-from ptfast.data.map_source import BaseSource
-from ptfast.data.sampling.sampler import Indices, Share
-from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.normalize import Normalizer
 
 
@@ -54,7 +51,7 @@ class ReaderOptions:
         return self.device.type == "cuda" and self.pin in (True, "auto")
 
     def describe(self, workers: int) -> str:
-        """So many worker processes, for the panel."""
+        """The worker processes, for the panel."""
         threads = f" of {self.worker_threads} threads" if self.worker_threads > 1 else ""
         return f"{workers} process{'es' * (workers > 1)}{threads}"
 
@@ -69,7 +66,7 @@ T = TypeVar("T")
 
 
 class SideStream:
-    """A CUDA stream for transfers. The host waits for nothing: the device orders the streams by events.
+    """A CUDA stream for transfers. The host never waits: the device orders the streams by events.
 
     Args:
         device: a CUDA device.
@@ -79,24 +76,24 @@ class SideStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def filling(self) -> AbstractContextManager[Any]:
-        """While it is open, copies and kernels go into this stream and wait for the training's so far.
+        """A context in which copies and kernels go into this stream, after the training's kernels so far.
 
-        Those may still read memory of dropped batches, which is used again here.
+        Those may still read the memory of dropped batches, which is reused here.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Any:
-        """The point that the stream is at now."""
+        """The current point of the stream."""
         return self._stream.record_event()
 
     def hand_over(self, mark: Any) -> None:
-        """Have the training wait for `mark`."""
+        """Make the training stream wait for `mark`."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def open_side_stream(device: torch.device) -> SideStream | None:
-    """A stream for transfers to `device`; None where there is nothing to transfer, or no streams."""
+    """A stream for transfers to `device`; None unless it is a CUDA device."""
     return SideStream(device) if device.type == "cuda" else None
 
 
@@ -105,42 +102,41 @@ def prefetched(
 ) -> Iterator[T]:
     """The same batches, each filled on `side` while the one before it trains.
 
-    On the stream that trains, a copy would wait for the kernels of the step before, and every step for its
-    copy. Here it starts when the step before last has ended, and overlaps with a whole step.
+    On the training stream a copy would wait for the kernels of the step before, and every step for its copy.
+    Here it starts when the step before last has ended, and overlaps with a whole step.
 
     Args:
-        report: receives what time goes to: `transfer` while the training waits for a batch on its way, else
+        report: receives what time goes to: `transfer` while training waits for a batch on its way, else
             `data`.
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """
-    following = _fill(batches, side)
-    while following is not None:
-        batch, mark = following
-        following = _fill(batches, side)
-        report("transfer")
-        side.hand_over(mark)
-        report("data")
-        yield batch
-
-
-def _fill(batches: Iterator[T], side: SideStream) -> tuple[T, Any] | None:
-    with side.filling():
-        batch = next(batches, None)
-    return None if batch is None else (batch, side.mark())
+    filled: tuple[T, Any] | None = None
+    while True:
+        with side.filling():
+            batch = next(batches, None)
+        following = None if batch is None else (batch, side.mark())
+        if filled is not None:
+            report("transfer")
+            side.hand_over(filled[1])
+            report("data")
+            yield filled[0]
+        if following is None:
+            return
+        filled = following
 
 
 _LOOK_S = 0.1
-"""How often a thread that waits for room looks whether anybody still wants its batches."""
+"""How often a thread that waits for room checks whether its batches are still wanted."""
 _CLOSE_S = 2.0
-"""How long the thread may take to notice that nobody does; one that is stuck ends with the process."""
+"""How long the thread may take to stop; one that is stuck ends with the process."""
 
 
 def read_ahead(batches: Iterator[T]) -> Iterator[T]:
-    """The same batches, of which a thread reads one ahead.
+    """The same batches, read one ahead by a thread.
 
-    Decoding, gathering and normalising leave the interpreter to others for most of their time. The thread
-    ends with the last batch, or when nobody wants more; what goes wrong in it is raised here, in its turn.
+    Decoding, gathering and normalising release the interpreter lock for most of their time. The thread ends
+    with the last batch, or when the iterator is closed; its errors are raised here, in their turn.
     """
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(1)
     unwanted = threading.Event()
@@ -184,23 +180,26 @@ def read_ahead(batches: Iterator[T]) -> Iterator[T]:
                 continue
 
 
-@dataclass
 class Prepare:
-    """Brings raw batches of one source onto the device."""
+    """Moves raw batches to the device, brings them into the model's layout and normalises them.
 
-    device: torch.device
-    images: bool
-    """Raw inputs are uint8 (batch, height, width, channels)."""
-    normalizer: Normalizer | None
-    channels_last: bool
-    """Memory format of 4-d inputs; their shape is (batch, channels, height, width) either way."""
-    pin: bool
-    """Copy through pinned memory, so that the host does not wait for the transfer."""
-    note_unreadable: Callable[[Indices, Tensor], None] | None = None
-    """Receives indices and targets of each raw batch."""
+    Without statistics images are scaled to 0 to 1, and other inputs stay as they are.
 
-    def __post_init__(self) -> None:
-        self._on_host = self.device.type == "cpu"
+    Args:
+        info: holds the statistics.
+        images: raw inputs are uint8 (batch, height, width, channels).
+    """
+
+    def __init__(self, options: ReaderOptions, info: DataInfo, *, images: bool) -> None:
+        self.device, self.images, self.channels_last = options.device, images, options.channels_last
+        self.pin, self._on_host = options.pins, options.device.type == "cpu"
+        known = info.extra.get("normalize") if options.normalize else None
+        if known is None and images:
+            channels = info.in_channels or 3
+            known = {"mean": [0.0] * channels, "std": [info.extra.get("max_value", 255)] * channels}
+        self._normalizer: Normalizer | None = None
+        if known is not None:
+            self._normalizer = Normalizer(known["mean"], known["std"], self.device, images=images)
 
     def __call__(self, raw: Any) -> Any:
         """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
@@ -208,69 +207,32 @@ class Prepare:
             return self.inputs(raw[0]), self.move(raw[1])
         return self.move(raw)
 
-    def micro_batch(self, raw: Any, share: Share) -> MicroBatch:
-        if self.note_unreadable is not None:
-            self.note_unreadable(share.indices, raw[1])
-        return MicroBatch(self(raw), share.num_samples)
-
     def inputs(self, inputs: Tensor) -> Tensor:
         """Raw inputs on the device, in the model's layout, normalised."""
         return self.laid_out(self.move(inputs))
 
     def laid_out(self, inputs: Tensor) -> Tensor:
-        """Raw inputs that are on the device, in the model's layout, normalised."""
+        """Raw inputs that are on the device already, in the model's layout, normalised.
+
+        Images become (batch, channels, height, width), in the memory format that was asked for.
+        """
         if self.images:
-            inputs = _channels_first(inputs, self.channels_last)
+            if inputs.shape[3] == 1 and not self.channels_last:
+                # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
+                inputs = inputs.reshape(len(inputs), 1, *inputs.shape[1:3])
+            else:
+                inputs = inputs.permute(0, 3, 1, 2)
+                inputs = inputs if self.channels_last else inputs.contiguous()
         elif self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return inputs if self.normalizer is None else self.normalizer(inputs)
+        return inputs if self._normalizer is None else self._normalizer(inputs)
 
     def move(self, value: Any) -> Any:
         """`value` with every tensor in it on the device."""
-        return map_tensors(self._sent, value)
+        return value if self._on_host else map_tensors(self._moved, value)
 
-    def _sent(self, tensor: Any) -> Any:
-        if self._on_host:
-            return tensor
+    def _moved(self, tensor: Any) -> Any:
         if self.pin and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        # Out of memory that is not pinned, the copy of some devices is still under way when the host goes on
-        # to overwrite it.
+        # Some devices still copy from memory that is not pinned when the host goes on to overwrite it.
         return tensor.to(self.device, non_blocking=self.pin)
-
-
-def build_prepare(source: BaseSource, info: DataInfo, loading: ReaderOptions) -> Prepare:
-    """The preparation of `source`'s batches, with the statistics that `info` holds."""
-    return Prepare(
-        device=loading.device,
-        images=source.images,
-        normalizer=build_normalizer(info, loading.device, loading.normalize, images=source.images),
-        channels_last=loading.channels_last,
-        pin=loading.pins,
-        note_unreadable=source.note_unreadable if isinstance(source, ImageFiles) and source.skips else None,
-    )
-
-
-def build_normalizer(
-    info: DataInfo, device: torch.device, normalize: bool, *, images: bool
-) -> Normalizer | None:
-    """The normaliser by `info`'s statistics; without them images are scaled to 0 to 1, the rest stays raw."""
-    known = info.extra.get("normalize") if normalize else None
-    if known is not None:
-        return Normalizer(known["mean"], known["std"], device, images=images)
-    if images:
-        channels = info.in_channels or 3
-        return Normalizer(
-            [0.0] * channels, [info.extra.get("max_value", 255)] * channels, device, images=True
-        )
-    return None
-
-
-def _channels_first(images: Tensor, channels_last: bool) -> Tensor:
-    """(batch, height, width, channels) as (batch, channels, height, width), in the memory format wanted."""
-    if channels_last:
-        return images.permute(0, 3, 1, 2)
-    if images.shape[3] == 1:
-        # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
-        return images.reshape(len(images), 1, *images.shape[1:3])
-    return images.permute(0, 3, 1, 2).contiguous()

@@ -18,37 +18,31 @@ Bytes = NDArray[np.uint8]
 
 
 class Holder:
-    """Where large arrays are held: by this process, for itself."""
+    """Where large arrays are held: by this process, or once for all ranks of a machine.
 
-    num_holders = 1
-    """Processes of this machine that hold them together."""
-    note = ""
-    """How they are held, for the panel."""
+    The first rank of a machine fills anonymous memory that the others map: it is gone however the run ends,
+    and takes no space in /dev/shm, which is small in containers. A rank that cannot map it fills an array of
+    its own.
 
-    def fill(self, shape: tuple[int, ...], fill: Callable[[Bytes], T]) -> tuple[Bytes, T]:
-        """An array of `shape` that `fill` has filled, and what that gave. To be called on all ranks."""
-        array = np.zeros(shape, np.uint8)
-        return array, fill(array)
-
-    def agree(self, answer: bool) -> bool:
-        """Return True if all ranks say yes."""
-        return answer
-
-
-class SharedHolder(Holder):
-    """Where the ranks of a machine hold arrays together: the first of them fills memory that all map.
-
-    The memory has no name, so that nothing is left of it however the run ends, and no share in /dev/shm, of
-    which a container may have little. Where a rank cannot map it, that rank fills an array of its own.
+    Args:
+        ranks: that may hold arrays together; None for this process alone.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self.num_holders = ranks, ranks.num_local_ranks
-        self.note = f"held once for {self.num_holders} ranks"
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        shares = ranks is not None and ranks.num_local_ranks > 1 and joined() and hasattr(os, "memfd_create")
+        self._ranks = ranks if shares else None
+        self.num_holders = self._ranks.num_local_ranks if self._ranks is not None else 1
+        """Processes of this machine that hold arrays together."""
+        self.note = f"held once for {self.num_holders} ranks" if shares else ""
+        """How they are held, for the panel."""
 
     def fill(self, shape: tuple[int, ...], fill: Callable[[Bytes], T]) -> tuple[Bytes, T]:
-        ranks, size = self._ranks, math.prod(shape)
-        array, given, place = None, None, None
+        """An array of `shape` filled by `fill`, and what `fill` returned. To be called on all ranks."""
+        array, ranks, size = None, self._ranks, math.prod(shape)
+        if ranks is None:
+            array = np.zeros(shape, np.uint8)
+            return array, fill(array)
+        given, place = None, None
         if ranks.local_rank == 0:
             file = os.memfd_create("ptfast")
             os.ftruncate(file, size)
@@ -67,16 +61,14 @@ class SharedHolder(Holder):
             os.close(place[1])
         if failures:
             self.note = f"held by each of {len(failures) + 1} ranks ({failures[0]})"
-        return (array, given) if array is not None else super().fill(shape, fill)
+        if array is None:
+            array = np.zeros(shape, np.uint8)
+            given = fill(array)
+        return array, given
 
     def agree(self, answer: bool) -> bool:
-        return all(on_all_ranks(answer, self._ranks.num_ranks))
-
-
-def build_holder(ranks: Ranks) -> Holder:
-    """Where `ranks` hold large arrays: together with others of their machine, if there are any."""
-    shares = ranks.num_local_ranks > 1 and joined() and hasattr(os, "memfd_create")
-    return SharedHolder(ranks) if shares else Holder()
+        """Return True if all ranks say yes."""
+        return answer if self._ranks is None else all(on_all_ranks(answer, self._ranks.num_ranks))
 
 
 def _map(path: str, size: int) -> Bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import tee
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,7 @@ from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Sampler, Share
+from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented, cropped
 
@@ -30,30 +31,39 @@ class Batches:
     """The batches of one rank, a pure function of the step. Subclasses give `steps`."""
 
     shares: Shares | None = None
-    """Which samples make up a step; None for a stream."""
+    """The samples of each step; None for a stream."""
     workers = 0
-    """Processes that read them, besides this one."""
+    """Worker processes that read them."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop worker processes, where there are any."""
+        """Stop the worker processes."""
 
 
 class SampledBatches(Batches):
-    """Batches of samples that are fetched by index, in this process or by others.
+    """Batches of samples that are fetched by index, in this process or by workers.
 
     Args:
-        fetch: gives the raw batch of a share, in this process; or a pool of others that do.
+        fetch: gives the raw batch of a share in this process; or a pool of workers that do.
+        source: of the samples; it is told which files could not be read.
     """
 
-    def __init__(self, shares: Shares, prepare: Prepare, fetch: Callable[[Share], Any] | WorkerPool) -> None:
+    def __init__(
+        self,
+        shares: Shares,
+        prepare: Prepare,
+        fetch: Callable[[Share], Any] | WorkerPool,
+        source: MapSource,
+    ) -> None:
         self.shares, self._prepare = shares, prepare
         self.pool = fetch if isinstance(fetch, WorkerPool) else None
         self.workers = self.pool.workers if self.pool is not None else 0
         self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
+        skips = isinstance(source, ImageFiles) and source.skips
+        self._note_unreadable = cast(ImageFiles, source).note_unreadable if skips else None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         assert self.shares is not None
@@ -61,7 +71,12 @@ class SampledBatches(Batches):
         early, due = tee(map(self.shares, range(first_step, last_step)))
         raw_batches = self._fetch(share for shares, _ in early for share in shares)
         for shares, num_samples in due:
-            micro_batches = [self._prepare.micro_batch(next(raw_batches), share) for share in shares]
+            micro_batches: list[MicroBatch] = []
+            for share in shares:
+                raw = next(raw_batches)
+                if self._note_unreadable is not None:
+                    self._note_unreadable(share.indices, raw[1])
+                micro_batches.append(MicroBatch(self._prepare(raw), share.num_samples))
             yield StepBatch(tuple(micro_batches), num_samples)
 
     def close(self) -> None:
@@ -70,7 +85,7 @@ class SampledBatches(Batches):
 
 
 class ChunkedBatches(Batches):
-    """Batches of which many steps are gathered at once. Subclasses give `_gather`.
+    """Batches gathered many steps at a time. Subclasses give `_gather`.
 
     Args:
         sample_bytes: of a sample's inputs once normalised.
@@ -104,7 +119,7 @@ class ChunkedBatches(Batches):
         return [self.sampler.step(step) for step in range(start, stop)]
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each of `shares`, which are all of the steps from `first_step` on."""
+        """Inputs and targets of each of `shares`, those of the steps from `first_step` on."""
         raise NotImplementedError
 
 
@@ -124,29 +139,22 @@ class StaticBatches(ChunkedBatches):
         self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        index_parts, sizes, stride = _aligned(shares)
-        index = self._prepare.move(as_tensor(np.concatenate(index_parts)))
+        parts, stride = [share.indices for share in shares], 1
+        if any(len(part) % 16 for part in parts[:-1]):
+            # Kernels may sum in another order where memory is aligned otherwise: each share begins at a
+            # multiple of 16 rows, which are whole cache lines, as in a tensor of its own.
+            stride = 2
+            parts = [each for part in parts for each in (part, np.zeros(-len(part) % 16, np.int64))]
+        sizes = [len(part) for part in parts]
+        index = self._prepare.move(as_tensor(np.concatenate(parts)))
         inputs, targets = self._inputs.index_select(0, index), self._targets.index_select(0, index)
         if self._permuted:
             inputs = inputs.permute(0, 3, 1, 2)
         return zip(inputs.split(sizes)[::stride], targets.split(sizes)[::stride], strict=True)
 
 
-def _aligned(shares: list[Share]) -> tuple[list[np.ndarray], list[int], int]:
-    """Index parts with their sizes, every share beginning at a multiple of 16 rows, and the stride of shares.
-
-    Kernels may sum in another order where memory is aligned otherwise; 16 rows of any width are whole cache
-    lines, as a tensor of its own would be.
-    """
-    parts = [share.indices for share in shares]
-    if all(len(part) % 16 == 0 for part in parts[:-1]):
-        return parts, [len(part) for part in parts], 1
-    aligned = [each for part in parts for each in (part, np.zeros(-len(part) % 16, np.int64))]
-    return aligned, [len(each) for each in aligned], 2
-
-
 class RawBatches:
-    """Fetches from the source and augments the batch; sent to worker processes as it is."""
+    """Fetches a share from the source and augments it; worker processes get a copy of it."""
 
     def __init__(self, source: MapSource, augment: Augment) -> None:
         self.source, self.augment = source, augment

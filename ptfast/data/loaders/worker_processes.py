@@ -24,16 +24,16 @@ from ptfast.core.tensors.torch_internals import worker_signals
 from ptfast.core.tensors.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
-"""Exceptions of a data set: `sys.exit` in it must not end a run as if that were done."""
+"""Exceptions of a data set: `sys.exit` in it must not end a run as if it were finished."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run, by which workers are not to end."""
+"""Signals that end a run, and must not end its workers."""
 _END = object()
 _CLOSE_S = 2.0
-"""How long a worker that is reading may take to notice that nobody wants any more."""
+"""How long a worker that is reading may take to stop."""
 
 
 class Failure(NamedTuple):
-    """An error in a worker, in a form that any pipe can carry."""
+    """An error in a worker, which can always be pickled."""
 
     error: PtfastError
 
@@ -47,7 +47,7 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, share: Any) -> Any:
         try:
             raw = self._batches(share)
-            # The queue would do it in a thread of its own, where an error ends in waiting for ever.
+            # The queue would do it in a thread of its own, where an error would hang the reader.
             for tensor in tensors_in(raw):
                 tensor.share_memory_()
         except PtfastError as error:
@@ -61,14 +61,14 @@ class _Fetch(Dataset[Any]):
 class WorkerPool:
     """Processes that turn shares into raw batches.
 
-    They pay where cores are to spare and reading a sample takes long; they compute the same bits.
+    They pay where cores are spare and reading a sample takes long; they compute the same bits.
 
     Args:
         batches: fetches one share; copied into every worker.
         prefetch: micro-batches that each prepares ahead.
         start_method: of processes; None for the platform's own.
         threads: of each process.
-        among: processes that there are with those of other pools; None for its own.
+        among: processes of this pool and others together, for messages; None for this pool alone.
     """
 
     def __init__(
@@ -87,7 +87,14 @@ class WorkerPool:
         self._fetch, self._method = _Fetch(batches), start_method or mp.get_start_method()
         self._iterator: Any = None
         if self._method != "fork":
-            _check_pickles(batches, self._method)
+            try:
+                pickle.dumps(batches)
+            except Exception as error:
+                what = (
+                    f"the data set cannot be sent to worker processes, which start by {self._method}: {error}"
+                )
+                hint = "Define its class and functions at the top of a module, or use dataloader.kind=plain"
+                raise DataError("D008", what, key="data", suggestion=hint) from None
 
     def fetch(self, plan: Iterable[Any]) -> Iterator[Any]:
         """Raw batches of `plan`, in its order.
@@ -108,7 +115,7 @@ class WorkerPool:
         except (RuntimeError, OSError, EOFError) as error:
             if (lack := _lack(error)) is not None:
                 raise lack from None
-            # What a worker has sent cannot be had any more once it is gone: the connection to it fails.
+            # Batches of a worker that is gone cannot be received: the connection to it fails.
             if isinstance(error, RuntimeError) and "worker" not in str(error).lower():
                 raise
             raise self._died(iterator) from None
@@ -125,7 +132,7 @@ class WorkerPool:
             for process in iterator._workers:
                 process.kill()
 
-        # One that is stuck in a read ignores SIGTERM too: torch would wait for each in turn, and in vain.
+        # A worker that is stuck in a read ignores SIGTERM too, and torch would wait for each in turn.
         late = threading.Timer(_CLOSE_S, kill)
         late.start()
         try:
@@ -136,7 +143,7 @@ class WorkerPool:
 
     def _start(self, plan: Iterable[Any]) -> Any:
         with warnings.catch_warnings():
-            # The panel says it in one line.
+            # The panel warns of too many workers.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             loader = DataLoader(
                 self._fetch,
@@ -151,8 +158,12 @@ class WorkerPool:
                 # The default draws from the global generator: dropout would differ with and without workers.
                 generator=torch.Generator(),
             )
-            with _signals_held():
+            # A signal would end processes that do not ignore it yet.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+            try:
                 return iter(loader)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _died(self, iterator: Any) -> DataError:
         """The error for a worker that has ended."""
@@ -172,9 +183,9 @@ class WorkerPool:
 def _next(iterator: Any) -> Any:
     """The next batch of a torch loader's iterator, or `_END`.
 
-    Where a worker dies, torch raises from its handler of SIGCHLD, which runs wherever the main thread is: in
-    a step, or while a state is saved. So it knows of the workers during this wait only, and the dead that
-    there are by then are looked for first.
+    When a worker dies, torch raises from its SIGCHLD handler wherever the main thread is: in a step, or while
+    a state is saved. So the workers are registered with it during this wait only, after a check for those
+    that have died before.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
@@ -188,7 +199,7 @@ def _next(iterator: Any) -> Any:
 
 
 def failed(error: BaseException, dataset: Any = None) -> PtfastError:
-    """The error for what reading a batch has raised, naming the method of the user's `dataset` if known."""
+    """The error for an exception raised by reading a batch, naming the method of the user's `dataset`."""
     if (lack := _lack(error)) is not None:
         return lack
     what = f"the data set raises {summary_of(error)}"
@@ -203,7 +214,7 @@ def failed(error: BaseException, dataset: Any = None) -> PtfastError:
 
 @contextlib.contextmanager
 def as_data_errors(dataset: Any) -> Iterator[None]:
-    """Turn what a user's data set raises into a DataError D008 that names it and says where."""
+    """Turn exceptions of a user's data set into a DataError D008 that names it and the place."""
     try:
         yield
     except PtfastError:
@@ -213,7 +224,7 @@ def as_data_errors(dataset: Any) -> Iterator[None]:
 
 
 def _lack(error: BaseException) -> MachineError | None:
-    """The error for what there is too little of to pass batches on, if that is what `error` says."""
+    """The error for too few file descriptors or too little shared memory, if `error` is about them."""
     text = str(error)
     if "Too many open files" in text:
         what = "too few for the files of the data and the batches of its workers"
@@ -231,37 +242,17 @@ def _identity(raw: Any) -> Any:
 
 
 def _start_worker(threads: int, _: int) -> None:
-    # The signals of a terminal reach the whole group: workers serve until the parent has saved and closes
-    # them.
+    # Signals of a terminal reach the whole group: workers serve until the parent has saved and closes them.
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    # What the queue's own thread cannot send it would drop, and the parent wait for it for ever.
+    # The queue's own thread would drop what it cannot send, and the parent would wait for it forever.
     Queue._on_queue_feeder_error = _send_failure  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_num_threads(threads)
     die_with_parent()
 
 
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold signals back, here and in processes that start inside: until they ignore them, one ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _send_failure(queue: Any, error: Exception, item: Any) -> None:
-    """Send in place of a numbered batch why it cannot be sent."""
+    """Send the error in place of a numbered batch that cannot be sent."""
     if isinstance(item, tuple):
         queue.put((item[0], Failure(failed(error))))
-
-
-def _check_pickles(batches: Any, method: str) -> None:
-    try:
-        pickle.dumps(batches)
-    except Exception as error:
-        what = f"the data set cannot be sent to worker processes, which start by {method}: {error}"
-        hint = "Define its class and functions at the top of a module, or use dataloader.kind=plain"
-        raise DataError("D008", what, key="data", suggestion=hint) from None

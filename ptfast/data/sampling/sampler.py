@@ -38,10 +38,10 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
     return order
 
 
-def micro_batch_bounds(num_samples: int, micro_batches: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=64)
+def micro_batch_bounds(num_samples: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
     """Cut `num_samples` evenly into `micro_batches` runs (start, stop); some empty if there are too few."""
-    cuts = [m * num_samples // micro_batches for m in range(micro_batches + 1)]
-    return list(pairwise(cuts))
+    return tuple(pairwise(m * num_samples // micro_batches for m in range(micro_batches + 1)))
 
 
 def held_out(size: int, val: Duration) -> int:
@@ -98,10 +98,6 @@ class Sharding:
     rank: int = 0
     num_ranks: int = 1
 
-    def __post_init__(self) -> None:
-        if self.micro_batches % self.num_ranks:
-            raise ValueError(f"{self.micro_batches} micro-batches do not divide over {self.num_ranks} ranks")
-
     @property
     def per_rank(self) -> int:
         """Micro-batches of a step on each rank."""
@@ -112,9 +108,16 @@ class Sharding:
         """Number, within a step, of this rank's first micro-batch; its others follow."""
         return self.rank * self.per_rank
 
-    def bounds(self, num_samples: int) -> list[tuple[int, int]]:
-        """Where this rank's micro-batches begin and end in a batch of `num_samples`."""
-        return micro_batch_bounds(num_samples, self.micro_batches)[self.first : self.first + self.per_rank]
+    def shares(self, epoch: int, batch: Indices) -> list[Share]:
+        """This rank's micro-batches of a step, whose samples are `batch`.
+
+        An empty share gets one stand-in sample, so that the rank joins the collectives.
+        """
+        bounds = micro_batch_bounds(len(batch), self.micro_batches)[self.first : self.first + self.per_rank]
+        return [
+            Share(epoch, batch[start:stop], stop - start) if stop > start else Share(epoch, batch[:1], 0)
+            for start, stop in bounds
+        ]
 
 
 class Sampler:
@@ -140,7 +143,6 @@ class Sampler:
             raise DataError("D006", what, key="batch_size", value=self.batch_size, suggestion=hint)
         self.size, self._sharding = size, sharding
         self._source_order = lru_cache(maxsize=2)(order)
-        self._full_bounds = sharding.bounds(self.batch_size)
 
     def step(self, step: int) -> tuple[list[Share], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
@@ -148,14 +150,7 @@ class Sampler:
         batch = self._order(epoch)[start:stop]
         if stop > self.size:
             batch = self._order(epoch).take(np.arange(start, stop), mode="wrap")
-        is_full = len(batch) == self.batch_size
-        bounds = self._full_bounds if is_full else self._sharding.bounds(len(batch))
-        # An empty share still runs one sample, so that the ranks' collectives stay in step.
-        shares = [
-            Share(epoch, batch[start:stop], stop - start) if stop > start else Share(epoch, batch[:1], 0)
-            for start, stop in bounds
-        ]
-        return shares, len(batch)
+        return self._sharding.shares(epoch, batch), len(batch)
 
     def _order(self, epoch: int) -> Indices:
         order = self.plan.order(epoch)

@@ -33,6 +33,7 @@ class Reader:
 
     @property
     def index(self) -> int:
+        """Number among the readers of all ranks."""
         return self.rank * self.num_workers + self.worker
 
     @property
@@ -44,22 +45,25 @@ class Reader:
 class IterableSource(BaseSource):
     """A torch `IterableDataset`: samples one after another, again from the start when it ends.
 
-    Who reads what is up to the data set:
+    The data set decides who reads what:
 
-    - One that asks `torch.utils.data.get_worker_info()` shares itself out. Every process that reads, of every
-      rank, is to it a worker of its own, so that no two read the same.
-    - One that has an attribute `shared_by = "ranks"` parts itself over the ranks already, and
+    - One that asks `torch.utils.data.get_worker_info()` shares itself out: it sees every reading process of
+      every rank as a worker of its own, so that no two read the same.
+    - One with an attribute `shared_by = "ranks"` splits itself over the ranks already, and
       `get_worker_info()` names the workers of its rank only.
-    - Any other yields all it has wherever it is read; each process keeps its part. `shared_by = "none"` says
-      that a data set is of this kind although it asks.
+    - Any other yields everything wherever it is read; each process keeps its part. `shared_by = "none"` marks
+      a data set of this kind that asks nevertheless.
 
-    What it draws from the global generators (torch, numpy, random) is seeded by the pass and the reader; one
-    with a method `set_epoch` receives the number of the pass. What it remembers itself from one pass to the
-    next is nothing that a resumed run could bring back.
+    Draws from the global generators (torch, numpy, random) are seeded by the pass and the reader; a method
+    `set_epoch` receives the number of the pass. State that the data set itself carries from one pass to the
+    next is not restored when a run resumes.
     """
 
     def __init__(self, dataset: IterableDataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
+        self.class_name = type(dataset).__name__
+        self.is_guessed = not hasattr(dataset, "shared_by")
+        """The data set does not say itself who shares it out."""
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
 
@@ -68,47 +72,38 @@ class IterableSource(BaseSource):
         return True
 
     def first(self) -> Any:
+        """The first sample."""
         return self._first[0]
 
     @property
     def shared_by(self) -> Sharing:
-        """`readers` or `ranks` where the data set shares itself out over them, `none` where it does not."""
+        """Who shares the data set out: its `readers`, its `ranks`, or nobody (`none`)."""
         stated = getattr(self.dataset, "shared_by", None)
         if stated is None:
             return "readers" if self._first[1] else "none"
         if stated not in ("none", "readers", "ranks"):
-            what = f"{type(self.dataset).__name__}.shared_by is {stated!r}"
+            what = f"{self.class_name}.shared_by is {stated!r}"
             raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
         return cast(Sharing, stated)
 
     @property
-    def is_guessed(self) -> bool:
-        """True if the data set does not say itself who shares it out."""
-        return not hasattr(self.dataset, "shared_by")
-
-    @property
-    def class_name(self) -> str:
-        """Of the data set, for messages."""
-        return type(self.dataset).__name__
-
-    @property
     def num_shards(self) -> int | None:
-        """The most readers that the data set can be shared out over, if it says so."""
+        """The most readers that the data set can be shared out over; None if it does not say."""
         for name in ("num_shards", "n_shards"):
             if isinstance(number := getattr(self.dataset, name, None), int):
                 return number
         return None
 
     def readers_at_most(self, wanted: int, num_ranks: int) -> int:
-        """Of `wanted` readers of each rank, as many as the data set can be shared out over."""
+        """Readers of each rank: `wanted`, or as many as the data set can be shared out over."""
         if self.shared_by == "none" or self.num_shards is None:
             return wanted
         return min(wanted, self.num_shards // num_ranks)
 
     def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
-        """One pass over what belongs to `reader`.
+        """One pass over the samples of `reader`.
 
-        Seeds the global generators, and asks who is reading: to be advanced inside `OwnGenerators.in_place`
+        Seeds the global generators and asks who is reading: to be advanced inside `OwnGenerators.in_place`
         and `as_reader`.
         """
         several = (reader.index,) if reader.count > 1 else ()
@@ -159,10 +154,10 @@ def check_kind(kind: str) -> None:
 
 
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
-    """The same samples, each drawn at random out of `size` that are held back.
+    """The same samples, each drawn at random out of a buffer of `size`.
 
-    A stream cannot be shuffled as a whole. What lies more than a few `size` apart stays apart, so data sorted
-    by class needs its shards shuffled, too.
+    A stream cannot be shuffled as a whole. Samples that are more than a few `size` apart stay apart, so data
+    sorted by class needs its shards shuffled, too.
 
     Cost: the memory of `size` samples in every process that reads.
     """
@@ -180,7 +175,7 @@ def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
 
 
 class _Noticing:
-    """A worker info that notices when anybody wants to know which worker is asked, and of how many."""
+    """A worker info that notices when its `id` or `num_workers` is read."""
 
     seed = 0
 
@@ -200,7 +195,7 @@ class _Noticing:
 
 @contextlib.contextmanager
 def _answering(info: Any) -> Iterator[None]:
-    """Have `get_worker_info()` answer with `info`."""
+    """A context in which `get_worker_info()` returns `info`."""
     before = data_worker._worker_info
     data_worker._worker_info = info
     try:

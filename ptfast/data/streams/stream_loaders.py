@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from ptfast.core.distributed import host_sums, joined, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
@@ -12,15 +12,14 @@ from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loader_choice import count_workers
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.loaders.step_batches import Batches
+from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader, check_kind
 from ptfast.data.streams.stream_readers import (
     CHECKED,
     Item,
     Mark,
-    PartReading,
     Reading,
-    WholeReading,
     check_parted,
     check_same,
     sum_of,
@@ -28,18 +27,8 @@ from ptfast.data.streams.stream_readers import (
 from ptfast.data.transforms.augment_plan import Augment
 
 
-class ReaderLayout(NamedTuple):
-    """Which processes read a stream, on one rank."""
-
-    workers: int
-    """Processes; 0 for this one."""
-    in_parts: bool
-    """Each of several readers has a part of its own."""
-    reason: str
-
-
-def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> ReaderLayout:
-    """Which processes read `source`."""
+def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> tuple[int, bool, str]:
+    """The workers of this rank (0 for this process), whether readers have parts of their own, and why."""
     check_kind(loading.kind)
     num_ranks = sharding.num_ranks
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
@@ -57,7 +46,7 @@ def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions
         how = f"the data set shares itself out over {readers} readers"
     else:
         how = "each reader goes through the whole stream: the data set does not ask get_worker_info()"
-    return ReaderLayout(workers, shared and readers > 1, f"{who}, {how}")
+    return workers, shared and readers > 1, f"{who}, {how}"
 
 
 def build_stream_batches(
@@ -79,25 +68,37 @@ def build_stream_batches(
         hint = "Let the data set cut them, or use augment=crop_flip"
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
     if source.is_guessed and sharding.num_ranks > 1:
-        # One that says nothing of ranks may begin on each with another sample.
+        # A data set that does not say who shares it out may begin with another sample on each rank.
         begins = sum_of([source.first(), source.shared_by])
         check_same(on_all_ranks(begins, sharding.num_ranks), source.class_name, 0)
-    layout, plan = share_out(source, sharding, loading), sharding.plan
-    if not layout.in_parts:
-        return WholeBatches(source, prepare, layout, sharding, loading, augment, once)
-    if plan.grows:
+    workers, in_parts, reason = share_out(source, sharding, loading)
+    if in_parts and sharding.plan.grows:
         what = "batches of a data set that splits itself over readers cannot grow"
         hint = 'Use curriculum=none, or set its attribute shared_by = "none"'
         raise ConfigError("C011", what, key="curriculum.batch_size_from", suggestion=hint)
-    if plan.last == "pad":
+    if in_parts and sharding.plan.last == "pad":
         what = "the parts of a data set that splits itself over readers end unequally, and cannot be padded"
         hint = "Use dataloader.last=keep or drop"
-        raise ConfigError("C011", what, key="dataloader.last", value=plan.last, suggestion=hint)
-    return PartBatches(source, prepare, layout, sharding, loading, augment, once)
+        raise ConfigError("C011", what, key="dataloader.last", value="pad", suggestion=hint)
+    num_readers = max(1, workers)
+    readings = [
+        Reading(
+            source,
+            Reader(sharding.rank, sharding.num_ranks, each, num_readers),
+            augment,
+            sharding,
+            in_parts,
+            once,
+        )
+        for each in range(num_readers)
+    ]
+    pools = [loading.pool(reading, 1, among=workers) for reading in readings if workers]
+    kind = PartBatches if in_parts else WholeBatches
+    return kind(readings, pools, prepare, reason)
 
 
 class Marks:
-    """Where passes began, by the step: what a resumed run needs so as to read no more again than one pass."""
+    """The start of each pass, by step: with it a resumed run reads no more than one pass again."""
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
@@ -128,29 +129,21 @@ class Marks:
 
 
 class StreamBatches(Batches):
-    """The step batches of a stream on one rank. Subclasses say what each reader reads, and give `steps`."""
+    """The step batches of a stream on one rank. Subclasses give `steps`.
 
-    reads: type[Reading]
+    Args:
+        readings: of each reader of this rank.
+        pools: the workers of each; empty where this process reads.
+        reason: how the stream is read, for the panel.
+    """
 
     def __init__(
-        self,
-        source: IterableSource,
-        prepare: Prepare,
-        layout: ReaderLayout,
-        sharding: Sharding,
-        loading: ReaderOptions,
-        augment: Augment,
-        once: bool,
+        self, readings: list[Reading], pools: list[WorkerPool], prepare: Prepare, reason: str
     ) -> None:
-        self.layout, self.workers, self.marks = layout, layout.workers, Marks(1)
-        self._plan, self._prepare, self._sharding = sharding.plan, prepare, sharding
-        self._source, self._once, self._per_rank = source, once, sharding.per_rank
-        number = max(1, layout.workers)
-        readers = [Reader(sharding.rank, sharding.num_ranks, worker, number) for worker in range(number)]
-        self._readings = [self.reads(source, reader, augment, sharding, once) for reader in readers]
-        self._pools = [
-            loading.pool(reading, 1, among=layout.workers) for reading in self._readings if layout.workers
-        ]
+        self._readings, self._pools, self._prepare, self.reason = readings, pools, prepare, reason
+        self.workers, self.marks = len(pools), Marks(1)
+        self._source, self._sharding, self._once = readings[0].source, readings[0].sharding, readings[0].once
+        self._per_rank = self._sharding.per_rank
 
     def close(self) -> None:
         for pool in self._pools:
@@ -163,7 +156,7 @@ class StreamBatches(Batches):
         return [reading.items(step, mark) for reading in self._readings]
 
     def _placed(self, digests: Sequence[int]) -> list[int]:
-        """This rank's `digests` in their place among those of others, for sums over the ranks to collect."""
+        """This rank's `digests` in their place among zeros for the other ranks', to be summed over ranks."""
         rank, num_ranks = self._sharding.rank, self._sharding.num_ranks
         before, behind = len(digests) * rank, len(digests) * (num_ranks - rank - 1)
         return [*[0] * before, *digests, *[0] * behind]
@@ -174,14 +167,12 @@ class StreamBatches(Batches):
 
 
 class WholeBatches(StreamBatches):
-    """Batches of a stream that each reader goes through as a whole, one after another.
+    """Batches of a stream that each reader goes through as a whole, one pass after another.
 
-    Batches are always full: one that the end of a pass leaves short is filled up from the next pass.
-    With `once`, the last one may be short. Where the data set does not say that the ranks read the same,
-    their first batches are compared.
+    Batches are always full: one that the end of a pass leaves short is filled up from the next pass. With
+    `once`, the last one may be short. Unless the data set says who shares it out, the first batches of all
+    ranks are compared.
     """
-
-    reads = WholeReading
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -201,25 +192,23 @@ class WholeBatches(StreamBatches):
                 return
             turn += self._per_rank
             self.marks.note(step, items[0].mark)
-            _, first, end = self._plan.batch(step)
+            _, first, end = self._sharding.plan.batch(step)
             yield self._step_batch(items, end - first)
 
 
 class PartBatches(StreamBatches):
     """Batches of a stream of which every reader has a part of its own.
 
-    A pass is over when all parts are: each sample comes once, whatever their lengths. Ranks sum up
-    how many samples they have one step early, while the device trains, so that one whose part is over runs
-    along with none, as it does at the end of any epoch.
+    A pass ends when all parts have: each sample comes once, whatever their lengths. Ranks sum their numbers
+    of samples one step early, while the device trains, so that a rank whose part has ended joins with no
+    samples, as at the end of any epoch.
     """
-
-    reads = PartReading
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sums = host_sums(self._sharding.num_ranks)
         self.marks = Marks(self._sharding.num_ranks * len(self._readings))
-        self._drops = self._plan.last == "drop"
+        self._drops = self._sharding.plan.last == "drop"
         self._last_raw: Any = None
         self._reported = list[int]()
 
@@ -228,12 +217,16 @@ class PartBatches(StreamBatches):
         readers, step = self._open(first_step, mark), mark.first
         for epoch in count(mark.epoch):
             mark = Mark(epoch, step)
-            for items, num_samples in self.one_pass(readers):
+            for items, num_samples in self._one_pass(readers):
                 if items:
                     self._last_raw = items[-1].raw
                 if step >= first_step:
                     self.marks.note(step, mark)
-                    yield self._batch(items, num_samples)
+                    if self._last_raw is None:
+                        raise self._empty()
+                    # A rank without samples runs a dummy batch of weight 0.
+                    dummies = [Item(self._last_raw, 0)] * (self._per_rank - len(items))
+                    yield self._step_batch([*items, *dummies], num_samples)
                 step += 1
                 if step >= last_step:
                     return
@@ -242,7 +235,7 @@ class PartBatches(StreamBatches):
             if step == mark.first or self._once:
                 return
 
-    def one_pass(self, readers: list[Iterator[Item]]) -> Iterator[tuple[list[Item], int]]:
+    def _one_pass(self, readers: list[Iterator[Item]]) -> Iterator[tuple[list[Item], int]]:
         """This rank's micro-batches of each step up to the end of the pass, and the samples of all ranks."""
         items = _in_turn(readers)
         following = self._ask(items)
@@ -251,7 +244,7 @@ class PartBatches(StreamBatches):
             num_samples, lacking, *digests = answer()
             check_parted(digests, self._source.class_name)
             if num_samples == 0 or (self._drops and lacking):
-                # What is left of this rank's part does not count any more.
+                # The rest of this rank's part is dropped.
                 for _ in items:
                     pass
                 return
@@ -259,28 +252,22 @@ class PartBatches(StreamBatches):
             yield mine, num_samples
 
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
+        """The next micro-batches, and a function that waits for the sums over all ranks.
+
+        Summed are the samples, the ranks that lack some of a full step, and, after the first and the second
+        micro-batch of each reader, the checksums of what it has read.
+        """
         mine = list(islice(items, self._per_rank))
-        sizes = [item.num_samples for item in mine]
-        numbers = [sum(sizes), sum(sizes) < self._per_rank * self._readings[0].size]
-        return mine, self._sums([*numbers, *self._digests(mine)])
-
-    def _digests(self, mine: list[Item]) -> list[int]:
-        """Samples read so far by each reader of all ranks, to be summed: after its first, and its second."""
+        num_samples = sum(item.num_samples for item in mine)
+        numbers = [num_samples, num_samples < self._per_rank * self._readings[0].size]
         readers, before = len(self._readings), len(self._reported)
-        if before >= 2 * readers:
-            return []
-        # A rank whose part has ended has fewer.
-        self._reported += [*(item.digest for item in mine), *[0] * (self._per_rank - len(mine))]
-        end = len(self._reported) // readers * readers
-        if end == before // readers * readers:
-            return []
-        return self._placed(self._reported[end - readers : end])
-
-    def _batch(self, items: list[Item], num_samples: int) -> StepBatch:
-        if self._last_raw is None:
-            raise self._empty()
-        stand_ins = [Item(self._last_raw, 0)] * (self._per_rank - len(items))
-        return self._step_batch([*items, *stand_ins], num_samples)
+        if before < 2 * readers:
+            # A rank whose part has ended has fewer.
+            self._reported += [*(item.digest for item in mine), *[0] * (self._per_rank - len(mine))]
+            end = len(self._reported) // readers * readers
+            if end > before // readers * readers:
+                numbers += self._placed(self._reported[end - readers : end])
+        return mine, self._sums(numbers)
 
     def _empty(self) -> DataError:
         rank, readers = self._sharding.rank, self.marks.readers
@@ -292,7 +279,7 @@ class PartBatches(StreamBatches):
 
 
 def _in_turn(readers: list[Iterator[Item]]) -> Iterator[Item]:
-    """Their items by turns; where the pass of one has ended, the others continue without it."""
+    """Their items by turns; when the pass of one ends, the others continue without it."""
     reading = list(readers)
     while reading:
         for reader in tuple(reading):

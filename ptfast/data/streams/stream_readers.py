@@ -1,4 +1,4 @@
-"""Reading iterable data in one process, and the check that all agree on who reads what."""
+"""Reading iterable data in one process, and the check that all ranks agree on who reads what."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptfast.data.transforms.row_windows import augmented
 
 
 class Mark(NamedTuple):
-    """Where a pass began."""
+    """The start of a pass."""
 
     epoch: int = 0
     """Its number."""
@@ -32,10 +32,10 @@ class Mark(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One micro-batch as it was read, or the end of what there is."""
+    """One micro-batch as it was read, or an end."""
 
     raw: Any
-    """None at the end: of a pass over a part, of all there will ever be in the whole."""
+    """None at the end: of a pass over a part, or of the whole stream."""
     num_samples: int
     mark: Mark = Mark()
     digest: int = 0
@@ -47,23 +47,23 @@ END = Item(None, 0)
 
 @dataclass
 class Reading:
-    """The micro-batches of one reader. Called, it gives the next: so it serves in a worker process."""
+    """The micro-batches of one reader. Calling it gives the next one, so that it can run in a worker."""
 
     source: IterableSource
     reader: Reader
     augment: Augment
     sharding: Sharding
+    in_parts: bool
+    """The data set gives each reader a part of its own."""
     once: bool
     """End with the first pass, whose last batch may be short; else batches continue into the next pass."""
 
     def __post_init__(self) -> None:
         self._items: Iterator[Item] | None = None
         self._generators = OwnGenerators()
-
-    @property
-    def size(self) -> int:
+        self._mark = Mark()
+        self.size = self.sharding.plan.batch_size // self.sharding.micro_batches
         """Samples of a full micro-batch."""
-        return self.sharding.plan.batch_size // self.sharding.micro_batches
 
     def __call__(self, start: tuple[int, Mark]) -> Item:
         if self._items is None:
@@ -71,8 +71,64 @@ class Reading:
         return next(self._items)
 
     def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        """From `first_step` on, which lies in the pass of `mark` or after it; never ends."""
-        raise NotImplementedError
+        """Micro-batches from `first_step` on, which lies in the pass of `mark` or after it; never ends."""
+        return self._part_items(mark) if self.in_parts else self._whole_items(first_step, mark)
+
+    def _whole_items(self, first_step: int, mark: Mark) -> Iterator[Item]:
+        """This reader's share of a stream that every reader goes through as a whole.
+
+        The samples of a micro-batch depend neither on the number of workers nor on that of ranks.
+        """
+        reader, plan, per_rank = self.reader, self.sharding.plan, self.sharding.per_rank
+        self._mark = mark
+        samples = self._passes()
+        with self._generators.in_place(), self.source.as_reader(reader):
+            skipped = plan.batch(first_step)[1] - mark.first
+            next(islice(samples, skipped, skipped), None)
+        for step in count(first_step):
+            _, first, end = plan.batch(step)
+            now = self._mark
+            batch = self._take(samples, end - first)
+            is_checked = reader.num_ranks > 1 and step < first_step + CHECKED
+            digest = Digest().add(batch) if is_checked else 0
+            if not batch or (len(batch) < end - first and not self.once):
+                break
+            shares = self.sharding.shares(0, np.arange(len(batch)))
+            for number, share in enumerate(shares, step * per_rank):
+                if number % reader.num_workers == reader.worker:
+                    taken = [batch[place] for place in share.indices]
+                    # Numbers continue over the passes.
+                    raw = self._collate(taken, 0, (first + share.indices).tolist())
+                    yield Item(raw, share.num_samples, now, digest)
+        while True:
+            yield END
+
+    def _passes(self) -> Iterator[Any]:
+        """Samples pass after pass; keeps the mark of the current one."""
+        while True:
+            num_samples = 0
+            for sample in self.source.read(self._mark.epoch):
+                num_samples += 1
+                yield sample
+            if num_samples == 0 and self._mark.epoch == 0:
+                raise DataError("D002", "the iterable data set yields no samples", key="data")
+            if num_samples == 0 or self.once:
+                return
+            self._mark = Mark(self._mark.epoch + 1, self._mark.first + num_samples)
+
+    def _part_items(self, mark: Mark) -> Iterator[Item]:
+        """This reader's own part, pass after pass, with an end after each; the last of a pass is short."""
+        reader = self.reader
+        for epoch in count(mark.epoch):
+            samples, number = self.source.read(epoch, reader), reader.index
+            digest, left_to_check = Digest(), CHECKED if epoch == mark.epoch else 0
+            while batch := self._take(samples, self.size):
+                numbers = [*range(number, number + len(batch) * reader.count, reader.count)]
+                number += len(batch) * reader.count
+                left_to_check -= 1
+                checksum = digest.add(batch) if left_to_check >= 0 else 0
+                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=checksum)
+            yield END
 
     def _take(self, samples: Iterator[Any], number: int) -> list[Any]:
         """The next samples, fewer if there are no more."""
@@ -91,81 +147,8 @@ class Reading:
         return augmented(self.augment, raw, share) if self.augment else raw
 
 
-class WholeReading(Reading):
-    """Every reader goes through the whole stream and collates its own micro-batches.
-
-    Which samples a micro-batch holds depends neither on the number of workers nor on that of ranks.
-    """
-
-    def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        reader, plan, per_rank = self.reader, self.sharding.plan, self.sharding.per_rank
-        passes = _Passes(self.source, mark, self.once)
-        samples = iter(passes)
-        with self._generators.in_place(), self.source.as_reader(reader):
-            skipped = plan.batch(first_step)[1] - mark.first
-            next(islice(samples, skipped, skipped), None)
-        for step in count(first_step):
-            _, first, end = plan.batch(step)
-            now = passes.mark
-            batch = self._take(samples, end - first)
-            looked_at = reader.num_ranks > 1 and step < first_step + CHECKED
-            digest = Digest().add(batch) if looked_at else 0
-            if not batch or (len(batch) < end - first and not self.once):
-                break
-            for number, (start, stop) in enumerate(self.sharding.bounds(len(batch)), step * per_rank):
-                if number % reader.num_workers == reader.worker:
-                    # A stand-in for an empty share, which keeps the ranks in step.
-                    taken = slice(start, stop) if stop > start else slice(1)
-                    numbers = [*range(first, end)][taken]
-                    # Numbers continue over the passes.
-                    yield Item(self._collate(batch[taken], 0, numbers), stop - start, now, digest)
-        while True:
-            yield END
-
-
-class PartReading(Reading):
-    """The reader's own part, which the data set gives it, pass after pass with an end after each.
-
-    The last micro-batch of a pass is as short as it comes.
-    """
-
-    def items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        reader = self.reader
-        for epoch in count(mark.epoch):
-            samples, number = self.source.read(epoch, reader), reader.index
-            digest, looked_at = Digest(), CHECKED if epoch == mark.epoch else 0
-            while batch := self._take(samples, self.size):
-                numbers = [*range(number, number + len(batch) * reader.count, reader.count)]
-                number += len(batch) * reader.count
-                looked_at -= 1
-                checksum = digest.add(batch) if looked_at >= 0 else 0
-                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=checksum)
-            yield END
-
-
-class _Passes:
-    """Samples without end, pass after pass, and where the current pass began."""
-
-    def __init__(self, source: IterableSource, mark: Mark, once: bool) -> None:
-        self.source, self.mark, self.once = source, mark, once
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            num_samples = 0
-            for sample in self.source.read(self.mark.epoch):
-                num_samples += 1
-                yield sample
-            if num_samples == 0:
-                if self.mark.epoch == 0:
-                    raise DataError("D002", "the iterable data set yields no samples", key="data")
-                return
-            if self.once:
-                return
-            self.mark = Mark(self.mark.epoch + 1, self.mark.first + num_samples)
-
-
 CHECKED = 16
-"""Batches, or micro-batches of each reader, from the start on that are looked at: 1 ms for 1.5 MB."""
+"""Batches, or micro-batches of each reader, that are compared at the start: 1 ms for 1.5 MB."""
 
 
 class Digest:
@@ -185,9 +168,9 @@ class Digest:
 
 
 def check_same(digests: Sequence[int], name: str, step: int) -> None:
-    """Refuse a data set that is read as one stream by all ranks, and is another on some.
+    """Refuse a data set that all ranks read as one stream, and that differs between them.
 
-    Each rank would keep its share of a stream that the others have not: samples would be lost unnoticed.
+    Each rank would keep its share of another stream: samples would be lost unnoticed.
 
     Args:
         digests: of the samples of a step, by rank.
@@ -200,7 +183,7 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Refuse a data set that is said to share itself out over readers, all of whom have read the same."""
+    """Refuse a data set that should share itself out over readers, all of whom have read the same."""
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (
@@ -211,7 +194,7 @@ def check_parted(digests: Sequence[int], name: str) -> None:
 
 
 def sum_of(value: Any) -> int:
-    """A checksum of a sample: of arrays, text, numbers, and of what holds these."""
+    """A checksum of a sample: of arrays, text, numbers, and containers of these."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):

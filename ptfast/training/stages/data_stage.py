@@ -22,7 +22,7 @@ from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loa
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
-from ptfast.data.loaders.shared_memory import build_holder
+from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
@@ -69,7 +69,7 @@ def load_data(
         crops=config.augment.resized_crop is not None,
         shuffle_buffer=section.shuffle_buffer,
         once=lambda compute: on_first_rank(compute, ranks),
-        holder=build_holder(ranks),
+        holder=Holder(ranks),
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         collate=_collate(config),
         **saved,

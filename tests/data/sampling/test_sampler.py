@@ -42,8 +42,8 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_micro_batches_are_cut_evenly():
-    assert micro_batch_bounds(10, 4) == [(0, 2), (2, 5), (5, 7), (7, 10)]
-    assert micro_batch_bounds(2, 4) == [(0, 0), (0, 1), (1, 1), (1, 2)]
+    assert micro_batch_bounds(10, 4) == ((0, 2), (2, 5), (5, 7), (7, 10))
+    assert micro_batch_bounds(2, 4) == ((0, 0), (0, 1), (1, 1), (1, 2))
 
 
 @pytest.mark.parametrize("last", ["keep", "drop"])

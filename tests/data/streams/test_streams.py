@@ -137,9 +137,10 @@ def on_two_ranks(workers: int) -> tuple[Sharding, ReaderOptions]:
 
 def test_a_data_set_that_shares_itself_out_gets_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_choice, "spare_cores", lambda: 4)
-    layout = share_out(IterableSource(Sharded(), 0), *on_two_ranks(3))
-    assert layout.in_parts
-    assert layout.reason == "3 processes, the data set shares itself out over 6 readers"
+    workers, in_parts, reason = share_out(IterableSource(Sharded(), 0), *on_two_ranks(3))
+    assert workers == 3
+    assert in_parts
+    assert reason == "3 processes, the data set shares itself out over 6 readers"
     assert get_worker_info() is None
     chosen = choose(IterableSource(Sharded(), 0), kind="auto")
     assert (chosen.kind, chosen.workers) == ("workers", 3)
