@@ -100,8 +100,8 @@ class Ablation:
         self.picked: list[Technique] = []
         self.confirmed: Confirmed | None = None
         self.plain: Measured | None = None
-        self.look_s = 0.0
-        """Seconds to build a trial and to train its first steps."""
+        self._look_s = self._block_s = 0.0
+        """Seconds to build a trial and to train its first steps, and to measure a block."""
         self._members: list[list[Worth]] = []
         """The techniques of each factor, those of level 1 first."""
         self._memory: list[list[float]] = []
@@ -114,7 +114,8 @@ class Ablation:
         plain, given = self.laboratory.look(configs)
         start_s = self.laboratory.left_s
         self.laboratory.look(configs[:1])
-        self.look_s = start_s - self.laboratory.left_s
+        self._look_s = start_s - self.laboratory.left_s
+        self._block_s = 4 * (self._look_s + self.laboratory.timed_s)
         for each in (plain, given):
             each.raise_failure()
         self.plain = plain
@@ -153,11 +154,7 @@ class Ablation:
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds for looking at those of the plan, and for the fewest blocks after that."""
         num_looks = sum(not _is_outside(technique) for technique in techniques)
-        return num_looks * self.look_s + 2 * LEAST_BLOCKS * self._block_s
-
-    @property
-    def _block_s(self) -> float:
-        return 4 * (self.look_s + self.laboratory.timed_s)
+        return num_looks * self._look_s + 2 * LEAST_BLOCKS * self._block_s
 
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""

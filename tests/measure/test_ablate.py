@@ -49,10 +49,11 @@ class Planted(Laboratory):
     interrupted_after = 999
     """Blocks."""
 
-    def _begin(self) -> None:
+    def __enter__(self) -> Laboratory:
         self.seconds, self._draws = 0.0, random.Random(0)
+        return self
 
-    def _end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     @property

@@ -25,6 +25,8 @@ DEEP = 10
 WIDTH_SHARE = 0.01
 """Layers with a smaller part of the model's weights are not worth another width."""
 NAMED = 3
+Formula = tuple[Callable[..., Tensor], list[Tensor]]
+"""A function that takes `fused`, and the tensors that it reads."""
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -160,23 +162,26 @@ def _check_formulas(context: AuditContext) -> Iterator[Finding]:
         yield Finding("gelu by hand", what, place, mend, kind="reordered", trial=trial)
 
 
-def _trial(build: Callable[[Any, torch.device], Sides], shapes: Sequence[Any], device: torch.device) -> Trial:
-    """All calls of a step, by hand and by one operator each, on random tensors."""
+def _trial(
+    build: Callable[[Any, torch.device], Formula], shapes: Sequence[Any], device: torch.device
+) -> Trial:
+    """All calls of a step, forward and backward, by hand and by one operator each, on random tensors."""
 
     def make() -> Sides:
-        sides = [(build(shape, device), count) for shape, count in Counter(shapes).items()]
+        formulas = [(*build(shape, device), count) for shape, count in Counter(shapes).items()]
 
-        def call(side: int) -> None:
-            for functions, count in sides:
+        def call(*, fused: bool) -> None:
+            for forward, inputs, count in formulas:
                 for _ in range(count):
-                    functions[side]()
+                    outputs = forward(fused=fused)
+                    torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
 
-        return partial(call, 0), partial(call, 1)
+        return partial(call, fused=False), partial(call, fused=True)
 
     return make
 
 
-def _attention(shape: AttentionShape, device: torch.device) -> Sides:
+def _attention(shape: AttentionShape, device: torch.device) -> Formula:
     """Attention without mask and dropout: in single operators, and in one."""
     make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
     samples, *heads = shape.batch
@@ -192,10 +197,10 @@ def _attention(shape: AttentionShape, device: torch.device) -> Sides:
             found = (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1) @ values
         return found.movedim(-2, 1).flatten(2)
 
-    return _both_ways(attend, inputs)
+    return attend, inputs
 
 
-def _gelu(shape: GeluShape, device: torch.device) -> Sides:
+def _gelu(shape: GeluShape, device: torch.device) -> Formula:
     """GELU in single operators, and in one."""
     inputs = torch.randn(shape.shape, device=device, dtype=shape.dtype, requires_grad=True)
 
@@ -206,17 +211,7 @@ def _gelu(shape: GeluShape, device: torch.device) -> Sides:
             return 0.5 * inputs * (1 + torch.erf(inputs / math.sqrt(2)))
         return 0.5 * inputs * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inputs + 0.044715 * inputs**3)))
 
-    return _both_ways(gelu, [inputs])
-
-
-def _both_ways(forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Sides:
-    """Forward and backward by hand, and fused."""
-
-    def there_and_back(*, fused: bool) -> None:
-        outputs = forward(fused=fused)
-        torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
-
-    return partial(there_and_back, fused=False), partial(there_and_back, fused=True)
+    return gelu, [inputs]
 
 
 @contextmanager

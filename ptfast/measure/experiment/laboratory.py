@@ -75,13 +75,6 @@ class Laboratory:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def __enter__(self) -> Laboratory:
-        self._begin()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
     @property
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
@@ -127,8 +120,8 @@ class Laboratory:
             self._connection.send(request)
             answer = self._connection.recv()
         except (EOFError, ConnectionError) as error:
-            self._end()
-            self._begin()
+            self.__exit__()
+            self.__enter__()
             what = "the process that trials are forked from has ended"
             raise MachineError("E002", what, suggestion="Try a smaller batch_size") from error
         if isinstance(answer, Exception):
@@ -145,7 +138,7 @@ class Laboratory:
                 each.facts["waiting"] = statistics.fmean(each.facts["waitings"])
         return found
 
-    def _begin(self) -> None:
+    def __enter__(self) -> Laboratory:
         here, there = socket.socketpair()
         command = [sys.executable, "-m", "ptfast.measure.experiment.warm_parent"]
         # In a session of its own, Ctrl-C reaches it through this process alone.
@@ -153,8 +146,9 @@ class Laboratory:
         self._process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True)
         there.close()
         self._connection = Connection(here.detach())
+        return self
 
-    def _end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             # It ends its trials and clears its files away.
             self._process.terminate()

@@ -67,14 +67,11 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
     values = np.asarray(log_ratios, np.float64)
     count = len(values)
     draws = np.random.default_rng(seed).integers(0, count, (_RESAMPLES, count))
-    se = float(_locations(values[draws]).std()) * math.sqrt(count / (count - 1))
-    return Effect(float(_locations(values[None])[0]), se, count - 1)
-
-
-def _locations(samples: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Hodges' and Lehmann's estimate of each row."""
-    first, second = np.triu_indices(samples.shape[1])
-    return np.median((samples[:, first] + samples[:, second]) / 2, axis=1)
+    samples = np.vstack([values, values[draws]])
+    first, second = np.triu_indices(count)
+    locations = np.median((samples[:, first] + samples[:, second]) / 2, axis=1)
+    se = float(locations[1:].std()) * math.sqrt(count / (count - 1))
+    return Effect(float(locations[0]), se, count - 1)
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:

@@ -96,36 +96,36 @@ class WarmParent:
         """The figures of each trial of a block: `times` are logarithms of seconds per token or sample."""
         found: list[dict[str, Any]] = [{} for _ in request.configs]
         trials: dict[int, Processes] = {}
+
+        def ask(index: int, what: str, seconds: float = 0.0) -> None:
+            """Add the answer of a trial to what is found of it; one that failed is ended."""
+            answer = _ask(trials[index], what, seconds)
+            for name in ("time", "waiting", "system"):
+                if name in answer:
+                    found[index].setdefault(f"{name}s", []).append(answer.pop(name))
+            found[index] |= answer
+            if "error" in answer:
+                end_ranks(trials.pop(index))
+
         try:
             for index, words in enumerate(request.configs):
                 try:
                     trials[index] = self._fork(words, request.seed * 4 + index)
                 except PtfastError as error:
                     found[index] = _failure(error)
-            for index, trial in list(trials.items()):
-                self._note(found, trials, index, _ask(trial, "warm", request.warm_s))
+            for index in list(trials):
+                ask(index, "warm", request.warm_s)
                 if request.asks and index in trials:
-                    self._note(found, trials, index, _ask(trial, "data"))
+                    ask(index, "data")
             turn_s = max([request.turn_s, *(found[index]["least_turn_s"] for index in trials)])
             num_turns = 2 * max(round(request.timed_s / turn_s / 2), 1) if request.timed_s else 0
             for turn in range(min(num_turns, MOST_TURNS)):
                 for index in sorted(trials, reverse=turn % 2 == 1):
-                    self._note(found, trials, index, _ask(trials[index], "train", turn_s))
+                    ask(index, "train", turn_s)
         finally:
             for trial in trials.values():
                 end_ranks(trial)
         return found
-
-    def _note(
-        self, found: list[dict[str, Any]], trials: dict[int, Processes], index: int, answer: dict[str, Any]
-    ) -> None:
-        """Add an answer to what is found of a trial; one that failed is ended."""
-        for name in ("time", "waiting", "system"):
-            if name in answer:
-                found[index].setdefault(f"{name}s", []).append(answer.pop(name))
-        found[index] |= answer
-        if "error" in answer:
-            end_ranks(trials.pop(index))
 
     def _fork(self, words: Sequence[str], seed: int) -> Processes:
         _, config = read_config(words)
