@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Iterator
@@ -29,13 +30,19 @@ POINTS = ("data=custom", "data._target_=planted.Points")
 PLAIN = ("batch_size=16", "dataloader=plain", "dataloader.pin=auto")
 
 
+def changed(context: AuditContext, **facts: Any) -> AuditContext:
+    """The same, but for some of its attributes."""
+    other = copy.copy(context)
+    vars(other).update(facts)
+    return other
+
+
 def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) -> list[Finding]:
     """What an audit finds in a run of `words`, the machine left out."""
     chosen = {word.partition("=")[0]: word for word in (*NET, *POINTS, *PLAIN, *words)}
     config = read_config([*chosen.values()])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        steps = replace(context.steps, waiting=waiting)
-        return [*run_checks(replace(context, steps=steps, **facts), ("model", "data", "loop"))]
+        return [*run_checks(changed(context, waiting=waiting, **facts), ("model", "data", "loop"))]
 
 
 @pytest.fixture(autouse=True)
@@ -159,9 +166,9 @@ def test_nothing_is_found_where_nothing_is_planted(tmp_path: Path) -> None:
 def test_many_shapes_under_a_search_for_kernels(tmp_path: Path) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, "backend.cudnn_benchmark=true"])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        steps = replace(context.steps, shapes=set(range(9)))
-        found = [*step_checks.check_data(replace(context, steps=steps, device_type="cuda"))]
-        few = [*step_checks.check_data(replace(context, device_type="cuda"))]
+        many = changed(context, shapes=set(range(9)), device_type="cuda")
+        found = [*step_checks.check_data(many)]
+        few = [*step_checks.check_data(changed(context, device_type="cuda"))]
     assert [finding.where for finding in found] == ["backend.cudnn_benchmark"]
     assert few == []
 
@@ -175,7 +182,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditContext]:
         audit_context(config, tmp_path_factory.mktemp("run"), Display()) as it,
     ):
         patch.setattr(examination, "STEPS_S", 0.0)
-        yield replace(it, steps=replace(it.steps, others_cores=0.0, throttled=False))
+        yield changed(it, others_cores=0.0, throttled=False)
 
 
 def machine(context: AuditContext) -> list[str]:
@@ -201,9 +208,9 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(step_checks, "shared_memory", lambda: 10)
         assert machine(context) == ["shared memory small"]
-    assert machine(replace(context, device_type="cuda")) == ["tf32 off"]
-    assert machine(replace(context, steps=replace(context.steps, throttled=True))) == ["clocks throttled"]
-    assert machine(replace(context, steps=replace(context.steps, others_cores=1.0))) == ["noisy neighbours"]
+    assert machine(changed(context, device_type="cuda")) == ["tf32 off"]
+    assert machine(changed(context, throttled=True)) == ["clocks throttled"]
+    assert machine(changed(context, others_cores=1.0)) == ["noisy neighbours"]
 
 
 def test_what_mends_a_finding_in_this_process_is_measured(

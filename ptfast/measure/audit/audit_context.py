@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -101,51 +101,69 @@ class SampleTrace:
     calls: CallTrace
 
 
-@dataclass
-class TimedSteps:
-    """What some steps of training show."""
-
-    step_s: float
-    waiting: float
-    """Share of the time in which the model waited for a batch."""
-    shapes: set[Any]
-    others_cores: float
-    """Cores that other processes took meanwhile; 0 where the system does not say."""
-    throttled: bool
-    """The processors were slowed down by heat meanwhile."""
-
-
-@dataclass
 class AuditContext:
-    """A run, and what some of its steps have shown: the first warms up, some are timed, and some traced."""
+    """A run, and what some of its steps have shown: the first warms up, some are timed, and some traced.
 
-    config: Config
-    run: Run
-    source: Source
-    """Its training data."""
-    batch: Any
-    """A micro-batch as the task takes it."""
-    device_type: str
-    samples: SampleTrace | None
-    """None for a stream, which reading would consume, and for data in memory."""
-    steps: TimedSteps
-    calls: CallTrace
-    """Of `CALL_STEPS` steps."""
-    operators: OperatorTrace
-    syncs: dict[str, int]
-    """Waits for a CUDA device by place, of as many steps."""
-    unused: list[str]
-    """Parameters that train and got no gradient in any step."""
-    evaluation: CallTrace
-    """Of a batch that is evaluated."""
-    aids: dict[str, list[str]]
-    """Debugging aids of torch that were on, and where they were turned on."""
-    graph_breaks: Mapping[str, int]
-    """By reason; none where nothing is compiled."""
-    untraced: str | None
-    """Why operators could not be traced; None where they were."""
-    take_step: Callable[[], object]
-    """Trains one step more, and waits for it."""
+    Args:
+        source: its training data.
+    """
+
+    def __init__(self, config: Config, run: Run, source: Source) -> None:
+        self.config, self.run, self.source = config, run, source
+        self.device_type = run.device.type
+        run.total_steps = ENDLESS
+        breaks_before = _graph_breaks() if run.compilation is not None else Counter[str]()
+        run.call_back("on_start")
+        self._trainer = trainer = Trainer(run)
+        switches = trainer.first_look.switches
+        self.batch: Any = None
+        """A micro-batch as the task takes it."""
+        self._shapes: set[Any] = set()
+        self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
+        with _noting_gradchecks(switches.found):
+            self._batches = trainer.warm_up(self._batches)
+            if run.compilation is not None:
+                run.compilation.start(0.0)
+            self.take_step()
+            switches.look()
+        self.aids = switches.found
+        """Debugging aids of torch that were on, and where they were turned on."""
+        self._time_steps()
+        self.graph_breaks = _graph_breaks() - breaks_before if run.compilation is not None else Counter[str]()
+        """By reason; none where nothing is compiled."""
+        self.calls, self.syncs = CallTrace(run.device.type), dict[str, int]()
+        """Calls of `CALL_STEPS` steps, and waits for a CUDA device in as many, by place."""
+        waits = cuda_syncs() if run.device.type == "cuda" else nullcontext(self.syncs)
+        trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+        trained: set[str] = set()
+        with run.uncompiled(), ExitStack() as hooks:
+            for name, parameter in trainable.items():
+                hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: trained.add(name))
+                hooks.callback(hook.remove)
+            # Operators are traced in another step, so that a GPU's queue is as full as ever.
+            with waits as self.syncs, self.calls:
+                trainer.train(self._batches, run.progress.step + CALL_STEPS)
+            self._trace_operators()
+        self.unused = [name for name in trainable if name not in trained]
+        """Parameters that train and got no gradient in any step."""
+        self.evaluation = CallTrace(run.device.type)
+        """Of a batch that is evaluated."""
+        metrics = run.task.metrics().to(run.device)
+        run.forward.eval()
+        try:
+            with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
+                run.task.evaluate(run.model, self.batch, metrics)
+        finally:
+            run.forward.train()
+        self.samples: SampleTrace | None = None
+        """None for a stream, which reading would consume, and for data in memory."""
+        if isinstance(source, MapSource) and source.storage != "memory":
+            self.samples = trace_samples(source)
+
+    def take_step(self) -> None:
+        """Train one step more, and wait for it."""
+        self._trainer.train(self._batches, self.run.progress.step + 1)
+        self._trainer.window.read()
 
     def trial(self, mended: Callable[[], AbstractContextManager[Any]]) -> Trial:
         """The trial of a step as it is, and of one inside `mended()`."""
@@ -155,6 +173,55 @@ class AuditContext:
                 self.take_step()
 
         return lambda: (self.take_step, take_mended_step)
+
+    def _noting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        for batch in batches:
+            self.batch = batch.micro_batches[0].data
+            self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(self.batch)))
+            yield batch
+
+    def _time_steps(self) -> None:
+        run = self.run
+        self._shapes.clear()
+        before, throttled = ProcessorTimes.read(), _throttle_counts()
+        waited_s, start, first = run.clock.ledger()["data"], time.perf_counter(), run.progress.step
+        while (num := run.progress.step - first) < LEAST_STEPS or (
+            num < MOST_STEPS and time.perf_counter() - start < STEPS_S
+        ):
+            self.take_step()
+        took_s, waited_s = time.perf_counter() - start, run.clock.ledger()["data"] - waited_s
+        after = ProcessorTimes.read()
+        outside = before.until(after, after.own_s - before.own_s)
+        self.shapes = set(self._shapes)
+        """Of the inputs of these steps."""
+        self.waiting = waited_s / took_s
+        """Share of the time in which the model waited for a batch."""
+        self.others_cores: float = outside["others_cores"] or 0.0
+        """Cores that other processes took meanwhile; 0 where the system does not say."""
+        self.throttled = _throttle_counts() > throttled or _gpu_is_slowed(run.device)
+        """The processors were slowed down by heat meanwhile."""
+
+    def _trace_operators(self) -> None:
+        """Trace the operators of one forward pass."""
+        calls = CallTrace(self.run.device.type)
+        self.operators = operators = OperatorTrace(self.run.model, calls)
+        self.untraced: str | None = None
+        """Why operators could not be traced, where a model forbids it; None where they were."""
+
+        def record(phase: str, *, on: bool) -> None:
+            if phase == "forward":
+                operators.recording = on
+
+        phases = Phases(partial(record, on=True), partial(record, on=False))
+        try:
+            with watched(self.run, phases), operators.naming_modules(), calls, operators:
+                self._trainer.train(self._batches, self.run.progress.step + 1)
+        except Exception as error:
+            if isinstance(error, PtfastError) or is_memory_error(error):
+                raise
+            self.untraced = f"{type(error).__name__}: {one_line(str(error))}"
+        finally:
+            operators.recording = False
 
 
 @contextmanager
@@ -167,130 +234,9 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
     run = build(config, ranks=ranks, folder=folder, display=display, data=data)
     try:
         with naming_user_code(run), display.status("training for some steps"):
-            yield _examine(config, run, data.train)
+            yield AuditContext(config, run, data.train)
     finally:
         run.close()
-
-
-def _examine(config: Config, run: Run, source: Source) -> AuditContext:
-    run.total_steps = ENDLESS
-    compiles = run.compilation is not None
-    breaks_before = _graph_breaks() if compiles else Counter[str]()
-    run.call_back("on_start")
-    trainer = Trainer(run)
-    switches = trainer.first_look.switches
-    newest: list[Any] = []
-    """The first micro-batch of the last batch."""
-    shapes: set[Any] = set()
-
-    def noting(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        for batch in batches:
-            newest[:] = [batch.micro_batches[0].data]
-            shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(newest)))
-            yield batch
-
-    def take_step() -> None:
-        trainer.train(batches, run.progress.step + 1)
-        trainer.window.read()
-
-    batches = noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
-    with _noting_gradchecks(switches.found):
-        batches = trainer.warm_up(batches)
-        if run.compilation is not None:
-            run.compilation.start(0.0)
-        take_step()
-        switches.look()
-    shapes.clear()
-    steps = _time_steps(run, take_step, shapes)
-    breaks = _graph_breaks() - breaks_before if compiles else {}
-    trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
-    trained: set[str] = set()
-    calls, syncs = CallTrace(run.device.type), dict[str, int]()
-    with run.uncompiled(), ExitStack() as hooks:
-        for name, parameter in trainable.items():
-            hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: trained.add(name))
-            hooks.callback(hook.remove)
-        # Operators are traced in another step, so that a GPU's queue is as full as ever.
-        with cuda_syncs() if run.device.type == "cuda" else nullcontext(syncs) as syncs, calls:
-            trainer.train(batches, run.progress.step + CALL_STEPS)
-        operators, untraced = _trace_operators(run, trainer, batches)
-    with run.uncompiled():
-        evaluation = _trace_evaluation(run, newest[0])
-    return AuditContext(
-        config=config,
-        run=run,
-        source=source,
-        batch=newest[0],
-        device_type=run.device.type,
-        samples=trace_samples(source)
-        if isinstance(source, MapSource) and source.storage != "memory"
-        else None,
-        steps=steps,
-        calls=calls,
-        operators=operators,
-        syncs=syncs,
-        unused=[name for name in trainable if name not in trained],
-        evaluation=evaluation,
-        aids=switches.found,
-        graph_breaks=breaks,
-        untraced=untraced,
-        take_step=take_step,
-    )
-
-
-def _time_steps(run: Run, take_step: Callable[[], None], shapes: set[Any]) -> TimedSteps:
-    before, throttled = ProcessorTimes.read(), _throttle_counts()
-    waited_s, start, first = run.clock.ledger()["data"], time.perf_counter(), run.progress.step
-    while (num := run.progress.step - first) < LEAST_STEPS or (
-        num < MOST_STEPS and time.perf_counter() - start < STEPS_S
-    ):
-        take_step()
-    took_s, waited_s = time.perf_counter() - start, run.clock.ledger()["data"] - waited_s
-    after = ProcessorTimes.read()
-    outside = before.until(after, after.own_s - before.own_s)
-    return TimedSteps(
-        step_s=took_s / num,
-        waiting=waited_s / took_s,
-        shapes=set(shapes),
-        others_cores=outside["others_cores"] or 0.0,
-        throttled=_throttle_counts() > throttled or _gpu_is_slowed(run.device),
-    )
-
-
-def _trace_operators(
-    run: Run, trainer: Trainer, batches: Iterator[StepBatch]
-) -> tuple[OperatorTrace, str | None]:
-    """The operators of one forward pass, and why they cannot be traced where a model forbids it."""
-    calls = CallTrace(run.device.type)
-    operators = OperatorTrace(run.model, calls)
-
-    def record(phase: str, *, on: bool) -> None:
-        if phase == "forward":
-            operators.recording = on
-
-    phases = Phases(partial(record, on=True), partial(record, on=False))
-    try:
-        with watched(run, phases), operators.naming_modules(), calls, operators:
-            trainer.train(batches, run.progress.step + 1)
-    except Exception as error:
-        if isinstance(error, PtfastError) or is_memory_error(error):
-            raise
-        return operators, f"{type(error).__name__}: {one_line(str(error))}"
-    finally:
-        operators.recording = False
-    return operators, None
-
-
-def _trace_evaluation(run: Run, batch: Any) -> CallTrace:
-    calls = CallTrace(run.device.type)
-    metrics = run.task.metrics().to(run.device)
-    run.forward.eval()
-    try:
-        with torch.no_grad(), run.precision.autocast, calls:
-            run.task.evaluate(run.model, batch, metrics)
-    finally:
-        run.forward.train()
-    return calls
 
 
 @contextmanager

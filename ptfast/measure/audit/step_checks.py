@@ -91,7 +91,7 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
         overrides = tuple(f"dataloader.{mend}" for mend in mends)
         yield Finding("memory not pinned", what, "dataloader.pin", "", overrides)
     yield from _check_padding(context, reader)
-    shapes = len(context.steps.shapes)
+    shapes = len(context.shapes)
     if context.device_type == "cuda" and config.backend.cudnn_benchmark is True and shapes > MOST_SHAPES:
         what = f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels"
         key = "backend.cudnn_benchmark"
@@ -112,7 +112,7 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
 
 def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> Iterator[Finding]:
     """Samples that steps wait for, and arrays of samples that are copied."""
-    run, waiting, count = context.run, context.steps.waiting, samples.num_samples
+    run, waiting, count = context.run, context.waiting, samples.num_samples
 
     def each(seconds: float) -> str:
         return duration(seconds / count) if seconds > 1 else f"{seconds / count * 1e3:.2g} ms"
@@ -258,8 +258,8 @@ def _without_anomaly_detection() -> Iterator[None]:
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:
     """Yield what the machine lacks or gives to others."""
-    steps, config, on_cuda = context.steps, context.config, context.device_type == "cuda"
-    threads, cores = torch.get_num_threads(), usable_cores() - round(steps.others_cores)
+    config, others_cores, on_cuda = context.config, context.others_cores, context.device_type == "cuda"
+    threads, cores = torch.get_num_threads(), usable_cores() - round(others_cores)
     most = usable_cores(hyperthreads=True)
     if threads > most or (context.device_type == "cpu" and 2 * threads <= cores):
         what = f"{threads} thread{'s' * (threads != 1)} on {cores} free core{'s' * (cores != 1)}"
@@ -278,12 +278,12 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
         what = f"{num_bytes(there)} of shared memory, and batches read ahead take {num_bytes(needed)}"
         mend = "docker run --shm-size=8g, or dataloader.prefetch=1"
         yield Finding("shared memory small", what, "/dev/shm", mend)
-    if steps.throttled:
+    if context.throttled:
         what = "the processors were slowed down for heat or power"
         yield Finding("clocks throttled", what, "this machine", "better cooling, or less load")
-    if steps.others_cores >= OTHERS:
+    if others_cores >= OTHERS:
         what, mend = (
-            f"other processes took {steps.others_cores:.1f} cores",
+            f"other processes took {others_cores:.1f} cores",
             "end them, or measure when they are done",
         )
         yield Finding("noisy neighbours", what, "this machine", mend)
