@@ -86,7 +86,7 @@ def _dispatch(words: list[str]) -> int:
         # Looked in first by this process and those that it starts.
         os.environ[paths.CONFIG_DIR] = str(folder.absolute())
     if COMMANDS[name].alone:
-        from ptfast.core.distributed import nodes_from_environment, world
+        from ptfast.core.world import nodes_from_environment, world
 
         if world() is not None or nodes_from_environment():
             hint = "Start it without torchrun; parallel=ddp launches the ranks"

@@ -40,7 +40,7 @@ def train(args: Namespace) -> int:
         logging.raiseExceptions = False
         show_info(args.info, words)
         return EXIT_OK
-    from ptfast.core.distributed import nodes_from_environment, world
+    from ptfast.core.world import nodes_from_environment, world
 
     ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in words))
     if args.multirun:
@@ -234,7 +234,7 @@ def read_typed(arguments: list[str], file: Path | None = None) -> Any:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
-    from ptfast.core.distributed import nodes_from_environment, world
+    from ptfast.core.world import nodes_from_environment, world
     from ptfast.report.terminal.display import say
 
     composed, config = load_config(file, arguments) if file else read_config(arguments)

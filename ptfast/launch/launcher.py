@@ -23,15 +23,7 @@ from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.distributed import (
-    Ranks,
-    broadcast_text,
-    count_neighbours,
-    gather_texts,
-    nodes_from_environment,
-    under_torchrun,
-    world,
-)
+from ptfast.core.distributed import Ranks, broadcast_text, count_neighbours, gather_texts
 from ptfast.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -48,6 +40,7 @@ from ptfast.core.errors import (
     exit_code_of,
 )
 from ptfast.core.machine import die_with_parent
+from ptfast.core.world import nodes_from_environment, under_torchrun, world
 from ptfast.launch.elastic import (
     can_reach,
     check_nodes,

@@ -20,7 +20,6 @@ from ptfast.core.distributed import (
     destroy_process_group,
     init_process_group,
     is_connection_lost,
-    world,
 )
 from ptfast.core.errors import (
     EXIT_BUG,
@@ -39,6 +38,7 @@ from ptfast.core.errors import (
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger
 from ptfast.core.units import num_bytes
+from ptfast.core.world import world
 from ptfast.launch.resume import resume_command
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import build_display

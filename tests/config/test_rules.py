@@ -12,8 +12,8 @@ from config_trees import Tree, cannot_run, check, refused, typed
 
 from ptfast.config.catalogue import FAMILIES
 from ptfast.config.checks.rules import check_batch, unused_keys
-from ptfast.core.distributed import WORLD
 from ptfast.core.errors import ConfigError
+from ptfast.core.world import WORLD
 
 
 @pytest.mark.parametrize(

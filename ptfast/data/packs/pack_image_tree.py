@@ -25,7 +25,7 @@ _MOST_IMAGES = 4096
 """Of a piece, however small they are."""
 
 
-class _Job(NamedTuple):
+class _ImageJob(NamedTuple):
     paths: list[str]
     labels: list[int]
 
@@ -49,7 +49,7 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
     # A piece of files is decoded too, to see whether they are whole: one at a time, so memory is no matter.
     per_piece = max(1, min(_MOST_IMAGES, int(PIECE_BYTES / max(mean_bytes, 1))))
     jobs = [
-        (split, _Job(split_paths[i : i + per_piece], labels[i : i + per_piece]))
+        (split, _ImageJob(split_paths[i : i + per_piece], labels[i : i + per_piece]))
         for split, (split_paths, labels) in listings.items()
         for i in range(0, len(split_paths), per_piece)
     ]
@@ -95,7 +95,7 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
     return replace(manifest, splits=splits, statistics=statistics, skipped=skipped)
 
 
-def convert_images(job: _Job, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
+def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
     """Read, check and shrink the images of a job."""
     decoder = Decoder()
     data: list[bytes | memoryview] = []

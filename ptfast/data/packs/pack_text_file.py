@@ -22,7 +22,7 @@ _SPLIT = "text"
 _BLANK = b" \t\r\n"
 
 
-class _Job(NamedTuple):
+class _TextJob(NamedTuple):
     path: str
     start: int
     stop: int
@@ -64,7 +64,7 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
     )
 
 
-def convert_text(job: _Job, *, tokenizer: Tokenizer, documents: str) -> Piece:
+def convert_text(job: _TextJob, *, tokenizer: Tokenizer, documents: str) -> Piece:
     """Tokenise the text of a job."""
     texts = cut_into_documents(_read(job), documents)
     encoded = encode_anew(texts, tokenizer)
@@ -85,7 +85,7 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
     return replace(manifest, splits={_SPLIT: split.split(folder / f"{_SPLIT}.index")}, text=facts)
 
 
-def _vocabulary(kind: str, jobs: list[_Job]) -> Vocabulary:
+def _vocabulary(kind: str, jobs: list[_TextJob]) -> Vocabulary:
     entries: set[str] = set()
     for job in jobs:
         text = _read(job)
@@ -95,7 +95,7 @@ def _vocabulary(kind: str, jobs: list[_Job]) -> Vocabulary:
     return Vocabulary(kind, sorted(entries), None)
 
 
-def _read(job: _Job) -> str:
+def _read(job: _TextJob) -> str:
     with Path(job.path).open("rb") as file:
         file.seek(job.start)
         content = file.read(job.stop - job.start)
@@ -106,14 +106,14 @@ def _read(job: _Job) -> str:
         raise DataError("D005", what, key="SRC", value=job.path, suggestion=hint) from None
 
 
-def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_Job]:
+def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_TextJob]:
     size, start = path.stat().st_size, 0
     if not size:
         raise DataError("D002", "holds no text", key="SRC", value=path)
     with path.open("rb") as file:
         while start < size:
             stop = _cut(file, start + piece_bytes, size, blank_lines=blank_lines)
-            yield _Job(str(path), start, stop)
+            yield _TextJob(str(path), start, stop)
             start = stop
 
 

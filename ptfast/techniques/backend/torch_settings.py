@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ptfast.core.devices import cannot_run, device_type, lack_of_device
-from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
+from ptfast.core.distributed import Ranks
 from ptfast.core.machine import others_cores, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.tensors.trees import tensors_in
+from ptfast.core.world import THREADS_VARIABLE, under_torchrun
 from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8

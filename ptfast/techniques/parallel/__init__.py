@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Literal
 
-from ptfast.core.distributed import world
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import Range
 from ptfast.core.sections.section import Count, Family, OrAuto, Positive, Section, Technique, Unused, WallTime
+from ptfast.core.world import world
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.precision import Precision
