@@ -17,10 +17,11 @@ from ptfast.report.terminal.display import build_display, is_terminal, standard_
 
 def recipes(args: Namespace) -> int:
     """List the recipes."""
-    from ptfast.config.editors.help import recipes
+    from ptfast.config.editors.help import entries
+    from ptfast.config.files.paths import RECIPES
     from ptfast.report.terminal.display import say
 
-    for entry in recipes():
+    for entry in entries(RECIPES):
         summary = textwrap.fill(entry.summary, WIDTH, initial_indent="    ", subsequent_indent="    ")
         print(f"{entry.name}\n{summary}")
         say(f"    {entry.command}\n")

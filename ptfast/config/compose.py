@@ -24,7 +24,6 @@ from ptfast.config.checks.interpolations import (
     variable_sections,
 )
 from ptfast.config.files import paths
-from ptfast.config.files.paths import shown
 from ptfast.config.files.yaml_file import chosen_groups, lineage
 from ptfast.config.hydra_loader import PRIMARY, TracingLoader
 from ptfast.config.overrides import Argument, expand_preset, parse
@@ -126,17 +125,28 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     Raises:
         ConfigError: with the key, its place and the nearest valid name.
     """
-    given = _replacing_choices(parse(arguments))
+    given = parse(arguments)
+    recipe = next((paths.recipe_file(a.option) for a in given if a.kind == "recipe"), None)
+    if recipe and paths.own_groups():
+        # Choices of the user's own groups take the place of those that the recipe makes.
+        chosen = chosen_groups(lineage(paths.RECIPES, recipe))
+        given = [
+            replace(a, text=a.text.lstrip("+")) if a.kind == "group" and a.key in chosen else a for a in given
+        ]
     expanded, preset_places = expand_preset(given)
     tree, loader = _load([a for a in expanded if a.kind != "hydra"])
     places = {**dict.fromkeys(flatten(defaults()), DEFAULT), **loader.places()}
     with_value = set(places)
     for key, place in preset_places.items():
-        if "." in key and key not in with_value:
-            # A preset speaks to the options that have the key: not every optimizer can be fused.
-            _delete(tree, key)
-        else:
+        if "." not in key or key in with_value:
             _set_place(places, key, place)
+            continue
+        # A preset speaks to the options that have the key: not every optimizer can be fused.
+        *above, name = key.split(".")
+        section = tree
+        for part in above:
+            section = section.get(part) or {}
+        section.pop(name, None)
     for argument in given:
         if argument.kind == "value":
             _set_places(places, argument)
@@ -147,7 +157,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     return finish(
         tree,
         places,
-        recipe=_recipe_name(given),
+        recipe=recipe.stem if recipe else None,
         warnings=loader.warnings(),
         arguments=arguments,
         complete=complete,
@@ -174,11 +184,8 @@ def apply(
     parser = OverridesParser.create()
     for argument in given:
         if argument.kind in ("recipe", "delete"):
-            what = (
-                "a recipe cannot be laid over a whole config"
-                if argument.kind == "recipe"
-                else "cannot delete here"
-            )
+            is_recipe = argument.kind == "recipe"
+            what = "a recipe cannot be laid over a whole config" if is_recipe else "cannot delete here"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE)
         if argument.kind == "value":
             override = parser.parse_override(argument.text)
@@ -219,15 +226,6 @@ def finish(
     return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
 
 
-def _replacing_choices(given: list[Argument]) -> list[Argument]:
-    """The arguments, with choices of the user's own groups in place of those that the recipe makes."""
-    file = next((paths.recipe_file(a.option) for a in given if a.kind == "recipe"), None)
-    chosen = chosen_groups(lineage(paths.RECIPES, file)) if file and paths.own_groups() else set[str]()
-    return [
-        replace(a, text=a.text.lstrip("+")) if a.kind == "group" and a.key in chosen else a for a in given
-    ]
-
-
 def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]:
     """The tree that arguments mean, interpolations as text, and the loader that knows its files.
 
@@ -239,11 +237,12 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]
     options = [a for a in arguments if whole or a.kind in ("group", "recipe")]
     values = [a.text for a in arguments if a not in options]
     chosen = tuple(a.text for a in options)
+    recipes = {a.values[0] for a in options if a.kind == "recipe"}
+    # Files of the package alone: nobody writes them meanwhile.
+    are_shipped = not paths.has_own() and recipes <= {*paths.options(paths.RECIPES)}
+    load = _load_shipped if are_shipped else _load_options
     try:
-        if _are_shipped(options):
-            tree, loader = _load_shipped(chosen, shown(paths.builtin_root().conf))
-        else:
-            tree, loader = _load_options(chosen)
+        tree, loader = load(chosen, paths.shown(paths.builtin_root().conf))
         config = OmegaConf.create(tree)
         TracingLoader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     except ConfigError:
@@ -257,26 +256,17 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]
     return result, loader
 
 
-def _are_shipped(options: Sequence[Argument]) -> bool:
-    """Return True if the package alone holds the files of all options, which nobody writes meanwhile."""
-    recipes = [a.values[0] for a in options if a.kind == "recipe"]
-    return not paths.has_own() and {*recipes} <= {*paths.options(paths.RECIPES)}
-
-
-def _load_options(chosen: Sequence[str]) -> tuple[dict[Any, Any], TracingLoader]:
+def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], TracingLoader]:
+    """What options make together; `folder` tells apart what is remembered."""
     loader = TracingLoader()
-    tree = OmegaConf.to_container(
-        loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN), resolve=False
-    )
+    config = loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN)
+    tree = OmegaConf.to_container(config, resolve=False)
     assert isinstance(tree, dict)
     tree.pop("hydra", None)
     return tree, loader
 
 
-@functools.lru_cache(maxsize=64)
-def _load_shipped(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], TracingLoader]:
-    """As `_load_options`, remembered."""
-    return _load_options(chosen)
+_load_shipped = functools.lru_cache(maxsize=64)(_load_options)
 
 
 def translate(error: BaseException) -> ConfigError:
@@ -292,19 +282,14 @@ def translate(error: BaseException) -> ConfigError:
     if deleted:
         return ConfigError("C002", "there is nothing to delete", key=f"~{deleted[1]}", place=COMMAND_LINE)
     if plugin := re.search(r"Could not find '(hydra/\w+)/(\w+)'", message):
-        return _no_plugin(plugin[1], plugin[2], re.findall(r"^\t(\w+)$", str(cause), re.MULTILINE))
-    return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)
-
-
-def _no_plugin(group: str, name: str, there: Sequence[str]) -> ConfigError:
-    """A launcher, a sweeper or the like that is not among those `there`."""
-    brought = {option: package for (of, option), package in _PLUGINS.items() if of == group}
-    if name in brought:
-        hint = f"Install it with pip install {brought[name]}"
-    else:
+        group, name = plugin.groups()
+        there = re.findall(r"^\t(\w+)$", str(cause), re.MULTILINE)
+        brought = {option: package for (of, option), package in _PLUGINS.items() if of == group}
         hint = did_you_mean(name, [*there, *brought]) or f"Options of {group}: {', '.join(there)}"
-    what = "there is no such plugin"
-    return ConfigError("C003", what, key=group, value=name, place=COMMAND_LINE, suggestion=hint)
+        hint = f"Install it with pip install {brought[name]}" if name in brought else hint
+        what = "there is no such plugin"
+        return ConfigError("C003", what, key=group, value=name, place=COMMAND_LINE, suggestion=hint)
+    return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)
 
 
 def _set_place(places: dict[str, str], key: str, place: str) -> None:
@@ -322,18 +307,3 @@ def _set_places(places: dict[str, str], argument: Argument) -> None:
         _set_place(places, str(inside), COMMAND_LINE)
     if key != argument.key:
         places[argument.key] = COMMAND_LINE
-
-
-def _delete(tree: dict[Any, Any], key: str) -> None:
-    *above, name = key.split(".")
-    for part in above:
-        tree = tree.get(part) or {}
-    tree.pop(name, None)
-
-
-def _recipe_name(arguments: list[Argument]) -> str | None:
-    for argument in arguments:
-        if argument.kind == "recipe":
-            file = paths.recipe_file(argument.option)
-            return file.stem if file else None
-    return None

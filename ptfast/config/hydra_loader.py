@@ -50,6 +50,7 @@ __all__ = [
 
 
 PRIMARY = "config"
+_RECIPE = f"{paths.RECIPES}/"
 
 
 class PtfastSource(ConfigSource):
@@ -66,15 +67,15 @@ class PtfastSource(ConfigSource):
         file = self.file(config_path)
         if file is None:
             raise ConfigLoadError(f"no such option: {config_path}")
-        group = paths.RECIPES if _is_recipe(config_path) else config_path.rpartition("/")[0]
-        content = read_yaml(file, allow_empty=group != paths.RECIPES)
+        is_recipe = config_path.startswith(_RECIPE)
+        content = read_yaml(file, allow_empty=not is_recipe)
         # Hydra looks for it above all other comments.
         header = self._get_header_dict("\n".join(re.findall(r"(?m)^#\s*@.*$", content.text)))
         data = with_sections(with_defaults(content.data) if config_path == PRIMARY else content.data)
         if "defaults" in data:
             # Files that inherit each other would keep Hydra going round.
-            lineage(group, file)
-        if group == paths.RECIPES:
+            lineage(paths.RECIPES if is_recipe else config_path.rpartition("/")[0], file)
+        if is_recipe:
             header["package"] = "_global_"
             data = data | {"defaults": _recipe_defaults(content)}
         return ConfigResult(
@@ -103,8 +104,8 @@ class PtfastSource(ConfigSource):
 
     def file(self, config_path: str) -> Path | None:
         """The file behind Hydra's `group/option`, or None where this root has none."""
-        if _is_recipe(config_path):
-            name = config_path.removeprefix(f"{paths.RECIPES}/")
+        if config_path.startswith(_RECIPE):
+            name = config_path.removeprefix(_RECIPE)
             own = self._recipes() / f"{name.removesuffix('.yaml')}.yaml"
             if own.is_file():
                 return own
@@ -153,10 +154,6 @@ def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "task": task if isinstance(task, dict) else {"name": task}}
 
 
-def _is_recipe(config_path: str) -> bool:
-    return config_path.startswith(f"{paths.RECIPES}/")
-
-
 def _recipe_defaults(content: YamlFile) -> list[Any]:
     """A recipe's defaults in words that mean the same to Hydra wherever the recipe lies.
 
@@ -196,13 +193,6 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
     return result
 
 
-def _chosen(config_path: str | None, group: str, parents: dict[str | None, str | None]) -> str:
-    """The option that a file of a group was loaded for: its own, or the one that inherits it."""
-    while (parent := parents.get(config_path)) and parent.startswith(f"{group}/"):
-        config_path = parent
-    return str(config_path).rpartition("/")[2]
-
-
 class TracingLoader(ConfigLoaderImpl):
     """Hydra's loader, noting in the order of merging which file set which key."""
 
@@ -220,18 +210,24 @@ class TracingLoader(ConfigLoaderImpl):
         for source in repo.get_sources():
             if isinstance(source, PtfastSource) and (file := source.file(config_path)):
                 package = default.package or result.header["package"] or ""
-                if config_path.startswith(f"{paths.RECIPES}/"):
+                if config_path.startswith(_RECIPE):
                     package = ""
                 self.files.append((package.replace("_global_", ""), read_yaml(file, allow_empty=True)))
                 break
         return result
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
-        # Several options of a group would be laid over each other: each gets a section of its own.
+        # Several options of a group would be laid over each other: each gets a section of its own, with the
+        # files that it inherits.
         parents = {each.config_path: each.parent for each in defaults if not each.is_self}
         for group in paths.SEVERAL:
             inside = [each for each in defaults if (each.config_path or "").startswith(f"{group}/")]
-            chosen = {each.config_path: _chosen(each.config_path, group, parents) for each in inside}
+            chosen: dict[str | None, str] = {}
+            for each in inside:
+                option = each.config_path
+                while (parent := parents.get(option)) and parent.startswith(f"{group}/"):
+                    option = parent
+                chosen[each.config_path] = str(option).rpartition("/")[2]
             if len({*chosen.values()}) > 1:
                 for each in inside:
                     each.package = f"{group}.{chosen[each.config_path]}"

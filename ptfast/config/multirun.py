@@ -125,7 +125,11 @@ def sweep(
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]
     for point in points:
-        _check_folder(point)
+        for key in ("run.dir", "run.resume"):
+            if point.places.get(key) == COMMAND_LINE:
+                what = "each job of a sweep is a new run in a folder of its own"
+                hint, value = "Leave it out; run.root moves the whole sweep", point.tree["run"][key[4:]]
+                raise ConfigError("C014", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
         if check:
             check(point)
     quoted_dir = QuotedString(str(sweep_dir.absolute()), Quote.single).with_quotes()
@@ -138,17 +142,14 @@ def sweep(
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = _Launcher
     with _without_multirun_file(sweep_dir), _translated():
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
-    return [_result(number, one) for number, one in enumerate(_flat(returned))]
-
-
-def _check_folder(point: Composed) -> None:
-    """Refuse keys for a run's folder or the state it resumes from: each job has a folder of its own."""
-    for key in ("run.dir", "run.resume"):
-        if point.places.get(key) == COMMAND_LINE:
-            hint = "Leave it out; run.root moves the whole sweep"
-            what = "each job of a sweep is a new run in a folder of its own"
-            value = point.tree["run"][key.partition(".")[2]]
-            raise ConfigError("C014", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
+    batches = returned if isinstance(returned, (list, tuple)) else []
+    jobs = [one for batch in batches for one in (batch if isinstance(batch, (list, tuple)) else [batch])]
+    results: list[JobResult] = []
+    for number, one in enumerate(jobs):
+        value, words = one.return_value, tuple(one.overrides or ())
+        failed = isinstance(value, JobFailure)
+        results.append(JobResult(number, words, None if failed else value, value.error if failed else None))
+    return results
 
 
 def _direction(
@@ -204,8 +205,9 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
         tree, _ = frozen_tree(composed, resolved=False)
         sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
     if kind in ("hydra", "all"):
+        of_hydra = [a.text for a in parse(arguments) if a.kind == "hydra"]
         with _translated():
-            config = TracingLoader().load_configuration(PRIMARY, _hydra_only(arguments), RunMode.RUN)
+            config = TracingLoader().load_configuration(PRIMARY, of_hydra, RunMode.RUN)
         clean = Hydra.get_sanitized_hydra_cfg(config)
         sections.append(OmegaConf.to_yaml(clean))
     return "".join(sections)
@@ -227,10 +229,6 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-
-
-def _hydra_only(arguments: Sequence[str]) -> list[str]:
-    return [a.text for a in parse(arguments) if a.kind == "hydra"]
 
 
 @contextlib.contextmanager
@@ -260,16 +258,3 @@ def _translated() -> Iterator[None]:
         raise
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
         raise translate(error) from error
-
-
-def _flat(returned: Any) -> list[JobReturn]:
-    batches = returned if isinstance(returned, (list, tuple)) else []
-    return [one for batch in batches for one in (batch if isinstance(batch, (list, tuple)) else [batch])]
-
-
-def _result(number: int, returned: JobReturn) -> JobResult:
-    value = returned.return_value
-    arguments = tuple(returned.overrides or ())
-    if isinstance(value, JobFailure):
-        return JobResult(number, arguments, None, value.error)
-    return JobResult(number, arguments, value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -14,8 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from ptfast.config.files import paths
-from ptfast.config.files.paths import check_option, check_recipe
-from ptfast.config.files.yaml_file import YamlFile, chosen_groups, lineage, read_yaml
+from ptfast.config.files.yaml_file import chosen_groups, lineage, read_yaml
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, together
 
 _SET_BY_US = {
@@ -135,9 +134,12 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     override = _read(written, parser)
     key = override.key_or_group
     if override.package is not None:
-        raise _malformed(written, "packages (`@`) are not supported")
+        raise _refused(written, "packages (`@`) are not supported")
     if override.is_hydra_override():
-        _check_hydra(key, written)
+        for theirs, ours in _SET_BY_US.items():
+            if key == theirs or key.startswith(f"{theirs}."):
+                what = "ptfast decides where runs are kept and what is written there"
+                raise _refused(written, what, ours.format(written.partition("=")[2]), code="C011")
         return Argument("hydra", key, (written,), override.is_sweep_override(), written)
     values = _points(override, written)
     text = override.input_line or written
@@ -145,14 +147,13 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     if override.is_delete():
         return Argument("delete", key, ("deleted",), False, text)
     is_sweep = override.is_sweep_override()
-    plain = [_plain(v) for v in values]
     if key == paths.RECIPES:
-        for name in plain:
-            check_recipe(name, COMMAND_LINE)
+        for name in map(_plain, values):
+            paths.check_recipe(name, COMMAND_LINE)
         return Argument("recipe", key, values, is_sweep, f"+{key}={value}")
     if key in groups and not isinstance(override.value(), dict):
-        for option in plain:
-            check_option(key, option, groups, COMMAND_LINE)
+        for option in map(_plain, values):
+            paths.check_option(key, option, groups, COMMAND_LINE)
         if key == paths.PRESETS:
             return Argument("value", key, values, is_sweep, f"++{key}={value}")
         own = not (paths.builtin_root().conf / key).is_dir()
@@ -160,15 +161,6 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     if key in ("task", "task.name", "task._target_") and not isinstance(override.value(), dict):
         return Argument("value", "task", values, is_sweep, f"++task.name={value}")
     return Argument("value", key, values, is_sweep, f"++{key}={value}")
-
-
-def _check_hydra(key: str, written: str) -> None:
-    """Refuse a setting of Hydra's that ptfast makes itself."""
-    for theirs, ours in _SET_BY_US.items():
-        if key == theirs or key.startswith(f"{theirs}."):
-            value = written.partition("=")[2]
-            what, hint = "ptfast decides where runs are kept and what is written there", ours.format(value)
-            raise ConfigError("C011", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
 
 
 def _check_shape(written: str, groups: list[str]) -> None:
@@ -182,43 +174,29 @@ def _check_shape(written: str, groups: list[str]) -> None:
         elif colon:
             hint = f"Write {before.strip()}={after.strip()}"
         else:
-            hint = f"Write {written}=VALUE"
             near = did_you_mean(written, recipes, "+recipe={}")
-            if near and written not in groups and "." not in written:
-                hint = near
+            is_recipe = near and written not in groups and "." not in written
+            hint = near if is_recipe else f"Write {written}=VALUE"
         what = "not of the form key=value"
         raise ConfigError("C001", what, key=written, place=COMMAND_LINE, suggestion=hint)
     if equals and (not key.lstrip("+~") or key != key.strip()):
-        raise _malformed(
-            written, "no spaces around the equals sign" if key.strip() else "no key before the ="
-        )
+        what = "no spaces around the equals sign" if key.strip() else "no key before the ="
+        raise _refused(written, what)
 
 
 def _read(written: str, parser: OverridesParser) -> Override:
-    try:
+    with contextlib.suppress(HydraException, ValueError):
         return parser.parse_override(written)
-    except (HydraException, ValueError):
-        key, _, value = written.partition("=")
+    key, _, value = written.partition("=")
     # Paths with brackets or letters outside ASCII are no value of Hydra's grammar; as a quoted text they are.
     if value and not re.search(r"^(\w+\(|[\[{'\"])|[,'\"]|\$\{", value):
-        try:
+        with contextlib.suppress(HydraException, ValueError):
             return parser.parse_override(f"{key}={QuotedString(value, Quote.single).with_quotes()}")
-        except (HydraException, ValueError):
-            pass
     if re.match(r"(choice|range|glob|interval|shuffle|sort|tag)\(", value):
-        raise ConfigError(
-            "C014",
-            "not a sweep that can be read",
-            key=key.lstrip("+~"),
-            value=value,
-            place=COMMAND_LINE,
-            suggestion="Write key=a,b or key=choice(a,b) or key=range(1,4)",
-        )
-    raise _malformed(
-        written,
-        "not a value that can be read",
-        "Check quotes and brackets; quote a text twice: 'key=\"a,b\"'",
-    )
+        hint = "Write key=a,b or key=choice(a,b) or key=range(1,4)"
+        raise _refused(written, "not a sweep that can be read", hint, code="C014")
+    hint = "Check quotes and brackets; quote a text twice: 'key=\"a,b\"'"
+    raise _refused(written, "not a value that can be read", hint)
 
 
 def _points(override: Override, written: str) -> tuple[str, ...]:
@@ -228,25 +206,13 @@ def _points(override: Override, written: str) -> tuple[str, ...]:
     if not override.is_discrete_sweep():
         return (written.partition("=")[2],)
     glob = getattr(override.value(), "filter", None)
-    points: Sequence[str]
-    try:
-        points = (
-            glob(list(paths.options(override.key_or_group)))
-            if glob
-            else list(override.sweep_string_iterator())
-        )
-    except (HydraException, ValueError, ZeroDivisionError):
-        points = ()
+    points: tuple[str, ...] = ()
+    with contextlib.suppress(HydraException, ValueError, ZeroDivisionError):
+        names = glob(list(paths.options(override.key_or_group))) if glob else override.sweep_string_iterator()
+        points = tuple(names)
     if not points:
-        raise ConfigError(
-            "C014",
-            "a sweep over no values",
-            key=override.key_or_group,
-            value=written.partition("=")[2],
-            place=COMMAND_LINE,
-            suggestion="Give at least one",
-        )
-    return tuple(points)
+        raise _refused(written, "a sweep over no values", "Give at least one", code="C014")
+    return points
 
 
 def _plain(value: str) -> str:
@@ -256,11 +222,10 @@ def _plain(value: str) -> str:
     return re.sub(r"\\(\W)", r"\1", value)
 
 
-def _malformed(written: str, what: str, hint: str | None = None) -> ConfigError:
+def _refused(written: str, what: str, hint: str | None = None, *, code: str = "C001") -> ConfigError:
     key, _, value = written.partition("=")
-    return ConfigError(
-        "C001", what, key=key.lstrip("+~") or None, value=value, place=COMMAND_LINE, suggestion=hint
-    )
+    key = key.lstrip("+~")
+    return ConfigError(code, what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
 
 
 def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str]]:
@@ -273,46 +238,31 @@ def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[s
         The arguments, and the place in the preset's file of each key that it sets.
     """
     given = {a.key: a for a in arguments}
-    taken = set(given)
+    name, taken = None, set(given)
     if paths.PRESETS in given:
         name = given[paths.PRESETS].option
     elif paths.RECIPES in given:
-        name, recipe_keys = _of_recipe(given[paths.RECIPES])
-        taken |= recipe_keys
-    else:
-        name = None
+        file = paths.recipe_file(given[paths.RECIPES].option)
+        for recipe in lineage(paths.RECIPES, file) if file else []:
+            if (own := recipe.data.get(paths.PRESETS)) is not None:
+                paths.check_option(paths.PRESETS, own, [paths.PRESETS], recipe.places[paths.PRESETS])
+                name = own
+            taken |= {*recipe.places, *chosen_groups([recipe])}
     if name is None:
         return list(arguments), {}
-    file = content(name)
-    places = {key: file.places[key] for key in file.data if key not in taken}
+    preset = read_yaml(paths.options(paths.PRESETS)[name])
+    places = {key: preset.places[key] for key in preset.data if key not in taken}
     groups = paths.groups()
-    expanded = [_argument(key, file.data[key], file.places[key], groups) for key in places]
+    expanded: list[Argument] = []
+    for key, place in places.items():
+        value = preset.data[key]
+        if "." not in key and key in groups:
+            paths.check_option(key, value, groups, place)
+            expanded.append(Argument("group", key, (value,), False, f"{key}={value}"))
+            continue
+        if isinstance(value, (dict, list)):
+            what = "a preset holds `group: option` and `dotted.key: value` lines"
+            raise ConfigError("C007", what, key=key, place=place)
+        text = OmegaConf.to_yaml(OmegaConf.create([value])).removeprefix("- ").strip()
+        expanded.append(Argument("value", key, (text,), False, f"++{key}={text}"))
     return [*expanded, *arguments], places
-
-
-def content(name: str) -> YamlFile:
-    """The file of a preset, whose data holds what it chooses by group and by dotted key."""
-    return read_yaml(paths.options(paths.PRESETS)[name])
-
-
-def _of_recipe(recipe: Argument) -> tuple[str | None, set[str]]:
-    """The preset that a recipe names, or one that it inherits, and what all of these set themselves."""
-    file = paths.recipe_file(recipe.option)
-    name, taken = None, set[str]()
-    for recipe_file in lineage(paths.RECIPES, file) if file else []:
-        if (own := recipe_file.data.get(paths.PRESETS)) is not None:
-            check_option(paths.PRESETS, own, [paths.PRESETS], recipe_file.places[paths.PRESETS])
-            name = own
-        taken |= {*recipe_file.places, *chosen_groups([recipe_file])}
-    return (name, taken) if name is not None else (None, set())
-
-
-def _argument(key: str, value: Any, place: str, groups: Sequence[str]) -> Argument:
-    if "." not in key and key in groups:
-        check_option(key, value, groups, place)
-        return Argument("group", key, (value,), False, f"{key}={value}")
-    if isinstance(value, (dict, list)):
-        what = "a preset holds `group: option` and `dotted.key: value` lines"
-        raise ConfigError("C007", what, key=key, place=place)
-    text = OmegaConf.to_yaml(OmegaConf.create([value])).removeprefix("- ").strip()
-    return Argument("value", key, (text,), False, f"++{key}={text}")

@@ -11,7 +11,7 @@ from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import load
-from ptfast.config.overrides import Argument, sift
+from ptfast.config.overrides import sift
 from ptfast.config.schema import Config
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 
@@ -23,7 +23,9 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
         ConfigError: everything wrong that can be told at once.
     """
     given, errors = sift(arguments)
-    errors += [_of_sweeps(argument) for argument in given if argument.kind == "hydra"]
+    what, hint = "only a sweep reads it", "Add -m to sweep, or leave it out"
+    for key, value in ((a.key, a.text.partition("=")[2]) for a in given if a.kind == "hydra"):
+        errors.append(ConfigError("C011", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint))
     failed = [(error.key or "").lstrip("+~") for error in errors]
     if {paths.RECIPES, paths.PRESETS} & {*failed} or (errors and not given):
         # Without what these were to set, what is found wrong with the rest may be right.
@@ -41,12 +43,6 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
     if errors:
         raise together(errors)
     return replace(composed, arguments=tuple(arguments)), config
-
-
-def _of_sweeps(argument: Argument) -> ConfigError:
-    value = argument.text.partition("=")[2]
-    what, hint = "only a sweep reads it", "Add -m to sweep, or leave it out"
-    return ConfigError("C011", what, key=argument.key, value=value, place=COMMAND_LINE, suggestion=hint)
 
 
 def load_config(
@@ -70,15 +66,10 @@ def load_config(
     """
     trusted = trusted or is_own(path)
     composed = load(path, arguments, trusted=trusted, trains=trains)
+    typed = {key for key, place in composed.places.items() if place == COMMAND_LINE}
     loader = composed.tree.get("dataloader", {})
-    if not trains and loader.get("kind") == "packed" and _named(composed, "data"):
+    if not trains and loader.get("kind") == "packed" and any(key.split(".")[0] == "data" for key in typed):
         loader["kind"] = "auto"
-    named = composed.tree.get("trust") if composed.places.get("trust") == COMMAND_LINE else None
+    named = composed.tree.get("trust") if "trust" in typed else None
     extra_trust = named if isinstance(named, list) else []
     return composed, validate(composed.tree, composed.place, trusted=trusted, extra_trust=extra_trust)
-
-
-def _named(composed: Composed, section: str) -> bool:
-    """Return True if the arguments set a key of a section."""
-    places = composed.places.items()
-    return any(place == COMMAND_LINE and key.partition(".")[0] == section for key, place in places)

@@ -113,21 +113,9 @@ class LoggerSection(Section):
 
 
 FREE_KEYS = (
-    *(
-        "recipe",
-        "preset",
-        "trust",
-        "epochs",
-        "steps",
-        "log_every",
-        "device",
-        "run",
-        "eval",
-        "stop",
-        "sweep",
-        "metrics",
-    ),
-    *("saving", "logger", *(key for family in catalogue.FAMILIES for key in family.free_keys)),
+    *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "metrics"),
+    *("run", "eval", "stop", "sweep", "saving", "logger"),
+    *(key for family in catalogue.FAMILIES for key in family.free_keys),
 )
 """Keys and sections that may change between a run and its continuation."""
 DATA_PLACES = tuple(
@@ -208,21 +196,21 @@ def entry_of(annotation: Any) -> type[Section] | None:
 @functools.cache
 def defaults() -> dict[str, Any]:
     """Every key that has a default, as plain values: what option files and recipes are laid over."""
-    return _defaults(Config)
 
+    def of(part: type[Section]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name, field in part.model_fields.items():
+            section = section_of(field.annotation)
+            if section is TaskSection:
+                tree[name] = TaskSection().name
+            elif section:
+                tree[name] = of(section)
+            # Over a list Hydra would refuse a single entry, which validation explains.
+            elif name not in GATHERED and not field.is_required() and entry_of(field.annotation) is None:
+                tree[name] = plain(field.get_default(call_default_factory=True))
+        return tree
 
-def _defaults(part: type[Section]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, field in part.model_fields.items():
-        section = section_of(field.annotation)
-        if section is TaskSection:
-            tree[name] = TaskSection().name
-        elif section:
-            tree[name] = _defaults(section)
-        # Over a list Hydra would refuse a single entry, which validation explains.
-        elif name not in GATHERED and not field.is_required() and entry_of(field.annotation) is None:
-            tree[name] = plain(field.get_default(call_default_factory=True))
-    return tree
+    return of(Config)
 
 
 def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:

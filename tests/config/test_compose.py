@@ -64,7 +64,7 @@ def test_every_option_composes_and_says_what_it_is(number: int) -> None:
 def test_every_recipe_composes_and_names_its_command(name: str) -> None:
     composed = compose([f"+recipe={name}"], complete=False)
     assert composed.recipe == composed.tree["recipe"] == name
-    entry = next(e for e in config_help.recipes() if e.name == name)
+    entry = next(e for e in config_help.entries(paths.RECIPES) if e.name == name)
     assert entry.command.startswith(f"ptfast train +recipe={name}")
     assert compose([f"recipe={name}"], complete=False).tree == composed.tree
 

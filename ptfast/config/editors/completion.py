@@ -80,17 +80,14 @@ def complete(
     if len(words) == 2 and words[0] in (first_words or {}):
         return [name for name in (first_words or {})[words[0]] if name.startswith(word)]
     if words[0] == "techniques":
-        return [name for name in _techniques() if name.startswith(word)]
+        from ptfast.config.catalogue import CATALOGUE
+
+        names = [technique.name.replace(" ", "-") for technique in CATALOGUE]
+        return [name for name in names if name.startswith(word)]
     try:
         return _config(word, words[:-1])
     except (PtfastError, OSError):
         return []
-
-
-def _techniques() -> list[str]:
-    from ptfast.config.catalogue import CATALOGUE
-
-    return [technique.name.replace(" ", "-") for technique in CATALOGUE]
 
 
 def _config(word: str, before: Sequence[str]) -> list[str]:
@@ -139,17 +136,13 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
             if isinstance(entry, dict):
                 chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
     chosen |= {group: option for group, option in given.items() if group in chosen}
-    options = {group: _option(group, option) for group, option in chosen.items()}
+    options: dict[str, Any] = {}
+    for group, option in chosen.items():
+        options[group] = {}
+        file = paths.options(group).get(option)
+        for content in lineage(group, file) if file else []:
+            options[group] |= {key: value for key, value in content.data.items() if key != "defaults"}
     return sorted({*flatten(defaults()), *flatten(primary | options), *variables})
-
-
-def _option(group: str, option: str) -> dict[str, Any]:
-    """An option's own keys and those of the options that it inherits."""
-    from ptfast.config.files.yaml_file import lineage
-
-    file = paths.options(group).get(option)
-    layers = [content.data for content in lineage(group, file)] if file else []
-    return {key: value for layer in layers for key, value in layer.items() if key != "defaults"}
 
 
 def _files(part: str) -> list[str]:

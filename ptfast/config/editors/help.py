@@ -44,15 +44,16 @@ class Entry:
 
 
 def entries(group: str) -> list[Entry]:
-    """The options of one group, or the built-in tasks."""
-    if group == "task":
-        return [_task(name, path) for name, path in TASKS.items()]
-    return [Entry(name, file, _opening_comment(file)) for name, file in paths.options(group).items()]
-
-
-def recipes() -> list[Entry]:
-    """Every recipe, the user's own included."""
-    return entries(paths.RECIPES)
+    """The options of one group, the recipes (for the group `recipe`), or the built-in tasks."""
+    if group != "task":
+        return [Entry(name, file, _opening_comment(file)) for name, file in paths.options(group).items()]
+    found: list[Entry] = []
+    for name, path in TASKS.items():
+        # The first line of its module, which is not imported: that loads torch.
+        file = Path(__file__).parents[2] / "tasks" / f"{path.split('.')[-2]}.py"
+        text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
+        found.append(Entry(name, file, (text.partition("\n")[0].removesuffix("."),)))
+    return found
 
 
 def copy_recipe(name: str, file: Path) -> str:
@@ -85,13 +86,6 @@ def copy_recipe(name: str, file: Path) -> str:
     except OSError as error:
         raise cannot_write(error, str(file)) from None
     return called
-
-
-def _task(name: str, path: str) -> Entry:
-    """A built-in task with the first line of its module, which is not imported: that loads torch."""
-    file = Path(__file__).parents[2] / "tasks" / f"{path.split('.')[-2]}.py"
-    text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
-    return Entry(name, file, (text.partition("\n")[0].removesuffix("."),))
 
 
 def _opening_comment(file: Path) -> tuple[str, ...]:

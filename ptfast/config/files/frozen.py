@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,12 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
     """
     hidden: list[str] = []
 
-    def hide(key: str, value: Any) -> Any:
+    def hide(value: Any, key: str) -> Any:
+        """`value` with every leaf, and every section with a secret name, hidden if need be."""
+        if isinstance(value, dict) and not is_secret(key):
+            return {name: hide(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+        if isinstance(value, list) and not is_secret(key):
+            return [hide(item, f"{key}.{index}") for index, item in enumerate(value)]
         with_credentials = isinstance(value, str) and hide_credentials(value) != value
         if not (is_secret(key) or with_credentials) or value in (None, "") or isinstance(value, bool):
             return value
@@ -92,7 +97,7 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
     if tree.get("epochs") is not None and tree.get("steps") is not None:
         # Once in one file, it no longer shows which of the two was meant.
         tree = {**tree, loser: None} if (loser := losing_length(composed.place)) else tree
-    return _map(copy.deepcopy(tree), "", hide), hidden
+    return hide(copy.deepcopy(tree), ""), hidden
 
 
 def load(
@@ -125,8 +130,18 @@ def load(
     )
 
 
+_INLINE = re.compile(
+    r"""(?P<key>[\w.-]+)(?P<colon>['"]?\s*:\s*)(?P<value>\$\{[^}]*\}|'[^']*'|"[^"]*"|[^,{}\[\]]+)"""
+)
+
+
 def redact(arguments: Sequence[str]) -> list[str]:
     """A command line without its secrets, for what is written about the run."""
+
+    def redact_inline(match: re.Match[str]) -> str:
+        secret = is_secret(match["key"]) and not ENV.fullmatch(match["value"].strip())
+        return f"{match['key']}{match['colon']}{SECRET}" if secret else match[0]
+
     result: list[str] = []
     hide_next = False
     for argument in arguments:
@@ -136,26 +151,7 @@ def redact(arguments: Sequence[str]) -> list[str]:
         elif equals and is_secret(key.lstrip("+~-")) and not ENV.fullmatch(value.strip("'\"")):
             argument = f"{key}={SECRET}"
         elif equals and "{" in value:
-            argument = f"{key}={_INLINE.sub(_redact_inline, value)}"
+            argument = f"{key}={_INLINE.sub(redact_inline, value)}"
         hide_next = not equals and argument.startswith("--") and is_secret(argument)
         result.append(hide_credentials(argument))
     return result
-
-
-_INLINE = re.compile(
-    r"""(?P<key>[\w.-]+)(?P<colon>['"]?\s*:\s*)(?P<value>\$\{[^}]*\}|'[^']*'|"[^"]*"|[^,{}\[\]]+)"""
-)
-
-
-def _redact_inline(match: re.Match[str]) -> str:
-    secret = is_secret(match["key"]) and not ENV.fullmatch(match["value"].strip())
-    return f"{match['key']}{match['colon']}{SECRET}" if secret else match[0]
-
-
-def _map(value: Any, key: str, change: Callable[[str, Any], Any]) -> Any:
-    """`value` with every leaf, and every section with a secret name, changed."""
-    if isinstance(value, dict) and not is_secret(key):
-        return {k: _map(v, f"{key}.{k}" if key else str(k), change) for k, v in value.items()}
-    if isinstance(value, list) and not is_secret(key):
-        return [_map(v, f"{key}.{i}", change) for i, v in enumerate(value)]
-    return change(key, value)

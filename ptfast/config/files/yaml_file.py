@@ -74,34 +74,31 @@ class _Text:
         self.name, self.lines = name, text.split("\n")
         self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
-    def place(self, mark: Any) -> str:
-        """`file:line` of a mark of the parser."""
-        return f"{self.name}:{self._line(mark) + 1}"
-
-    def error(self, mark: Any, problem: str) -> ConfigError:
-        """The error at a mark, with its column and the line there."""
-        if mark is None:
-            return ConfigError("C007", problem, place=self.name)
-        line = self._line(mark)
-        return self._error(line, mark.index - self._starts[line], problem)
-
-    def odd_space(self, mark: Any) -> ConfigError | None:
-        """The error if it is a space that YAML does not know, in the line or the last one with text."""
-        for line in range(self._line(mark), -1, -1):
-            if found := _ODD_SPACE.match(self.lines[line]):
-                character = self.lines[line][found.end() - 1]
-                called = f"U+{ord(character):04X} ({unicodedata.name(character, 'next line').lower()})"
-                return self._error(line, found.end() - 1, f"YAML does not take {called} for a space")
-            if line < self._line(mark) and self.lines[line].partition("#")[0].strip():
-                break
-        return None
-
-    def _line(self, mark: Any) -> int:
+    def line(self, mark: Any) -> int:
+        """The line of a mark of the parser, counted from 0."""
         return bisect_right(self._starts, mark.index) - 1
 
-    def _error(self, line: int, column: int, problem: str) -> ConfigError:
-        place = f"{self.name}:{line + 1}:{column + 1}"
-        return ConfigError("C007", f"{problem}: `{shorten(self.lines[line].rstrip())}`", place=place)
+    def error(self, mark: Any, problem: str, *, unread: bool = False) -> ConfigError:
+        """The error at a mark, with its column and the line there.
+
+        Args:
+            unread: the parser failed here, perhaps over a space that YAML does not know, in this line or in
+                the last one with text.
+        """
+        if mark is None:
+            return ConfigError("C007", problem, place=self.name)
+        last, at, column = self.line(mark), self.line(mark), mark.index - self._starts[self.line(mark)]
+        for line in range(last, -1, -1) if unread else ():
+            if found := _ODD_SPACE.match(self.lines[line]):
+                at, column = line, found.end() - 1
+                character = self.lines[line][column]
+                called = f"U+{ord(character):04X} ({unicodedata.name(character, 'next line').lower()})"
+                problem = f"YAML does not take {called} for a space"
+                break
+            if line < last and self.lines[line].partition("#")[0].strip():
+                break
+        place = f"{self.name}:{at + 1}:{column + 1}"
+        return ConfigError("C007", f"{problem}: `{shorten(self.lines[at].rstrip())}`", place=place)
 
 
 def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
@@ -129,18 +126,16 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
                 raise ConfigError("C007", "the file is empty", place=name)
             return YamlFile(path, content, {})
         if not isinstance(node, yaml.MappingNode):
-            mark = node.start_mark
-            raise text.odd_space(mark) or text.error(mark, "expected `key: value` lines")
+            raise text.error(node.start_mark, "expected `key: value` lines", unread=True)
         file = YamlFile(path, content, {})
         for key, key_node, value_node in _walk(node, "", text, [MAX_NODES]):
-            file.places[key] = text.place(key_node.start_mark)
+            file.places[key] = f"{name}:{text.line(key_node.start_mark) + 1}"
             if isinstance(value_node, yaml.ScalarNode) and "${" in value_node.value:
                 # Completion reads files, and does without omegaconf.
                 from ptfast.config.checks.interpolations import check_grammar
 
                 check_grammar(key, value_node.value, file.places[key])
-            surprise = _surprise(value_node)
-            if surprise:
+            if surprise := _surprise(value_node):
                 file.warnings.append(f"{key}={value_node.value} ({file.places[key]}): {surprise}")
         file.data.update(_with_todays_names(loader.construct_document(node)))
     except yaml.MarkedYAMLError as error:
@@ -233,20 +228,38 @@ def _unreadable(text: _Text, error: yaml.MarkedYAMLError) -> ConfigError:
             problem = "a bracket that is not closed, or a missing comma"
     if "tab" in problem or "\\t" in problem:
         problem = "a tab, where YAML takes only spaces"
-    return (text.odd_space(mark) if mark else None) or text.error(mark, problem)
+    return text.error(mark, problem, unread=True)
 
 
 SELF = "_self_"
 """Entry of a defaults list that stands for the file's own keys, which else come last."""
 
 
-def lineage(group: str, file: Path) -> list[YamlFile]:
+def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFile]:
     """The files that `file` is made of, itself included, each laid over those before it.
 
     Args:
         group: of the option, or `recipe`.
+        heirs: the files that inherit this one.
     """
-    return list(_lineage(group, file, ()))
+    content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
+    layers: list[YamlFile] = []
+    for index, entry in enumerate(content.defaults):
+        if entry == SELF:
+            layers.append(content)
+        elif isinstance(entry, str):
+            place = content.places[f"defaults.{index}"]
+            base = base_file(group, entry, content, place)
+            if base is None:
+                continue
+            start = next((index for index, one in enumerate(chain) if one.samefile(base)), None)
+            if start is not None:
+                circle = " -> ".join(map(paths.shown, [*chain[start:], base]))
+                hint = "Take the entry out, or name another file"
+                what = f"inherits itself, {circle}"
+                raise ConfigError("C007", what, key="defaults", value=entry, place=place, suggestion=hint)
+            layers += lineage(group, base, chain)
+    return layers if SELF in content.defaults else [*layers, content]
 
 
 def chosen_groups(files: Iterable[YamlFile]) -> set[str]:
@@ -265,27 +278,3 @@ def base_file(group: str, entry: str, content: YamlFile, place: str | None = Non
         return paths.options(group).get(entry)
     paths.check_recipe(entry, place, content.path.parent)
     return paths.recipe_file(entry, content.path.parent)
-
-
-def _lineage(group: str, file: Path, heirs: tuple[Path, ...]) -> Iterator[YamlFile]:
-    content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
-    for index, entry in enumerate(content.defaults):
-        if entry == SELF:
-            yield content
-        elif isinstance(entry, str):
-            place = content.places[f"defaults.{index}"]
-            base = base_file(group, entry, content, place)
-            if base is None:
-                continue
-            if (start := _index(base, chain)) is not None:
-                circle = " -> ".join(map(paths.shown, [*chain[start:], base]))
-                hint = "Take the entry out, or name another file"
-                what = f"inherits itself, {circle}"
-                raise ConfigError("C007", what, key="defaults", value=entry, place=place, suggestion=hint)
-            yield from _lineage(group, base, chain)
-    if SELF not in content.defaults:
-        yield content
-
-
-def _index(file: Path, chain: tuple[Path, ...]) -> int | None:
-    return next((index for index, one in enumerate(chain) if one.samefile(file)), None)
