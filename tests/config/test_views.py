@@ -63,7 +63,7 @@ def test_copied_recipes_run_and_are_not_overwritten() -> None:
     assert config_help.copy_recipe("resnet_cifar", Path("mine.yaml")) == "./mine.yaml"
     assert "ptfast train +recipe=./mine.yaml data=imagefolder" in Path("mine.yaml").read_text()
     assert config_help.copy_recipe("resnet_digits", Path("recipes/mine.yaml")) == "mine"
-    (listed,) = (entry for entry in config_help.recipes() if entry.name == "mine")
+    (listed,) = (entry for entry in config_help.entries(paths.RECIPES) if entry.name == "mine")
     assert listed.command == "ptfast train +recipe=mine"
     with pytest.raises(MachineError, match="not overwritten"):
         config_help.copy_recipe("resnet_digits", Path("new/mine.yaml"))
@@ -110,7 +110,7 @@ def test_completion_scripts_call_the_hook(shell: str) -> None:
 def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
     program = (
         "import sys; from ptfast.config.editors import help, completion; "
-        "from ptfast.cli.command_line import run; run(['--help']); help.recipes(); "
+        "from ptfast.cli.command_line import run; run(['--help']); help.entries('recipe'); "
         "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules); "
         "assert 'optimizer.layer_decay=' in completion.complete(['optimizer.l']); "
         "assert not {'hydra', 'omegaconf', 'torch'} & set(sys.modules)"
