@@ -17,7 +17,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import Decoder, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
-from ptfast.data.sources.arrays import as_inputs, read_npy, read_npz
+from ptfast.data.sources.arrays import as_inputs, read_arrays
 from ptfast.data.sources.class_folders import image_files
 from ptfast.data.sources.text_files import read_texts
 
@@ -98,7 +98,7 @@ def _each_image(
 
 
 def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
-    arrays = read_npz(path, "PATH") if path.suffix == ".npz" else {"": read_npy(path, "PATH")}
+    arrays = read_arrays(path, "PATH", archive=path.suffix == ".npz")
     name, array = next(
         ((n, arrays[n]) for n in ("x", "test_x", "") if n in arrays), next(iter(arrays.items()))
     )

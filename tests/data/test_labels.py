@@ -154,10 +154,10 @@ class Odd(Dataset[Any]):
         ({"image": INPUTS[0], "label": 1}, "this data has mappings of image, label"),
         (
             (INPUTS[0], {"boxes": INPUTS[1]}),
-            "targets of this data are no tensors or numbers, but each a dict",
+            "targets of this data are not tensors or numbers: each is a dict",
         ),
-        ((INPUTS[0], (INPUTS[1], 0)), "targets of this data are no tensors or numbers, but each a list"),
-        (({"a": INPUTS[0]}, 0), "inputs of this data are no tensors or numbers, but each a dict"),
+        ((INPUTS[0], (INPUTS[1], 0)), "targets of this data are not tensors or numbers: each is a list"),
+        (({"a": INPUTS[0]}, 0), "inputs of this data are not tensors or numbers: each is a dict"),
     ],
 )
 def test_samples_that_are_no_pairs_are_for_a_task_of_ones_own(sample: Any, what: str) -> None:

@@ -17,29 +17,30 @@ from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import check_labels, infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
 
-_TRAIN_NAMES = (
-    ("train_x", "train_y"),
-    ("x_train", "y_train"),
-    ("x", "y"),
-    ("images", "labels"),
-    ("data", "targets"),
-)
-_SPLIT_NAMES = {
+_NAMES = {
+    "train": (
+        ("train_x", "train_y"),
+        ("x_train", "y_train"),
+        ("x", "y"),
+        ("images", "labels"),
+        ("data", "targets"),
+    ),
     "val": (("val_x", "val_y"), ("x_val", "y_val")),
     "test": (("test_x", "test_y"), ("x_test", "y_test")),
 }
+"""Of inputs and targets in an `.npz`, by split."""
 _FEW_CHANNELS = (1, 3, 4)
 _MOST_CLASSES = 10_000
-"""That fewer samples than classes may tell of."""
+"""Classes that labels may name although there are fewer samples."""
 
 
 class Arrays:
     """Inputs and targets as numpy arrays.
 
-    What they are is told by their types. Inputs of uint8 with 3 or 4 dimensions are images, (samples, height,
+    Their types show what they are. Inputs of uint8 with 3 or 4 dimensions are images, (samples, height,
     width), with the channels last or first; others are features, flattened. Targets that are whole numbers
-    are classes, floats are figures to predict, and a matrix of 0 and 1 is several labels for each sample. Of
-    images, targets of (height, width) say it of each pixel.
+    are classes, floats are figures to predict, and a matrix of 0 and 1 is several labels for each sample.
+    Images may have targets of (height, width), one for each pixel.
 
     Args:
         path: `.npz` with `train_x` and `train_y` (or `x` and `y`), and perhaps `val_x`, `val_y`, `test_x`,
@@ -90,31 +91,29 @@ class Arrays:
         return Splits.of(info, sources)
 
     def _read(self) -> dict[str, tuple[NDArray, NDArray]]:
-        if self.path.suffix != ".npz":
-            if self.path.suffix != ".npy":
-                what, hint = (
-                    "is not an .npz or .npy",
-                    "Write one: numpy.savez('data.npz', x=inputs, y=targets)",
-                )
-                raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
+        if self.path.suffix == ".npy":
             if self.targets is None:
                 hint = "Set data.targets to the .npy of the targets"
                 raise DataError("D001", "has no targets", key="data.path", value=self.path, suggestion=hint)
-            return {"train": (read_npy(self.path), read_npy(self.targets, key="data.targets"))}
-        arrays = read_npz(self.path)
-        names = {
-            split: _find(arrays, known) for split, known in (("train", _TRAIN_NAMES), *_SPLIT_NAMES.items())
-        }
-        if names["train"] is None:
+            inputs = read_arrays(self.path, archive=False)
+            return {"train": (inputs[""], read_arrays(self.targets, "data.targets", archive=False)[""])}
+        if self.path.suffix != ".npz":
+            hint = "Write one: numpy.savez('data.npz', x=inputs, y=targets)"
+            what = "is not an .npz or .npy"
+            raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
+        arrays, pairs = read_arrays(self.path, archive=True), dict[str, tuple[NDArray, NDArray]]()
+        for split, known in _NAMES.items():
+            for inputs, targets in known:
+                if split not in pairs and inputs in arrays and targets in arrays:
+                    pairs[split] = arrays[inputs], arrays[targets]
+        if "train" not in pairs:
             what = f"has no train_x and train_y, nor x and y; it holds {', '.join(arrays) or 'nothing'}"
             raise DataError("D005", what, key="data.path", value=self.path)
-        return {
-            split: (arrays[pair[0]], arrays[pair[1]]) for split, pair in names.items() if pair is not None
-        }
+        return pairs
 
     def _num_classes(self, task: str, kind: str, targets: Tensor) -> int | None:
         if kind == "mask":
-            # Counted where it is known which label does not count.
+            # They are counted later, when it is known which label to ignore.
             return self.num_classes
         if task != "classification":
             return targets.shape[1] if targets.dim() > 1 and kind != "map" else 1
@@ -127,27 +126,37 @@ class Arrays:
         return self.num_classes or found
 
 
-def read_npz(path: Path, key: str = "data.path") -> dict[str, NDArray]:
-    """The arrays of an `.npz`, none of them pickled."""
-    _check_file(path, key)
+def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[str, NDArray]:
+    """The arrays of an `.npz` by name, or that of an `.npy` under an empty name; pickled objects are refused.
+
+    Args:
+        key: that led here, for messages.
+        archive: whether the file should be an `.npz`.
+
+    Raises:
+        DataError: D001 if there is no such file, D005 if it cannot be read.
+    """
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise DataError("D001", what, key=key, value=path)
+    suffix = ".npz" if archive else ".npy"
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return dict(archive)
+        found = np.load(path, allow_pickle=False)
+        if isinstance(found, np.ndarray):
+            arrays = {"": found}
+        else:
+            with found:
+                arrays = dict(found)
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        what = f"is not a readable .npz: {_reason(error)}"
-        raise DataError("D005", what, key=key, value=path) from None
-
-
-def read_npy(path: Path, key: str = "data.path") -> NDArray:
-    """The array of an `.npy`, not pickled."""
-    _check_file(path, key)
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError("D005", f"is not a readable .npy: {_reason(error)}", key=key, value=path) from None
-    if not isinstance(array, np.ndarray):
-        raise DataError("D005", "is an archive, not an .npy", key=key, value=path)
-    return array
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "pickle" in str(error):
+            # numpy suggests to unpickle them, which would run any code that they hold.
+            reason = "it holds Python objects in place of numbers, or something else than arrays"
+        raise DataError("D005", f"is not a readable {suffix}: {reason}", key=key, value=path) from None
+    if archive == ("" in arrays):
+        what = f"is {'a single array' if archive else 'an archive'}, not an {suffix}"
+        raise DataError("D005", what, key=key, value=path)
+    return arrays
 
 
 def as_inputs(array: NDArray, where: str) -> tuple[Tensor, bool]:
@@ -187,21 +196,3 @@ def _tensors(inputs: NDArray, targets: NDArray, path: Path, split: str) -> tuple
     if not np.isfinite(targets).all():
         raise DataError("D004", "targets that are not finite", key=where)
     return tensor, as_tensor(targets), images
-
-
-def _find(arrays: dict[str, NDArray], known: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
-    return next((pair for pair in known if pair[0] in arrays and pair[1] in arrays), None)
-
-
-def _check_file(path: Path, key: str) -> None:
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise DataError("D001", what, key=key, value=path)
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if "pickle" in str(error):
-        # numpy advises to load them, which would run whatever they say.
-        return "it holds Python objects in place of numbers, or something else than arrays"
-    return lines[0] if lines else type(error).__name__

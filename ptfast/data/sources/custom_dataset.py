@@ -59,7 +59,7 @@ class DatasetSource(MapSource):
         self.dataset, self.seed, self.images = dataset, seed, images
         self.collate = collate_of(dataset, collate)
         self.all_count = False
-        """Every label has been seen, and none was an ignored one."""
+        """Every label has been seen, and none is ignored."""
         self.all_labels: Tensor | None = None
         stated = getattr(dataset, "lengths", None)
         self._lengths = None if stated is None else np.asarray(stated, np.int64)
@@ -108,27 +108,21 @@ class DatasetSource(MapSource):
     def _filled(self, samples: list[Any]) -> list[Any]:
         """The samples at one length, where they are `(tokens, target)`."""
         first = samples[0]
-        if not (
-            isinstance(first, (tuple, list)) and len(first) == 2 and _is_tokens(torch.as_tensor(first[0]))
-        ):
+        is_pair = isinstance(first, (tuple, list)) and len(first) == 2
+        if not is_pair or not _is_tokens(torch.as_tensor(first[0])):
             return samples
         longest = max(len(tokens) for tokens, _ in samples)
         if longest > self._longest:
             what = f"a sample has {longest} tokens, where the longest of its lengths is {self._longest}"
             raise DataError("D008", what, key="data")
         width = self.padding.width(longest, self._longest)
-        return [
-            (
-                _fill(tokens, width, self.pad_id),
-                _fill(target, width, IGNORE_INDEX) if np.shape(target) == np.shape(tokens) else target,
-            )
-            for tokens, target in samples
-        ]
-
-
-def _fill(values: Any, width: int, fill: int) -> Tensor:
-    values = torch.as_tensor(values)
-    return F.pad(values, (0, width - len(values)), value=fill)
+        filled: list[Any] = []
+        for tokens, target in samples:
+            missing = (0, width - len(tokens))
+            if np.shape(target) == np.shape(tokens):
+                target = F.pad(torch.as_tensor(target), missing, value=IGNORE_INDEX)
+            filled.append((F.pad(torch.as_tensor(tokens), missing, value=self.pad_id), target))
+        return filled
 
 
 def adapt(
@@ -169,8 +163,8 @@ def _adapt(
         source = IterableSource(dataset, seed, collate)
         sample = source.first()
         batch = collate([sample]) if collate.is_own else sample
-        if _is_opaque(batch, collate, task):
-            return Splits(_stated_info(dataset, task, known), source, note=note)
+        if (info := _opaque_info(dataset, batch, collate, task, known)) is not None:
+            return Splits(info, source, note=note)
         sample = (batch[0][0], batch[1][0]) if collate.is_own else sample
         source.images = _is_image(sample[0])
         info = _info(dataset, sample, None, task, known)
@@ -199,8 +193,8 @@ def _adapt(
         return Splits(info, TensorSource(inputs, targets, images=images))
     source = DatasetSource(dataset, seed, collate=collate)
     first = source.fetch(np.zeros(1, np.int64))
-    if _is_opaque(first, collate, task):
-        return Splits(_stated_info(dataset, task, known), source, note=note)
+    if (info := _opaque_info(dataset, first, collate, task, known)) is not None:
+        return Splits(info, source, note=note)
     sample = first[0][0], first[1][0]
     source.images = _is_image(sample[0])
     if isinstance(first[1], Tensor) and kind_of_target(first[1], sample[0].shape, task) in ("mask", "map"):
@@ -233,17 +227,36 @@ def _is_pair(sample: Any) -> bool:
     return not isinstance(target, Mapping)
 
 
-def _is_opaque(batch: Any, collate: Collate, task: str) -> bool:
-    """Return True if only the user's task knows what a batch is."""
-    if task not in TASKS and task != "auto":
-        return collate.is_own or not _is_pair(batch)
-    if _is_pair(batch) or task == "hf":
-        return not _is_pair(batch)
-    what = f"takes samples of (input, target), and {_described(batch)}"
+def _opaque_info(
+    dataset: Any, batch: Any, collate: Collate, task: str, known: DataInfo | None
+) -> DataInfo | None:
+    """The facts that a data set states, if only the user's task knows what a batch is; else None.
+
+    Raises:
+        DataError: D004 for a batch that a built-in task cannot read.
+    """
+    is_pair, built_in = _is_pair(batch), task in TASKS or task == "auto"
+    if is_pair and (built_in or not collate.is_own):
+        return None
+    if not built_in or task == "hf":
+        learnt_classes = known.num_classes if known is not None else None
+        num_classes = _stated_classes(dataset) or learnt_classes
+        return DataInfo(kind="other", task=task, num_classes=num_classes, class_names=_class_names(dataset))
+    wanted = "batches of (inputs, targets)" if collate.is_own else "samples of (input, target)"
     if collate.is_own:
-        what = f"takes batches of (inputs, targets), and {collate.name} gives {described(batch)}"
+        found = f"{collate.name} gives {described(batch)}"
+    elif isinstance(batch, Mapping):
+        found = f"this data has mappings of {', '.join(map(str, batch))}"
+    elif not isinstance(batch, (tuple, list)):
+        found = f"this data has a {type(batch).__name__} each"
+    elif len(batch) != 2:
+        found = f"this data has {len(batch)} item{'s' * (len(batch) != 1)} each"
+    else:
+        name, part = ("targets", batch[1]) if isinstance(batch[0], Tensor) else ("inputs", batch[0])
+        kind = type(part).__name__
+        found = f"{name} of this data are not tensors or numbers: each is a {kind}"
     hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
-    raise DataError("D004", what, key="task", value=task, suggestion=hint)
+    raise DataError("D004", f"takes {wanted}, and {found}", key="task", value=task, suggestion=hint)
 
 
 def _names_otherwise(labels: Tensor, task: str) -> bool:
@@ -305,11 +318,8 @@ def _info(
     """The facts shown by one sample `(input, target)`, the labels, and the inputs where there are all."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     if isinstance(sample[1], str):
-        what, hint = (
-            f"labels are numbers, and the first one is the text {sample[1]!r}",
-            "Number the classes from 0",
-        )
-        raise DataError("D004", what, key="data", suggestion=hint)
+        what = f"labels are numbers, and the first one is the text {sample[1]!r}"
+        raise DataError("D004", what, key="data", suggestion="Number the classes from 0")
     inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
     known = target.reshape(1, *target.shape) if labels is None else labels
     shape = tuple(inputs.shape)
@@ -322,11 +332,8 @@ def _info(
         kind, facts["context_length"] = ("tokens" if target.shape == inputs.shape else "text"), shape[0]
         facts["vocab_size"] = getattr(dataset, "vocab_size", None)
         if (lengths := getattr(dataset, "lengths", None)) is not None:
-            facts |= {
-                "context_length": int(max(lengths)),
-                "pad_id": int(getattr(dataset, "pad_id", None) or 0),
-            }
-            facts["input_shape"] = None
+            facts |= {"context_length": int(max(lengths)), "input_shape": None}
+            facts["pad_id"] = int(getattr(dataset, "pad_id", None) or 0)
     target_kind = kind_of_target(known, shape, task)
     _check_task(task, target_kind, known)
     if task == "auto" and kind == "tokens":
@@ -347,19 +354,13 @@ def _info(
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
     elif kind != "tokens" or task == "token_classification":
         stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
-        facts["num_classes"] = stated if target_kind == "mask" else stated or _count_classes(known, task)
+        if not stated and task == "classification" and known.dim() == 2 and known.shape[1] > 1:
+            stated = known.shape[1]
+        elif not stated and target_kind != "mask":
+            classes = as_classes(known) if _names_otherwise(known, task) else known
+            stated = int(classes.max()) + 1
+        facts["num_classes"] = stated
     return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
-
-
-def _stated_info(dataset: Any, task: str, trained_on: DataInfo | None) -> DataInfo:
-    """The facts that a data set states, where only the user's task knows what a batch is."""
-    learnt_classes = trained_on.num_classes if trained_on is not None else None
-    return DataInfo(
-        kind="other",
-        task=task,
-        num_classes=_stated_classes(dataset) or learnt_classes,
-        class_names=_class_names(dataset),
-    )
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:
@@ -367,15 +368,8 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
     return tuple(map(str, names)) if names is not None else None
 
 
-def _count_classes(labels: Tensor, task: str) -> int:
-    if not _names_otherwise(labels, task):
-        return int(labels.max()) + 1
-    several = labels.dim() == 2 and labels.shape[1] > 1
-    return labels.shape[1] if several else int(as_classes(labels).max()) + 1
-
-
 def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
-    """Raise DataError D004 for a task that the config names and that such labels are not for."""
+    """Raise DataError D004 if the config names a task that such labels are not for."""
     what = None
     if task == "semantic_segmentation" and target_kind != "mask":
         what = f"takes a whole number for each pixel of an image, and labels are of {shape_of(labels)}"
@@ -385,15 +379,3 @@ def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
         what = f"takes one class for each sample, and labels are of {shape_of(labels)}, one for each pixel"
     if what is not None:
         raise DataError("D004", what, key="task", value=task, suggestion="Use task=auto")
-
-
-def _described(sample: Any) -> str:
-    """A description of a sample that is no pair of an input and a target, in words."""
-    if isinstance(sample, Mapping):
-        return f"this data has mappings of {', '.join(map(str, sample))}"
-    if not isinstance(sample, (tuple, list)):
-        return f"this data has a {type(sample).__name__} each"
-    if len(sample) != 2:
-        return f"this data has {len(sample)} item{'s' * (len(sample) != 1)} each"
-    part, name = (sample[0], "inputs") if not isinstance(sample[0], Tensor) else (sample[1], "targets")
-    return f"{name} of this data are no tensors or numbers, but each a {type(part).__name__}"

@@ -68,7 +68,13 @@ class HfDataset:
     def load(self, *, val: Duration, seed: int) -> Splits:
         splits = self._splits()
         train = splits["train"]
-        columns = {role: self._column(train, role) for role in _GUESSES}
+        columns: dict[str, str | None] = {}
+        for role, guesses in _GUESSES.items():
+            wanted = self.columns[role]
+            if wanted is not None and wanted not in train.column_names:
+                what = f"no such column; there are {', '.join(train.column_names)}"
+                raise DataError("D005", what, key=f"data.{role}", value=wanted)
+            columns[role] = wanted or next((name for name in guesses if name in train.column_names), None)
         label = columns["label"]
         if label is None or (columns["text"] is None and columns["image"] is None):
             what = f"has columns {', '.join(train.column_names)}; which hold inputs and labels is not clear"
@@ -77,7 +83,7 @@ class HfDataset:
         names = getattr(train.features[label], "names", None)
         labels = {split: as_tensor(np.asarray(part[label], np.int64)) for split, part in splits.items()}
         if names is not None and bool((labels.get("test", labels["train"]) == -1).all()):
-            # Benchmarks keep the labels of their test split to themselves.
+            # Benchmarks do not publish the labels of their test split.
             labels.pop("test", None)
             splits.pop("test", None)
         num_classes = len(names) if names is not None else int(labels["train"].max()) + 1
@@ -117,27 +123,17 @@ class HfDataset:
             raise DataError("D002", what, key="data.path", value=self.path)
         return {split: part for split, part in found.items() if part is not None}
 
-    def _column(self, split: Any, role: str) -> str | None:
-        wanted = self.columns[role]
-        if wanted is not None and wanted not in split.column_names:
-            what = f"no such column; there are {', '.join(split.column_names)}"
-            raise DataError("D005", what, key=f"data.{role}", value=wanted)
-        return wanted or next((name for name in _GUESSES[role] if name in split.column_names), None)
-
     def _images(
         self, splits: dict[str, Any], labels: dict[str, Any], column: str
     ) -> tuple[tuple[int, ...], dict[str, MapSource]]:
-        def pixels(image: Any) -> np.ndarray:
-            array = np.array(image.convert("RGB"))
-            return array if self.image_size is None else fit(array, self.image_size)
-
         sources: dict[str, MapSource] = {}
         height = width = 0
         for split, part in splits.items():
-            images = [pixels(image) for image in part[column]]
+            images = [np.array(image.convert("RGB")) for image in part[column]]
+            if self.image_size is not None:
+                images = [fit(image, self.image_size) for image in images]
             if len({image.shape for image in images}) > 1:
-                what = "its images differ in size"
-                hint = "Bring all to one size with data.image_size=32, say"
+                what, hint = "its images differ in size", "Bring all to one size with data.image_size=32, say"
                 raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
             height, width = images[0].shape[:2]
             sources[split] = TensorSource(torch.from_numpy(np.stack(images)), labels[split], images=True)

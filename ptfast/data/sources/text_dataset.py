@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,22 +79,18 @@ class TextTsv:
         self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        rows, columns = self._rows()
-        texts, labels, _, text_names = rows["train"]
-        tokenizer = learn_tokenizer(self.tokenizer, texts, self.min_count, self._known)
-        names = (self._known.class_names if self._known else None) or sort_labels(labels or [])
+        rows, notes = self._rows()
+        tokenizer = learn_tokenizer(self.tokenizer, rows["train"].texts, self.min_count, self._known)
+        names, labels = _number_labels(rows, self._known.class_names if self._known else None)
+        texts = {split: table.texts for split, table in rows.items()}
         info, sources = labelled_texts(
-            {split: table.texts for split, table in rows.items()},
-            {split: number_labels(table.labels or [], names, split) for split, table in rows.items()},
-            tokenizer,
-            self.max_length,
-            num_classes=len(names),
-            class_names=names,
+            texts, labels, tokenizer, self.max_length, num_classes=len(names), class_names=names
         )
-        num_cut, size = sum(part.num_cut for part in sources.values()), sum(map(len, sources.values()))
-        notes = [f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens"] * bool(num_cut)
-        info.extra["columns"] = text_names
-        return Splits.of(info, sources, "; ".join([*columns, *notes]))
+        if num_cut := sum(part.num_cut for part in sources.values()):
+            size = sum(map(len, sources.values()))
+            notes.append(f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens")
+        info.extra["columns"] = rows["train"].text_names
+        return Splits.of(info, sources, "; ".join(notes))
 
     def _rows(self) -> tuple[dict[str, Table], list[str]]:
         """Texts and labels of each split, and which columns of which files they come from."""
@@ -106,7 +103,7 @@ class TextTsv:
                 name, hint = self.label or "label", "Set data.label to one of them"
                 what = f"its first line names columns, and no {name} among them: {table.columns}"
                 raise DataError("D005", what, key=f"{path}:1", suggestion=hint)
-            # Benchmarks keep the labels of their test split to themselves.
+            # Benchmarks do not publish the labels of their test split.
             columns = table.columns if table.labels is not None else "no labels, so it is left out"
             files.setdefault(columns, []).append(path.name)
         return tables, [f"{', '.join(names)}: {columns}" for columns, names in files.items() if columns]
@@ -167,7 +164,24 @@ class TextFile:
         self._known, self.context_length = known, known.context_length or self.context_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        tokenizer, encoded, text_bytes, checksums = self._read()
+        manifest = open_pack(self.path, "data.path") if self.path.is_dir() else None
+        if manifest is not None:
+            tokenizer, encoded, text_bytes = _read_packed(
+                self.path, manifest, tokenizer=self.tokenizer, documents=self.documents, known=self._known
+            )
+        else:
+            text = read_text(self.path)
+            if self._known is not None:
+                tokenizer = tokenizer_of(self._known)
+            elif self.tokenizer in BUILT_IN:
+                entries = sorted(set(text.split() if self.tokenizer == "words" else text))
+                tokenizer = Vocabulary(self.tokenizer, entries, None)
+            else:
+                tokenizer = HubTokenizer(self.tokenizer)
+            texts = cut_into_documents(text, self.documents)
+            # Blank lines between documents are neither tokens nor text that is modelled.
+            text_bytes = sum(len(part.encode()) for part in texts)
+            encoded = encode(texts, tokenizer)
         info = DataInfo(
             kind="tokens",
             task="language_modelling",
@@ -180,30 +194,13 @@ class TextFile:
             splits = Splits(info, *self._windows(encoded.tokens, val, seed))
         else:
             splits = self._documents(info, encoded, val)
-        if checksums is not None:
+        if manifest is not None:
             for source in splits.sources.values():
                 source.storage = "pack"
+            checksums = [each.sha256 for each in manifest.splits["text"].parts]
             facts = describe_part(len(encoded.tokens), "tokens", *checksums)
             splits = splits._replace(contents=lambda: {"train": facts})
         return splits
-
-    def _read(self) -> Tokenized:
-        if self.path.is_dir() and (manifest := open_pack(self.path, "data.path")) is not None:
-            return read_packed_text(
-                self.path, manifest, tokenizer=self.tokenizer, documents=self.documents, known=self._known
-            )
-        text = read_text(self.path)
-        if self._known is not None:
-            tokenizer = tokenizer_of(self._known)
-        elif self.tokenizer in BUILT_IN:
-            entries = sorted(set(text.split() if self.tokenizer == "words" else text))
-            tokenizer = Vocabulary(self.tokenizer, entries, None)
-        else:
-            tokenizer = HubTokenizer(self.tokenizer)
-        texts = cut_into_documents(text, self.documents)
-        # What lies between documents is no token, and no text that is modelled.
-        text_bytes = sum(len(part.encode()) for part in texts)
-        return Tokenized(tokenizer, encode(texts, tokenizer), text_bytes, None)
 
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[MapSource, MapSource | None]:
         context = self.context_length
@@ -218,7 +215,7 @@ class TextFile:
             raise DataError("D006", "leaves no training text", key="data.val", value=val)
         # One token more than the tail: the first target of a window follows its first input.
         held = Windows(tokens[cut - 1 :], context) if num_val else None
-        return RandomWindows(tokens[:cut], context, seed), held
+        return Windows(tokens[:cut], context, seed), held
 
     def _documents(self, info: DataInfo, texts: Encoded, val: Duration) -> Splits:
         size = len(texts.lengths)
@@ -228,12 +225,9 @@ class TextFile:
             if not len(part):
                 what = "holds no document of two tokens or more" if key == "data.path" else "holds none out"
                 raise DataError("D006", what, key=key, value=self.path if key == "data.path" else val)
-        num_cut = sum(part.num_cut for part in parts)
-        note = (
-            f"{num_cut:,} of {size:,} documents are cut into parts of {self.context_length} tokens"
-            if num_cut
-            else ""
-        )
+        note = ""
+        if num_cut := sum(part.num_cut for part in parts):
+            note = f"{num_cut:,} of {size:,} documents are cut into parts of {self.context_length} tokens"
         return Splits(info, *parts, note=note)
 
 
@@ -246,13 +240,17 @@ def cut_into_documents(text: str, documents: str) -> list[str]:
 
 
 class Windows(MapSource):
-    """Windows of running text one after another: `(inputs, targets)`, the targets one token further on."""
+    """Windows of running text: `(inputs, targets)`, the targets one token further on.
+
+    Args:
+        seed: draws the place of each window anew in every epoch; None for one after another.
+    """
 
     columns = ("_numbers",)
     storage = "memory"
 
-    def __init__(self, tokens: Numbers, context_length: int) -> None:
-        self._tokens, self._context = tokens, context_length
+    def __init__(self, tokens: Numbers, context_length: int, seed: int | None = None) -> None:
+        self._tokens, self._context, self._seed = tokens, context_length, seed
         self._numbers = np.arange((len(tokens) - 1) // context_length)
         self._places = np.arange(context_length + 1)
 
@@ -260,66 +258,51 @@ class Windows(MapSource):
         return len(self._numbers)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        return self._cut(self._numbers[indices] * self._context)
-
-    def contents(self) -> list[Any]:
-        return describe_part(len(self._tokens), "tokens", self._tokens)
-
-    def _cut(self, starts: Indices) -> tuple[Tensor, Tensor]:
+        numbers, context = self._numbers[indices], self._context
+        if self._seed is None:
+            starts = numbers * context
+        else:
+            places = len(self._tokens) - context
+            starts = counter_draws.integers(self._seed, epoch, numbers, counter_draws.WINDOW, places)
         windows = self._tokens[starts[:, None] + self._places]
         windows = torch.from_numpy(windows.astype(np.int64, copy=False))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-
-class RandomWindows(Windows):
-    """As many windows as fit side by side, each at a place drawn anew in every epoch."""
-
-    def __init__(self, tokens: Numbers, context_length: int, seed: int) -> None:
-        super().__init__(tokens, context_length)
-        self._seed = seed
-
-    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        numbers, places = self._numbers[indices], len(self._tokens) - self._context
-        return self._cut(counter_draws.integers(self._seed, epoch, numbers, counter_draws.WINDOW, places))
+    def contents(self) -> list[Any]:
+        return describe_part(len(self._tokens), "tokens", self._tokens)
 
 
-def sort_labels(labels: list[str]) -> tuple[str, ...]:
-    """The classes among `labels`, by number if all are numbers, else by name."""
-    names = set(labels)
-    if len(names) == 1:
-        what = f"every training label is {labels[0]}, so there is nothing to classify"
-        raise DataError("D003", what, key="data")
-    try:
-        return tuple(sorted(names, key=float))
-    except ValueError:
-        return tuple(sorted(names))
+def _number_labels(
+    rows: dict[str, Table], known: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """The names of the classes, and the class numbers of the texts of each split.
+
+    Args:
+        known: the names that a model knows; None to sort those of the training labels, by number if all are
+            numbers.
+    """
+    names = known or tuple(sorted(set(rows["train"].labels or [])))
+    if not known:
+        if len(names) == 1:
+            what = f"every training label is {names[0]}, so there is nothing to classify"
+            raise DataError("D003", what, key="data")
+        with contextlib.suppress(ValueError):
+            names = tuple(sorted(names, key=float))
+    numbers, targets = {name: i for i, name in enumerate(names)}, dict[str, Tensor]()
+    for split, table in rows.items():
+        try:
+            targets[split] = torch.tensor([numbers[label] for label in table.labels or []])
+        except KeyError as error:
+            what = f"label {error.args[0]} of the {split} split does not occur in training"
+            hint = f"Training has {', '.join(names[:10])}"
+            raise DataError("D004", what, key="data", suggestion=hint) from None
+    return names, targets
 
 
-def number_labels(labels: list[str], names: tuple[str, ...], split: str) -> Tensor:
-    """Class numbers of `labels`."""
-    numbers = {name: i for i, name in enumerate(names)}
-    try:
-        return torch.tensor([numbers[label] for label in labels])
-    except KeyError as error:
-        what = f"label {error.args[0]} of the {split} split does not occur in training"
-        hint = f"Training has {', '.join(names[:10])}"
-        raise DataError("D004", what, key="data", suggestion=hint) from None
-
-
-class Tokenized(NamedTuple):
-    """A text in tokens."""
-
-    tokenizer: Tokenizer
-    texts: Encoded
-    text_bytes: int
-    checksums: tuple[str, ...] | None
-    """Of the pack that the tokens lie in; None where they do not."""
-
-
-def read_packed_text(
+def _read_packed(
     folder: Path, manifest: Manifest, *, tokenizer: str, documents: str, known: DataInfo | None
-) -> Tokenized:
-    """The tokens in `folder`, which is all that is left of the text.
+) -> tuple[Tokenizer, Encoded, int]:
+    """The tokenizer, the tokens and the bytes of the text that was packed into `folder`.
 
     Args:
         tokenizer, documents: as the config has them; they must be those of the pack.
@@ -340,10 +323,9 @@ def read_packed_text(
         hint = f"Use data.path={manifest.source.path}"
         what = "was packed with another vocabulary than the model has"
         raise DataError("D004", what, key="data.path", value=folder, suggestion=hint)
-    # Writable to this process alone, since torch knows no other arrays.
+    # Copy on write, because torch has no read-only tensors.
     tokens = np.memmap(folder / "text.bin", np.dtype(text.dtype).newbyteorder("<"), "c").view(np.ndarray)
     lengths = np.fromfile(folder / "text.index", "<i8")
     if documents == "none":
         lengths = lengths.sum(keepdims=True)
-    checksums = tuple(each.sha256 for each in manifest.splits["text"].parts)
-    return Tokenized(read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes, checksums)
+    return read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes

@@ -68,10 +68,10 @@ def read_text(path: Path, key: str = "data.path") -> str:
 def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -> Table:
     """Texts and labels of a file; empty lines are skipped.
 
-    The label is the last column, and the text all before it. A first line that names columns is no sample,
-    and may name others: what is called `label`, `class` and the like, and what is called `text`, `sentence`
-    and the like, or all besides the label that is no running number. It is known by the place of the label,
-    where it has what no other line has: a name of that kind, or no number where all others are numbers.
+    The label is the last column, and the text is all before it. A first line that names columns is not a
+    sample. It may put the label elsewhere, under `label`, `class` and the like, and the text under `text`,
+    `sentence` and the like, or in all other columns but running numbers. The first line names columns if, in
+    the label's place, it alone has such a name, or no number where all other lines have one.
 
     Args:
         path: `.csv`, with commas, semicolons or tabs and quotes; anything else has tabs, and quotes that are
@@ -80,19 +80,15 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
     """
     rows, delimiter = _rows(path)
     header = _header([fields for _, fields in rows], text, label)
-    guessed = header is None or len(header) == 2
-    place, texts, columns = -1, list[int](), ""
+    place, texts, guessed, columns, text_names = -1, list[int](), True, "", list[str]()
     if header is not None:
         place, texts, guessed = _columns(path, header, text, label)
-        columns = " and ".join(header[each] for each in texts)
-        columns = (
-            f"text from {columns}, label from {header[place]}" if place is not None else ", ".join(header)
-        )
+        text_names, columns = [header[each] for each in texts], ", ".join(header)
+        if place is not None:
+            columns = f"text from {' and '.join(text_names)}, label from {header[place]}"
     elif len(rows) > 1 and len({len(fields) for _, fields in rows}) == 1 and len(rows[0][1]) > 2:
         raise _unclear(path, rows[0][1])
-    table = Table(
-        [], [] if place is not None else None, columns, [header[i] for i in texts] if header else []
-    )
+    table = Table([], [] if place is not None else None, columns, text_names)
     for number, fields in rows[header is not None :]:
         what = None
         if header is not None and len(fields) != len(header):
@@ -101,7 +97,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
             what = f"has no label: expected text{'<TAB>' if delimiter == TAB else delimiter}label"
         if what is not None:
             raise DataError("D005", what, key=f"{path}:{number}")
-        # A text without a line of names may have delimiters itself.
+        # If no line names columns, a text may hold delimiters itself.
         parts = delimiter.join(fields[:-1]) if header is None else " ".join(fields[each] for each in texts)
         table.texts.append(parts)
         if table.labels is not None and place is not None:
@@ -128,24 +124,16 @@ def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[i
 def _rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
     """The lines that are not empty, with their numbers, and what is between their fields."""
     if path.suffix.lower() != ".csv":
-        return list(_tsv_rows(path)), TAB
-    delimiter = max(_DELIMITERS, key=lambda each: _columns_by(path, each))
+        lines = enumerate(read_text(path).split("\n"), 1)
+        return [(number, line.rstrip("\r").split(TAB)) for number, line in lines if line.strip()], TAB
+    delimiter, most = _DELIMITERS[0], 1
+    for each in _DELIMITERS:
+        with contextlib.suppress(DataError):
+            counts = {len(fields) for _, fields in islice(_csv_rows(path, each), _FIRST_LINES)}
+            # It delimits fields only if every line has as many of them.
+            if len(counts) == 1 and max(counts) > most:
+                delimiter, most = each, max(counts)
     return list(_csv_rows(path, delimiter)), delimiter
-
-
-def _columns_by(path: Path, delimiter: str) -> int:
-    """The columns of a CSV if this delimits them; 0 for one, or where lines differ in their number."""
-    try:
-        counts = {len(fields) for _, fields in islice(_csv_rows(path, delimiter), _FIRST_LINES)}
-    except DataError:
-        return 0
-    return counts.pop() if len(counts) == 1 and counts != {1} else 0
-
-
-def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            yield number, line.rstrip("\r").split("\t")
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -172,16 +160,16 @@ def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -
         raise DataError("D005", what, key="data.text", value=missing[0])
     if text or label:
         return tuple(first)
-    if len(first) < 2 or not others or any(_is_number(name) or not _is_name(name) for name in first):
+    if len(first) < 2 or not others or not _are_names(first):
         return None
     names = [name.lower() for name in first]
     if set(names) <= _LABELS | _TEXTS | _NUMBERS:
         return tuple(first)
-    named = _place(names, _LABELS)
-    place = len(names) - 1 if named is None else named
+    named = [place for place, name in enumerate(names) if name in _LABELS]
+    place = named[0] if named else len(names) - 1
     labels = {fields[place].strip() for fields in others if place < len(fields)}
     numbers = len(others) > 1 and all(map(_is_number, labels))
-    return tuple(first) if first[place] not in labels and (named is not None or numbers) else None
+    return tuple(first) if first[place] not in labels and (named or numbers) else None
 
 
 def _columns(
@@ -210,22 +198,19 @@ def _columns(
 def _unclear(path: Path, first: Sequence[str]) -> DataError:
     what = f"which of its {len(first)} columns hold the text and the label is not clear"
     hint = "Begin it with a line that names them, such as title,text,label"
-    if all(map(_is_name, first)) and not any(map(_is_number, first)):
+    if _are_names(first):
         names = ", ".join(map(_short, first))
         hint = f"Set data.text (a name, or [a,b]) and data.label to names in its first line ({names})"
     return DataError("D005", what, key=f"{path}:1", suggestion=hint)
-
-
-def _place(names: list[str], known: set[str]) -> int | None:
-    return next((place for place, name in enumerate(names) if name in known), None)
 
 
 def _short(field: str) -> str:
     return field if len(field) <= _SHORT else f"{field[: _SHORT - 3]}..."
 
 
-def _is_name(field: str) -> bool:
-    return bool(field) and len(field.split()) <= _NAME_WORDS
+def _are_names(fields: Sequence[str]) -> bool:
+    """Return True if all of `fields` may be names of columns: a few words, and no number."""
+    return all(0 < len(field.split()) <= _NAME_WORDS and not _is_number(field) for field in fields)
 
 
 def _is_number(field: str) -> bool:
