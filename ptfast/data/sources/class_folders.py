@@ -22,46 +22,54 @@ def list_tree(
     Args:
         key: that led here, for messages.
         passed: receives what is passed over, as by `image_files`.
+
+    Raises:
+        DataError: D001 to D003 for a tree that is not one of class folders.
     """
-    folders = _subfolders(root, key)
-    by_split = {split: [root / name for name in names if name in folders] for split, names in SPLITS.items()}
-    if not by_split["train"]:
-        found = [folder.name for group in by_split.values() for folder in group]
-        if found:
-            what = f"has {found[0]}/ but no train/"
+    inside = _subfolders(root, key)
+    folders = {
+        split: next((root / name for name in names if name in inside), None)
+        for split, names in SPLITS.items()
+    }
+    if folders["train"] is None:
+        if other := folders["val"] or folders["test"]:
+            what = f"has {other.name}/ but no train/"
             raise DataError("D003", what, key=key, value=root, suggestion="Put class folders in train/")
-        by_split = {"train": [root]}
+        folders["train"] = root
     classes: tuple[str, ...] = ()
     listings: dict[str, Listing] = {}
-    for split, split_folders in by_split.items():
-        if not split_folders:
+    for split, folder in folders.items():
+        if folder is None:
             continue
-        names, listings[split] = _list_split(split_folders[0], key, [] if passed is None else passed)
-        if split == "train":
-            classes = names
-        elif names != classes:
-            raise _differ(split_folders[0], names, classes)
+        names = tuple(_subfolders(folder, key))
+        if not names:
+            raise DataError("D002", "holds no class folders", key=key, value=folder)
+        if len(names) == 1:
+            what = f"holds one class only ({names[0]}), so there is nothing to classify"
+            hint = "Give each class a folder of its own"
+            raise DataError("D003", what, key=key, value=folder, suggestion=hint)
+        classes = classes or names
+        if names != classes:
+            differing = differing_names(names, classes, "which train/ has not")
+            what, hint = (
+                f"its classes differ from those of train/: {differing}",
+                "Give every split the same class folders",
+            )
+            raise DataError("D003", what, key=str(folder), suggestion=hint)
+        paths, labels = list[str](), list[int]()
+        for label, name in enumerate(names):
+            found, others = image_files(folder / name)
+            if passed is not None:
+                passed += others
+            if not found:
+                hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
+                raise DataError(
+                    "D003", "class folder without images", key=str(folder / name), suggestion=hint
+                )
+            paths += found
+            labels += [label] * len(found)
+        listings[split] = paths, labels
     return classes, listings
-
-
-def _list_split(folder: Path, key: str, passed: list[str]) -> tuple[tuple[str, ...], Listing]:
-    names = tuple(_subfolders(folder, key))
-    if not names:
-        raise DataError("D002", "holds no class folders", key=key, value=folder)
-    if len(names) == 1:
-        what = f"holds one class only ({names[0]}), so there is nothing to classify"
-        raise DataError("D003", what, key=key, value=folder, suggestion="Give each class a folder of its own")
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        found, others = image_files(folder / name)
-        passed += others
-        if not found:
-            hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
-            raise DataError("D003", "class folder without images", key=str(folder / name), suggestion=hint)
-        paths += found
-        labels += [label] * len(found)
-    return names, (paths, labels)
 
 
 def _subfolders(folder: Path, key: str) -> list[str]:
@@ -83,8 +91,8 @@ def _subfolders(folder: Path, key: str) -> list[str]:
 def image_files(folder: Path) -> tuple[list[str], list[str]]:
     """The files in `folder` and below that are images by their names, and what is passed over, in order.
 
-    Passed over are pipes and devices, which would never end, links that lead back to a folder above, and
-    folders that cannot be read.
+    Pipes and devices (reading them would never end), links back to a folder above, and folders that cannot be
+    read are passed over.
     """
     found, passed = list[str](), list[str]()
     places = [(str(folder), [os.path.realpath(folder)])]
@@ -103,7 +111,7 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
                     else:
                         places.append((entry.path, [*above, real]))
                 elif entry.name.lower().endswith(SUFFIXES) and entry.name[0] != ".":
-                    # What a broken link leads to is missed as any file is that cannot be read.
+                    # A broken link is listed, and reported like any file that cannot be read.
                     is_file = entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists())
                     (found if is_file else passed).append(entry.path)
             except OSError:
@@ -115,10 +123,3 @@ def passed_over(passed: list[str]) -> str:
     """A remark on what is passed over; empty for nothing."""
     more = f" and {len(passed) - 1:,} more" * (len(passed) > 1)
     return f"passed over {passed[0]}{more}: no files" if passed else ""
-
-
-def _differ(folder: Path, names: tuple[str, ...], classes: tuple[str, ...]) -> DataError:
-    what = (
-        f"its classes differ from those of train/: {differing_names(names, classes, 'which train/ has not')}"
-    )
-    return DataError("D003", what, key=str(folder), suggestion="Give every split the same class folders")

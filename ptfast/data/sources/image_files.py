@@ -16,15 +16,7 @@ from torch import Tensor
 
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX
-from ptfast.data.decoding.image_decoding import (
-    Decoded,
-    Decoder,
-    Pixels,
-    fit,
-    in_threads,
-    mixed_sizes,
-    size_of,
-)
+from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes, size_of
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Indices
@@ -83,8 +75,8 @@ class ImageFiles(ImageSource):
     Args:
         paths: of the files.
         targets: int64 (files,).
-        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next one that can be in
-            its place, with a label that does not count, so that every other sample keeps its index.
+        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next readable one in its
+            place, with an ignored label, so that every other sample keeps its index.
         threads: that decode what is held in memory.
     """
 
@@ -100,7 +92,7 @@ class ImageFiles(ImageSource):
     ) -> None:
         self.paths, self.targets, self.image_size = paths, targets, image_size
         self.skips, self.threads, self.decoder = on_corrupt == "skip", threads, Decoder()
-        # What is known so far: which are unreadable, which were not 8-bit RGB, and heights and widths.
+        # As far as they were read: which are unreadable, which were not 8-bit RGB; heights and widths.
         self._corrupt, self._converted = np.zeros((2, len(paths)), np.bool_)
         self._sizes = np.zeros((len(paths), 2), np.int32)
 
@@ -112,16 +104,27 @@ class ImageFiles(ImageSource):
     @property
     def num_converted(self) -> int:
         """Images that were not 8-bit RGB, of those fetched or held so far."""
-        # In place of an unreadable file another is shown, which counts for itself.
+        # The image shown in place of an unreadable file is counted at its own index.
         return int((self._converted & ~self._corrupt).sum())
 
     def name_of(self, index: int) -> str:
         return self.paths[index]
 
     def original(self, index: int) -> Pixels:
-        pixels, converted = self._readable(int(index))
-        self._converted[index] |= converted
-        return pixels
+        """Image `index` decoded; the next that can be decoded, if unreadable files are skipped."""
+        for other in chain(range(index, len(self.paths)), range(index)) if self.skips else (index,):
+            if self._corrupt[other]:
+                continue
+            try:
+                pixels, converted = self.decoder(self.paths[other])
+            except DataError as error:
+                if not self.skips:
+                    raise error.suggesting(REMEDY) from None
+                self._corrupt[other] = True
+            else:
+                self._converted[index] |= converted
+                return pixels
+        raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
 
     def labels(self, indices: Indices) -> Tensor:
         """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""
@@ -133,7 +136,12 @@ class ImageFiles(ImageSource):
         """Heights and widths of the images by their files, each read once."""
         for index in indices:
             if not self._sizes[index, 0]:
-                self._sizes[index] = self._size_of(index)
+                try:
+                    self._sizes[index] = size_of(self.paths[index])
+                except DataError:
+                    if not self.skips:
+                        raise
+                    self._sizes[index] = 1
         heights, widths = self._sizes[indices].astype(np.int64).T
         return heights, widths
 
@@ -148,32 +156,6 @@ class ImageFiles(ImageSource):
     def ignores_labels(self) -> bool:
         return self.skips or super().ignores_labels()
 
-    def _size_of(self, index: int) -> tuple[int, int]:
-        try:
-            return size_of(self.paths[index])
-        except DataError:
-            if not self.skips:
-                raise
-            return 1, 1
-
-    def _readable(self, index: int) -> Decoded:
-        """File `index` decoded, or where files may be skipped, the next that can be."""
-        if not self.skips:
-            return self._decoded(self.paths[index])
-        for other in chain(range(index, len(self.paths)), range(index)):
-            if not self._corrupt[other]:
-                try:
-                    return self._decoded(self.paths[other])
-                except DataError:
-                    self._corrupt[other] = True
-        raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
-
-    def _decoded(self, path: str) -> Decoded:
-        try:
-            return self.decoder(path)
-        except DataError as error:
-            raise error.suggesting(REMEDY) from None
-
     def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every image in one tensor; ranks that share it lend their threads to the one that decodes."""
         if self.skips:
@@ -184,11 +166,11 @@ class ImageFiles(ImageSource):
         size, shape = self.image_size, self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 
         def decode(images: Pixels, start: int) -> None:
-            for place, path in enumerate(self.paths[start : start + _CHUNK], start):
-                pixels, self._converted[place] = self._decoded(path)
+            for place in range(start, min(start + _CHUNK, len(self))):
+                pixels = self.original(place)
                 pixels = pixels if size is None else fit(pixels, size)
                 if pixels.shape != shape:
-                    raise mixed_sizes(path, pixels.shape, shape)
+                    raise mixed_sizes(self.paths[place], pixels.shape, shape)
                 images[place] = pixels
 
         def fill(images: Pixels) -> NDArray[np.bool_]:
@@ -215,8 +197,8 @@ def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
 class HeldImages(ImageSource):
     """The images of another source in memory, as large as they are there.
 
-    A crop of an image that was brought to its final size before would show other pixels. In memory it costs
-    no decoding, which is most of the work for a JPEG.
+    Crops have to come from the original pixels, not from images that were resized before. In memory they
+    need no decoding, which is most of the work for a JPEG.
 
     Cost: the memory of all pixels, a few times that of the files.
     """

@@ -70,7 +70,12 @@ class ImageFolder:
             return load_packed_images(self.root, manifest, self.image_size)
         passed: list[str] = []
         classes, listings = list_tree(self.root, passed=passed)
-        files_class = self._files_class()
+        files_class = ImageFiles
+        if self.decoder == "nvjpeg":
+            from ptfast.data.decoding.nvjpeg import NvJpegFiles, check_decoder
+
+            check_decoder()
+            files_class = NvJpegFiles
         sources = {
             split: files_class(paths, torch.tensor(labels), self.image_size, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
@@ -92,11 +97,3 @@ class ImageFolder:
         newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks))
         digests = [facts[-1] for facts in contents.values()]
         return contents, " ".join(map(str, (self.root.resolve(), self.image_size, newest, *digests)))
-
-    def _files_class(self) -> type[ImageFiles]:
-        if self.decoder == "cpu":
-            return ImageFiles
-        from ptfast.data.decoding.nvjpeg import NvJpegFiles, check_decoder
-
-        check_decoder()
-        return NvJpegFiles

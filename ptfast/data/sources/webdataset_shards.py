@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,32 +65,33 @@ class WebDataset:
         self.patterns = {split: pattern for split, pattern in wanted.items() if pattern is not None}
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        indices: dict[str, _Index] = {}
-        for split, pattern in self.patterns.items():
-            places = expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards")
-            indices[split] = _Index(*zip(*open_shards(places), strict=True))
-        names = _class_names(indices)
+        shards = {
+            split: open_shards(expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards"))
+            for split, pattern in self.patterns.items()
+        }
+        names, targets = _number_labels(shards)
+        num_classes = 0 if names is not None else int(targets["train"].max()) + 1
         threads = spare_cores(16)
         sources = {
-            split: ShardedImages(
-                index.members(),
-                _targets(index, names),
-                self.image_size,
-                self.on_corrupt,
-                threads,
-            )
-            for split, index in indices.items()
+            split: ShardedImages(Members.of(found), targets[split], self.image_size, self.on_corrupt, threads)
+            for split, found in shards.items()
         }
-        paths = [path for index in indices.values() for path in index.paths]
-        num_classes = 0 if names is not None else max(map(int, indices["train"].labels)) + 1
         info = image_info(set_shapes(sources), class_names=names, num_classes=num_classes)
+        paths = [path for found in shards.values() for path, _ in found]
         note = f"in {len(paths)} shard{'s' * (len(paths) > 1)}"
+
+        def contents() -> Contents:
+            return {
+                f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard)
+                for split, found in shards.items()
+                for path, shard in found
+            }
 
         def cache_key() -> str:
             changes = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             return f"{changes} {self.image_size}"
 
-        return Splits.of(info, sources, note, contents=lambda: _contents(indices), cache_key=cache_key)
+        return Splits.of(info, sources, note, contents=contents, cache_key=cache_key)
 
 
 class ShardedImages(ImageFiles):
@@ -111,7 +111,7 @@ class ShardedImages(ImageFiles):
 class Members(Sequence[str]):
     """Names of images in shards, each of which can be read.
 
-    Held as arrays, which worker processes share with their parent; lists of a million names they would not.
+    They are held as arrays, which worker processes share with their parent, unlike lists of names.
     """
 
     paths: tuple[str, ...]
@@ -122,6 +122,13 @@ class Members(Sequence[str]):
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, shards: Sequence[tuple[Path, Shard]]) -> Members:
+        counts = [len(shard.offsets) for _, shard in shards]
+        numbers = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
+        columns = zip(*((shard.names, shard.offsets, shard.sizes) for _, shard in shards), strict=True)
+        return cls(tuple(str(path) for path, _ in shards), numbers, *map(np.concatenate, columns))
+
     def __len__(self) -> int:
         return len(self.shards)
 
@@ -131,9 +138,8 @@ class Members(Sequence[str]):
             name = self.names[index].decode("utf-8", "replace")
             place = int(self.offsets[index]), int(self.sizes[index])
             return InTar(self.paths[self.shards[index]], name, *place)
-        return Members(
-            self.paths, self.shards[index], self.names[index], self.offsets[index], self.sizes[index]
-        )
+        columns = (self.shards, self.names, self.offsets, self.sizes)
+        return Members(self.paths, *(column[index] for column in columns))
 
 
 def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Indices:
@@ -192,64 +198,38 @@ def _braces(text: str) -> list[str]:
     if match is None:
         return [text]
     first, last, words = match.groups()
-    parts = words.split(",") if words is not None else _numbers(first, last)
+    if words is not None:
+        parts = words.split(",")
+    else:
+        # Up or down, and as wide as the wider one if either has leading zeros.
+        width = max(len(first), len(last)) if re.match("0.", first) or re.match("0.", last) else 0
+        step = 1 if int(first) <= int(last) else -1
+        parts = [str(number).zfill(width) for number in range(int(first), int(last) + step, step)]
     tails = _braces(text[match.end() :])
     return [text[: match.start()] + part + tail for part, tail in itertools.product(parts, tails)]
 
 
-def _numbers(first: str, last: str) -> list[str]:
-    """Numbers from `first` to `last`, up or down, as wide as the wider one where one has leading zeros."""
-    width = max(map(len, (first, last))) if re.match("0.", first) or re.match("0.", last) else 0
-    step = 1 if int(first) <= int(last) else -1
-    return [str(number).zfill(width) for number in range(int(first), int(last) + step, step)]
-
-
-@dataclass(frozen=True)
-class _Index:
-    """The samples of a split, shard by shard."""
-
-    paths: tuple[Path, ...]
-    shards: tuple[Shard, ...]
-
-    @cached_property
-    def labels(self) -> list[Label]:
-        return [label for shard in self.shards for label in shard.labels.tolist()]
-
-    def members(self) -> Members:
-        numbers = np.repeat(
-            np.arange(len(self.shards), dtype=np.int32), [len(s.offsets) for s in self.shards]
-        )
-        names, offsets, sizes, _ = (np.concatenate(parts) for parts in zip(*self.shards, strict=True))
-        return Members(tuple(map(str, self.paths)), numbers, names, offsets, sizes)
-
-
-def _contents(indices: dict[str, _Index]) -> Contents:
-    return {
-        f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard)
-        for split, index in indices.items()
-        for path, shard in zip(index.paths, index.shards, strict=True)
+def _number_labels(
+    shards: dict[str, list[tuple[Path, Shard]]],
+) -> tuple[tuple[str, ...] | None, dict[str, torch.Tensor]]:
+    """The names of the classes, None if labels are numbers; and the class numbers of each split."""
+    labels: dict[str, list[Label]] = {
+        split: [label for _, shard in found for label in shard.labels.tolist()]
+        for split, found in shards.items()
     }
-
-
-def _class_names(indices: dict[str, _Index]) -> tuple[str, ...] | None:
-    """The classes where labels are names; None where they are numbers."""
-    known = set(indices["train"].labels)
+    known = set(labels["train"])
     if all(isinstance(label, int) for label in known):
-        for split, index in indices.items():
-            if named := next((label for label in index.labels if isinstance(label, str)), None):
+        for split, own in labels.items():
+            if named := next((label for label in own if isinstance(label, str)), None):
                 what = f"holds the class {named}, and the labels of the training shards are numbers"
                 raise DataError("D003", what, key=f"data.{split}_shards")
-        return None
+        return None, {split: torch.tensor(own) for split, own in labels.items()}
     names = tuple(sorted(map(str, known)))
-    for split, index in indices.items():
-        if unknown := sorted({*map(str, index.labels)} - {*names}):
+    numbers = {name: number for number, name in enumerate(names)}
+    for split, own in labels.items():
+        if unknown := sorted({*map(str, own)} - numbers.keys()):
             what = f"holds the class {unknown[0]}, which the training shards have not"
             raise DataError("D003", what, key=f"data.{split}_shards")
-    return names
-
-
-def _targets(index: _Index, names: tuple[str, ...] | None) -> torch.Tensor:
-    if names is None:
-        return torch.tensor([int(label) for label in index.labels])
-    number = {name: place for place, name in enumerate(names)}
-    return torch.tensor([number[str(label)] for label in index.labels])
+    return names, {
+        split: torch.tensor([numbers[str(label)] for label in own]) for split, own in labels.items()
+    }
