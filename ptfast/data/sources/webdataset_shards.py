@@ -138,8 +138,8 @@ class Members(Sequence[str]):
             name = self.names[index].decode("utf-8", "replace")
             place = int(self.offsets[index]), int(self.sizes[index])
             return InTar(self.paths[self.shards[index]], name, *place)
-        columns = (self.shards, self.names, self.offsets, self.sizes)
-        return Members(self.paths, *(column[index] for column in columns))
+        names, offsets, sizes = self.names[index], self.offsets[index], self.sizes[index]
+        return Members(self.paths, self.shards[index], names, offsets, sizes)
 
 
 def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Indices:
