@@ -137,7 +137,7 @@ class ImageFiles(ImageSource):
         for index in indices:
             if not self._sizes[index, 0]:
                 try:
-                    self._sizes[index] = size_of(self.paths[index])
+                    self._sizes[index] = size_of(self.paths[int(index)])
                 except DataError:
                     if not self.skips:
                         raise
