@@ -29,15 +29,15 @@ from ptfast.training.stopping import Stopped, interruptible
 class ViewAveraged(nn.Module):
     """The mean of a model's outputs over images, their mirror images, and both moved by some pixels.
 
-    Where such changes mean nothing, several looks at an image err less than one: some tenths of a point of
-    accuracy that need no training, and so a run that is shorter for the same accuracy.
+    If such changes do not change what an image shows, several views err less than one: some tenths of a
+    point of accuracy without training, and so a shorter run for the same accuracy.
 
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
-            those that are as high and wide as the images are mirrored back, pixel by pixel.
-        shift: pixels, fewer than an image has on a side. Images moved up and left by so many, and down and
-            right, weigh half of the mean, the images where they are the other half; what comes into view is
-            reflected from inside. 0 for none.
+            outputs as high and wide as the images are mirrored back, pixel by pixel.
+        shift: pixels, fewer than an image has on a side; 0 for none. Images moved up and left by so many, and
+            down and right, make up half of the mean, unmoved images the other half. Pixels that come into
+            view are reflected from inside.
 
     Cost: twice the forward passes of an evaluation for `flip`, times three for `shift`. Source: Krizhevsky,
     Sutskever, Hinton 2012; the weights of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
@@ -77,14 +77,14 @@ def _mean(one: Tensor, other: Tensor) -> Tensor:
 
 
 def averaged_over_views(model: nn.Module, *, flip: bool, shift: int) -> nn.Module:
-    """`model` as evaluations look at it: over several views, or as it is where there is one."""
+    """`model` averaged over several views of an image, or unchanged for one view."""
     return ViewAveraged(model, flip=flip, shift=shift) if flip or shift else model
 
 
 def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
-    """Refuse to average over views where there are no images, or no outputs to average.
+    """Refuse to average over views if there are no images, or no outputs to average.
 
-    `targets=keep` says that those which may be places in an image are none.
+    `targets=keep` says that targets which may be coordinates are none.
     """
     what = None
     if not (flip or shift):
@@ -106,18 +106,15 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
         raise ConfigError("C011", what, key="eval.shift", value=shift, suggestion="Set eval.shift=0")
 
 
-_KEY: dict[str, Any] = {"key": "eval.last", "value": "pad", "suggestion": "Set eval.last=keep"}
-
-
 class FullSize(nn.Module):
-    """A model that sees every batch at one size, and whose outputs are those of the batch as it was.
+    """A model that sees every batch at one size, and gives the outputs of the batch as it was.
 
     A split's last batch is smaller than the others: another shape, for which cuDNN searches its kernels anew
-    and memory is laid out anew. Here its first sample stands in for those that it lacks, and what the model
-    says of the stand-ins is left out before a loss or a metric sees it.
+    and memory is laid out anew. Here copies of its first sample fill it up, and their outputs are cut off
+    before a loss or a metric sees them.
 
     Args:
-        model: whose inputs and outputs are tensors, samples first, or tuples and dicts of such.
+        model: its inputs and outputs are tensors, samples first, or tuples and dicts of tensors.
         batch_size: samples that it always sees.
     """
 
@@ -126,7 +123,7 @@ class FullSize(nn.Module):
         self.model, self.training, self._batch_size = model, model.training, batch_size
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The model's outputs for the samples that there are; C011 for an output that is not one for each."""
+        """The model's outputs for the samples of the batch; C011 for an output that is not by sample."""
         tensors = (leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor))
         first = next(tensors)
         size = len(first)
@@ -142,17 +139,12 @@ class FullSize(nn.Module):
         def narrowed(value: Any) -> Any:
             if isinstance(value, Tensor) and not _is_of(self._batch_size, value):
                 what = f"the padding cannot be cut from an output of shape {list(value.shape)}"
-                raise ConfigError("C011", what, **_KEY)
+                hint = "Set eval.last=keep"
+                raise ConfigError("C011", what, key="eval.last", value="pad", suggestion=hint)
             return value[:size] if isinstance(value, Tensor) else value
 
         args, keywords = tree_map(filled, (args, keywords))
         return tree_map(narrowed, self.model(*args, **keywords))
-
-
-def check_full_size(last: str, task: Any) -> None:
-    """Refuse stand-ins where the model itself sums up the loss of a batch."""
-    if last == "pad" and type(task).__name__ == "OwnLoss":
-        raise ConfigError("C011", "a model that returns its own loss would count the padding", **_KEY)
 
 
 def _is_of(size: int, value: Any) -> bool:
@@ -160,7 +152,7 @@ def _is_of(size: int, value: Any) -> bool:
 
 
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
-    """An evaluation that a signal has cut short, on all ranks."""
+    """A signal has cut an evaluation short, on all ranks."""
 
 
 def evaluate(
@@ -170,14 +162,14 @@ def evaluate(
     keep: Callable[[dict[str, MetricTable]], None] = lambda tables: None,
     num_batches: int | None = None,
 ) -> dict[str, float]:
-    """Figures of a run's model over a whole split, each sample counted once, sums kept on the device.
+    """Evaluate a run's model over a whole split; each sample counts once, sums stay on the device.
 
     If the run averages its weights, the figures are those of the average, and those of the model's own
     weights stand beside them as `raw_loss` and the like.
 
     Args:
-        keep: called with what metrics of the first figures give that is no single number, by name.
-        num_batches: evaluate so many only.
+        keep: called with what metrics give besides single numbers, by name; of the average if there is one.
+        num_batches: evaluate so many only; None for all.
 
     Raises:
         Abandoned: some rank was sent a signal.

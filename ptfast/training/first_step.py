@@ -1,4 +1,4 @@
-"""A check of what model and loss return in the first step of a process against what the task needs."""
+"""Checks in the first step of a process: what model and loss return, and slow debugging aids left on."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ SWITCHES = {
         r"(?<!def )\bprofile\(",
     ),
 }
-"""By the value of `debug` that is for it."""
+"""By the value of `debug` that turns it on properly."""
 
 
 class OutputCheck:
-    """`forward` of `model`, whose outputs `task.misfit` holds against the targets."""
+    """`forward` of `model`, which raises if `task.misfit` finds that its outputs do not fit the targets."""
 
     def __init__(self, forward: Any, model: Any, task: Any, data: Any, where: str) -> None:
         self.forward, self._model, self._task, self._data, self._where = forward, model, task, data, where
@@ -67,19 +67,18 @@ class OutputCheck:
 
 
 def fitting(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> Any:
-    """`forward` as `OutputCheck`, where the task can say what fits; else itself."""
+    """`forward` as an `OutputCheck` if the task can say what fits, else unchanged."""
     misfit = getattr(task, "misfit", None)
     return forward if misfit is None else OutputCheck(forward, model, task, data, where)
 
 
 class FirstStep:
-    """Looks over what model and loss give in the first step of a process, where looking costs little.
+    """Checks what model and loss return in the first step of a process, when checking costs little.
 
-    What is wrong there is reported before anything is saved, and in the user's terms: later it would be an
-    error deep inside torch, or none at all.
+    Mistakes are reported before anything is saved, in the user's terms: later they would be errors deep
+    inside torch, or go unnoticed.
 
-    Cost: some tiny kernels in the first step. For a model from elsewhere, that begins to train and is
-    evaluated later, a forward pass more.
+    Cost: some tiny kernels in the first step; for a user's model at the start of training, a forward pass.
     """
 
     def __init__(self, run: Run) -> None:
@@ -95,11 +94,11 @@ class FirstStep:
         self.switches = SlowSwitches(run)
 
     def loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
-        """The result of the task's `loss`, if that is a loss.
+        """The result of the task's `loss`, checked.
 
         Raises:
-            ConfigError: C017 for outputs that the task cannot compare with the targets, for what is no loss
-                or has no gradient, and for what a user's part raises.
+            ConfigError: C017 for outputs that the task cannot compare with the targets, for a result that is
+                no loss or has no gradient, and for errors of a user's part.
         """
         run, self._data = self._run, data if self._evaluates else None
         seen: Any = fitting(model, run.model, run.task, data)
@@ -122,19 +121,19 @@ class FirstStep:
         return given
 
     def check_evaluation(self) -> None:
-        """Evaluate the first batch with a model that may do otherwise then, once the first step is taken.
+        """Evaluate the first batch after the first step: a model may return something else in evaluation.
 
         Raises:
-            ConfigError: C017 as `loss`; C005 where the figure to follow is no single number.
+            ConfigError: C017 as `loss`; C005 if the figure to follow is no single number.
         """
         run, data, self._data = self._run, self._data, None
         if data is None:
             return
         seen = fitting(run.model, run.model, run.task, data, " in evaluation")
         run.forward.eval()
-        # What a model keeps from one pass to the next has to stay good for training: no inference mode.
+        # No inference mode: what a model keeps from this pass must be usable in training.
         with run.uncompiled(), torch.no_grad(), run.precision.autocast, naming_user_code(run):
-            # Targets of mixed samples are no targets of an evaluation.
+            # Evaluations have no mixed targets.
             mixed = isinstance(data, (tuple, list)) and any(isinstance(part, Mixed) for part in data)
             if self._measures and not mixed:
                 metrics = run.task.metrics().to(run.device)
@@ -147,7 +146,7 @@ class FirstStep:
 
     def _check_followed(self, metrics: Metrics) -> None:
         figure, given = self._run.best_metric, {}
-        # Some metrics need more than one batch: their evaluation will tell.
+        # Some metrics need more than one batch: the first evaluation checks those.
         with contextlib.suppress(PtfastError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = with_tables(metrics)
@@ -158,7 +157,7 @@ class FirstStep:
             raise ConfigError("C005", what, key="stop.metric", value=figure, suggestion=hint)
 
     def not_finite(self) -> PtfastError | None:
-        """The cause of a first loss that is not finite; None where it is not known. Waits for the device."""
+        """The cause of a first loss that is not finite, if known. Makes the host wait for the device."""
         if not self._fresh:
             return None
         source = next((name for name, finite in self._finite if not finite), None)
@@ -195,27 +194,27 @@ class FirstStep:
     def _note_finite(self, name: str, values: Any) -> None:
         tensors = [leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-        # Unlike a look at each number, this takes no memory.
+        # Unlike `isfinite` of each number, this takes no memory.
         self._finite += [(name, torch.stack(tensor.aminmax()).isfinite().all()) for tensor in floats]
 
 
 class SlowSwitches:
-    """Warns, once, of debugging aids of torch that a user's code has left on, but for the run's `debug`."""
+    """Warns once of torch's debugging aids that a user's code leaves on, except the run's own `debug`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.found: dict[str, list[str]] = {}
-        """Those that were on, by the value of `debug` that is for them, and where they were turned on."""
+        """Where each was turned on, by the value of `debug` that is for it."""
 
     def look(self) -> None:
-        """Warn of what is on now. Cost: two calls."""
+        """Warn of those that are on now. Cost: two calls."""
         for debug, switch in SWITCHES.items():
             if switch.is_on():
                 self._warn(debug, lambda pattern=switch.pattern: _places_of(pattern, self._run))
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
-        """Warn of what is turned on inside, even where it is off again at the end."""
+        """Warn of those that are turned on inside, even if they are off again at the end."""
         found = [(*switch.turns_on, getattr(*switch.turns_on)) for switch in SWITCHES.values()]
 
         def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -242,7 +241,7 @@ class SlowSwitches:
 
 
 def _calling_place() -> str | None:
-    """Where code that is not installed has called what calls this; None where torch's compiler has."""
+    """The line of the user's code that led to this call; None if torch's compiler made it."""
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if "/torch/_" in file:
@@ -253,7 +252,7 @@ def _calling_place() -> str | None:
 
 
 def _places_of(pattern: str, run: Run) -> list[str]:
-    """Where `pattern` stands in a file that is not installed, one of the run's parts if it is in any."""
+    """The lines of a user's file that match `pattern`: of the run's parts first, then of any module."""
     first = {type(part.made).__module__: None for part in parts_of(run)}
     for name in [*first, *sys.modules]:
         file = getattr(sys.modules.get(name), "__file__", None)

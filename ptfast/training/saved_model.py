@@ -1,4 +1,4 @@
-"""Repeat an evaluation from a saved state, and load a saved model for whatever comes after training."""
+"""Load a saved model for whatever comes after training, and evaluate it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ptfast.training.user_code import naming_user_code
 
 
 def load_saved(config: Config, state_folder: Path) -> PartialRun:
-    """Build the model of a saved state, and the average of its weights where there is one. Needs no data.
+    """Build the model of a saved state, and the average of its weights if it has one. Needs no data.
 
-    It goes through those stages of `ptfast.training.build.build` that make a model, which is then as it was
-    trained, on its device and ready to evaluate; the average is not in it yet.
+    It walks those stages of `ptfast.training.build.build` that make a model. The model is on its device, in
+    evaluation mode and holds its own weights; `ema` can put the average in.
 
     Raises:
-        SavedStateError: S001 when the state is damaged, S002 when it is of another model.
+        SavedStateError: S001 if the state is damaged, S002 if it is of another model.
     """
     state = read_state(state_folder)
     folder = state_folder.parent.parent
@@ -47,13 +47,14 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
         state=state,
     )
     set_up_machine(run, trains=False)
+    run.progress.step = int(state.facts["progress"]["step"])
     run.info = read_info(state.facts["info"])
     choose_task(run)
     build_plain_model(run)
     place_model(run)
     restore_model(run.model, state)
     if "ema" in state.training:
-        # What never trained was not averaged.
+        # Parameters that never trained were not averaged.
         averaged = state.training["ema"]["averages"]
         for name, parameter in run.model.named_parameters():
             parameter.requires_grad_(name in averaged)
@@ -66,18 +67,18 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
 def evaluate_saved(
     config: Config, state_folder: Path, split: str | None = None, *, other_data: bool = False
 ) -> int:
-    """Evaluate a saved state on every split its data has besides `train`, or on one, and print the figures.
+    """Evaluate a saved state on every split of its data besides `train`, or on one, and print the figures.
 
-    On a terminal they are a panel, elsewhere a JSON record a line, with what metrics give besides.
+    On a terminal they are a panel; elsewhere each split is a line of JSON, tables of metrics included.
 
     Args:
-        other_data: whether the config names other data than the model was trained on. It is read by the
+        other_data: the config names other data than the model was trained on. It is read with the
             vocabulary, the statistics and the classes of training.
 
     Raises:
-        ConfigError: C005 when the data has no such split.
-        DataError: D003, D004 or D005 when the model cannot read the other data.
-        SavedStateError: S003 when the data of training has changed.
+        ConfigError: C005 if the data has no such split.
+        DataError: D003, D004 or D005 if the model cannot read the other data.
+        SavedStateError: S003 if the data of training has changed.
     """
     saved = load_saved(config, state_folder)
     if other_data:
@@ -103,9 +104,7 @@ def evaluate_saved(
     if split is not None and split not in loaders:
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
-    assert saved.state is not None
-    step = int(saved.state.facts["progress"]["step"])
-    redraws, rows = is_terminal(standard_output()), []
+    step, redraws, rows = saved.progress.step, is_terminal(standard_output()), []
     display = terminal_display()
     start_s = time.perf_counter()
     for name in [split] if split else loaders:

@@ -1,4 +1,4 @@
-"""Signals that end a run, after the step that it is in or out of its wait for data, with its state saved."""
+"""Signals that end a run with its state saved: after the current step, or while it waits for data."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LATE_S = 5.0
-"""How long several ranks keep waiting for data, so that all end after one step if it comes; then, how long
-they wait for each other. So often a run that was sent a signal is looked at."""
+"""How long several ranks keep waiting for data after a signal, so that all end after the same step if it
+comes; then, how long they wait for each other. Also the interval at which a signalled run is checked."""
 HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
-"""How long a step, an evaluation of a batch or a callback may go on after a signal, alone or among several
-ranks; twice a step's usual time where that is more."""
+"""How long a step, the evaluation of a batch or a callback may go on after a signal, on one rank or among
+several; twice a step's usual time if that is more."""
 DEAF_S = 10.0
-"""The same of what keeps Python from hearing of the signal: a rank in CUDA that waits for another."""
+"""The same for a call that keeps Python from handling the signal: a rank in CUDA that waits for another."""
 REPEATED_S = 1.0
-"""Signals within this time are one: a scheduler and a script between may both have sent it."""
+"""Signals within this time count as one: a scheduler and a script in between may both have sent it."""
 CAUGHT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 LAST_S = 10.0
 """How long the process has to leave after a second signal."""
 
 
 class Preempted(BaseException):
-    """A signal has ended the run with nothing saved, as its message says."""
+    """A signal has ended the run, with nothing saved; the message says where."""
 
 
 class Stopped(Preempted):
-    """A signal has come while the run waited for data, or hangs: raised out of whoever's code it is in."""
+    """A signal has come while the run waits for data or hangs; raised from whatever code is running."""
 
 
 def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> Iterator[T]:
     """The same batches; a signal that comes while one is awaited raises `Stopped`.
 
-    Nothing has begun then of what the batch was for, so that the run can be saved as it stands. Several ranks
-    wait for one another afterwards: they end the wait only if all are in it, at the same batch.
+    Nothing has been done yet with that batch, so the run can be saved as it stands. Several ranks then wait
+    for one another: they end the wait only if all of them are in it, at the same batch.
 
     Args:
-        together: whether what is done with a batch takes all ranks.
+        together: what is done with a batch takes all ranks.
 
     Cost: 0.4 us a batch.
     """
@@ -63,12 +63,12 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
     for number in count():
         run.waits = waits
         try:
-            # One that came just before the wait was not raised out of it.
+            # A signal just before the wait could not end it.
             if run.stop_signal != asked and not several:
                 raise Stopped
             batch = next(batches, None)
         except Stopped:
-            # From here on it stays ended, whatever else comes.
+            # The wait stays ended, whatever signals follow.
             run.waits, step = None, run.progress.step
             if several and not all_come_to(f"{step}/{number}", run.ranks, LATE_S):
                 raise Preempted(f"stopped at step {step}, without saving: not all ranks wait there") from None
@@ -82,24 +82,25 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
 
 
 class Signals:
-    """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the step it is in, with its state saved.
+    """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the current step, with its state saved.
 
-    A run that waits for data is in no step: it ends at once. Before the run is built there is nothing to
-    save: it ends at once, too. Several ranks first build it and keep waiting for data for `LATE_S`, so that
-    none waits for one that has left.
+    A run that waits for data is in no step and ends at once; so does one that is not built yet, with nothing
+    to save. Several ranks first finish building and keep waiting for data for `LATE_S`, so that none waits
+    for one that has left.
 
-    So does one whose step, evaluation or callback hangs, with the state of its last whole step saved. Several
-    ranks, optimizers and tasks that take steps themselves lose what was trained since the last save.
+    A run whose step, evaluation or callback hangs ends with the state of its last whole step saved. Nothing
+    is saved if several ranks, an optimizer or a task that takes its own steps hang: what was trained since
+    the last save is lost.
 
-    A second signal ends a run at once and unsaved, unless it is being saved. Several ranks are sent it by
-    torchrun where they are late: there only Ctrl-C does.
+    A second signal ends a run at once and unsaved, unless it is being saved. Among several ranks only Ctrl-C
+    does so, because torchrun sends late ranks a second signal.
     """
 
     def __init__(self, display: Any, ranks: Ranks) -> None:
         self.run: Run | None = None
         self.received: int | None = None
         self.closing = False
-        """The outcome of the run is being written, and nothing else is left to do."""
+        """Only the outcome of the run is left to write."""
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
         self._first_s, self._leaves, self._aborted = 0.0, False, False
         self._heard_s = self._moved_s = 0.0
@@ -107,12 +108,12 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that a signal has ended."""
+        """The exit code of a run that a signal has ended."""
         return EXIT_INTERRUPTED if self.received == signal.SIGINT else EXIT_PREEMPTED
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A process that a data set has forked ends as it would have without a run around it.
+            # A process that a dataset has forked ends as it would outside a run.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -128,7 +129,7 @@ class Signals:
         again = again and (run is None or run.clock.cause != "saving")
         if again and not self._leaves:
             self._leaves = True
-            # Whatever is in the way: code that swallows every exception, a connection that hangs.
+            # Even code that swallows every exception, or a connection that hangs, must not keep it alive.
             self._later(LAST_S, self._leave)
         if number == signal.SIGINT and (run is None or not first):
             raise KeyboardInterrupt
@@ -137,14 +138,14 @@ class Signals:
         if not self._several or self._aborted or (run is not None and run.waits == "alone"):
             self._end_wait()
         if run is not None and first:
-            # It may interrupt another line that is being written, which Python's streams refuse.
+            # Python's streams refuse a line inside another one that the signal may have interrupted.
             with contextlib.suppress(RuntimeError):
                 self._display.note("stopping after this step; the state is being saved")
         if run is not None and again:
             raise self._unsaved("again ")
 
     def watch(self, heard: socket.socket) -> None:
-        """Abort the process group where code outside of Python keeps signals from a rank, then leave.
+        """Abort the process group if code outside of Python keeps a rank from handling signals, then leave.
 
         Args:
             heard: gets a byte with every signal, whatever the main thread does.
@@ -156,7 +157,7 @@ class Signals:
                 with contextlib.suppress(TimeoutError):
                     if not (numbers := heard.recv(4096)):
                         return
-                    # Torch's loaders hear of their workers by signals of their own.
+                    # Torch's loaders use other signals for their workers.
                     if {*numbers} & {*CAUGHT, signal.SIGHUP, signal.SIGALRM}:
                         came_s = came_s or time.monotonic()
                 run, now = self.run, time.monotonic()
@@ -166,7 +167,7 @@ class Signals:
                     late_s = now - came_s - self._patience_s(DEAF_S)
                     if late_s > 0 and not self._aborted:
                         self._aborted = True
-                        # It may hang, too.
+                        # Aborting may hang too.
                         threading.Thread(target=abort_process_group, daemon=True).start()
                     if late_s > LAST_S:
                         self._leave()
@@ -182,7 +183,7 @@ class Signals:
             raise Stopped
 
     def _look(self) -> None:
-        """End what the run waits for or hangs in: from its first signal on, every `LATE_S`."""
+        """End a wait, or a step that hangs; called every `LATE_S` from the first signal on."""
         run = self.run
         if self.closing:
             return
@@ -209,50 +210,39 @@ class Signals:
             self._heard_s = time.monotonic()
             act()
 
-        # A thread would be started under locks, which the code that a signal interrupts may hold.
+        # Starting a thread takes locks that the interrupted code may hold.
         signal.signal(signal.SIGALRM, awake)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-_told: list[int] = []
-"""What is told of signals, while this process forks."""
+_wakeup_fds: list[int] = []
+"""The descriptor that signals are written to, while this process forks."""
 
 
-def _tell_none() -> None:
-    with contextlib.suppress(ValueError):  # of another thread than the main one
-        _told.append(signal.set_wakeup_fd(-1))
+def _remove_wakeup_fd() -> None:
+    with contextlib.suppress(ValueError):  # in another thread than the main one
+        _wakeup_fds.append(signal.set_wakeup_fd(-1))
 
 
-def _tell_again() -> None:
-    if _told:
-        signal.set_wakeup_fd(_told.pop(), warn_on_full_buffer=False)
+def _restore_wakeup_fd() -> None:
+    if _wakeup_fds:
+        signal.set_wakeup_fd(_wakeup_fds.pop(), warn_on_full_buffer=False)
 
 
-def _tell_none_in_child() -> None:
-    _told.clear()
+def _forget_wakeup_fd() -> None:
+    _wakeup_fds.clear()
     signal.set_wakeup_fd(-1)
 
 
-# A child would tell of its own signals what its parent reads.
-os.register_at_fork(before=_tell_none, after_in_parent=_tell_again, after_in_child=_tell_none_in_child)
-
-
-@contextlib.contextmanager
-def _watched(signals: Signals) -> Iterator[None]:
-    heard, tell = socket.socketpair()
-    tell.setblocking(False)
-    threading.Thread(target=signals.watch, args=(heard,), daemon=True).start()
-    previous = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        tell.close()
+# A child would write its own signals to what its parent reads.
+os.register_at_fork(
+    before=_remove_wakeup_fd, after_in_parent=_restore_wakeup_fd, after_in_child=_forget_wakeup_fd
+)
 
 
 @contextlib.contextmanager
 def caught_signals(display: Any, ranks: Ranks) -> Iterator[Signals]:
-    """Install the signal handlers; SIGHUP stays ignored where it is already, as under nohup."""
+    """Install the signal handlers; SIGHUP stays ignored if it is already, as under nohup."""
     caught = [*CAUGHT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         caught.append(signal.SIGHUP)
@@ -261,7 +251,14 @@ def caught_signals(display: Any, ranks: Ranks) -> Iterator[Signals]:
     for number in caught:
         signal.signal(number, handler)
     try:
-        with _watched(handler) if ranks.distributed else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if ranks.distributed:
+                heard, tell = socket.socketpair()
+                stack.callback(tell.close)
+                tell.setblocking(False)
+                threading.Thread(target=handler.watch, args=(heard,), daemon=True).start()
+                fd_before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+                stack.callback(signal.set_wakeup_fd, fd_before)
             yield handler
     finally:
         if handler.received is not None:

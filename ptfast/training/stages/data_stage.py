@@ -13,7 +13,7 @@ import torch
 
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import DataError, PtfastError, summary_of
+from ptfast.core.errors import ConfigError, DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.data.build_data import Data, build_data
@@ -31,7 +31,7 @@ from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of
-from ptfast.training.evaluate import check_full_size, check_views
+from ptfast.training.evaluate import check_views
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import arrange, describe_padding
 from ptfast.training.user_code import constructing
@@ -43,11 +43,12 @@ SMALL_SAMPLE_BYTES = 64 * 2**10
 def load_data(
     config: Config, ranks: Ranks | None = None, choose: Callable[..., Choice] | None = None, **saved: Any
 ) -> Data:
-    """The splits that the config names, and the facts about them.
+    """Load the splits that the config names, and the facts about them.
 
     Args:
-        ranks: that load together; statistics are computed by the first of them.
-        saved: what is known from before: keywords of `build_data`, as `choose` is.
+        ranks: those that load together; the first computes statistics.
+        choose: chooses the loader, from `build_choice`.
+        saved: facts of the trained run, as keywords of `build_data`.
     """
     section, ignored = config.data, config.task.options.get("ignore_index")
     ranks = ranks or Ranks()
@@ -59,6 +60,12 @@ def load_data(
             raise
         what = f"its constructor raises {summary_of(error)}"
         raise DataError("D008", what, key="data._target_", value=path) from error
+    collate = None
+    if (named := section.collate) is not None:
+        with constructing("data.collate", named.path):
+            collate = Collate(named.build(), key="data.collate", value=named.path)
+    elif (of_task := collate_of(config.task.name)) is not None:
+        collate = Collate(of_task, key="task", value=config.task.name)
     data = build_data(
         source,
         val=section.val,
@@ -71,19 +78,10 @@ def load_data(
         once=lambda compute: on_first_rank(compute, ranks),
         holder=Holder(ranks),
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
-        collate=_collate(config),
+        collate=collate,
         **saved,
     )
     return arrange(data, config.batching, config.seed)
-
-
-def _collate(config: Config) -> Collate | None:
-    """What the config, or else the task, has batches made by."""
-    if (named := config.data.collate) is not None:
-        with constructing("data.collate", named.path):
-            return Collate(named.build(), key="data.collate", value=named.path)
-    of_task = collate_of(config.task.name)
-    return Collate(of_task, key="task", value=config.task.name) if of_task is not None else None
 
 
 def load_splits(run: PartialRun) -> None:
@@ -100,7 +98,7 @@ def load_splits(run: PartialRun) -> None:
 
 
 def choose_task(run: PartialRun) -> None:
-    """Build the task that the config names, or else the one the data is for, and check evaluations fit it."""
+    """Build the task that the config names, or else the data's own, and check that evaluations fit it."""
     config, info = run.config, run.info
     named = config.task.name != "auto"
     run.resolved.task = config.task.name if named else info.task
@@ -109,7 +107,9 @@ def choose_task(run: PartialRun) -> None:
     run.task = add_metrics(task, config.metrics, info)
     run.flip, run.shift = config.eval.flip, config.eval.shift
     check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
-    check_full_size(config.eval.last, run.task)
+    if config.eval.last == "pad" and type(run.task).__name__ == "OwnLoss":
+        what, hint = "a model that returns its own loss would count the padding", "Set eval.last=keep"
+        raise ConfigError("C011", what, key="eval.last", value="pad", suggestion=hint)
 
 
 def build_choice(
@@ -125,7 +125,7 @@ def build_choice(
     return partial(
         choose,
         kind=resolved_or(loader.kind, before.dataloader),
-        # Kinds without workers have found out nothing about their number.
+        # Loaders without workers have resolved no number of them.
         workers=resolved_or(loader.workers, before.workers),
         micro_batch_size=config.batch_size // micro_batches,
         num_samples=None if config.steps is None else config.steps * config.batch_size,
@@ -166,7 +166,7 @@ def evaluated_at_once(run: PartialRun) -> int:
 
 
 def few_samples(data: Data, loading: ReaderOptions, num_samples: int = 2) -> Any:
-    """Training samples, evenly spaced, as a task takes them, for a look at them before training."""
+    """A batch of evenly spaced training samples, as a task takes it, to look at before training."""
     if isinstance(data.train, IterableSource):
         raise TypeError("iterable data has no length")
     places = np.linspace(0, len(data.train) - 1, min(num_samples, len(data.train)))
@@ -176,9 +176,9 @@ def few_samples(data: Data, loading: ReaderOptions, num_samples: int = 2) -> Any
 
 
 def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
-    """Samples of a forward pass in evaluation: what training has shown to fit into memory, or little more.
+    """Samples of a forward pass in evaluation: what fits into memory in training, or little more.
 
-    Small samples go through by hundreds. Sequences take twice a micro-batch: there are no gradients.
+    Small samples are evaluated by hundreds, sequences two micro-batches at a time: there are no gradients.
     """
     if info.kind in ("image", "features") and info.input_shape is not None:
         small = 4 * math.prod(info.input_shape) <= SMALL_SAMPLE_BYTES
@@ -238,5 +238,5 @@ def build_loaders(run: PartialRun) -> None:
 
 
 def readers(run: PartialRun, **how: Any) -> ReaderOptions:
-    """How samples are made ready for the model; keywords say who reads them, by default this process."""
+    """Options of how samples are made ready for the model; `how` says who reads them, else this process."""
     return ReaderOptions(run.device, run.config.data.normalize, bool(run.resolved.channels_last), **how)

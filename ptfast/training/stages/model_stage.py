@@ -50,7 +50,7 @@ _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_bac
 
 
 def build_plain_model(run: PartialRun) -> None:
-    """The model as its own code makes it, on the CPU, with the weights that a new run starts from."""
+    """Build the model on the CPU, with the weights that a new run starts from."""
     section, fresh, info = run.config.model, run.state is None, run.info
     target = section.target
     status = run.display.status("building the model")
@@ -66,8 +66,8 @@ def build_plain_model(run: PartialRun) -> None:
 def check_fits(run: PartialRun) -> None:
     """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
 
-    What fails on the meta device is tried on two samples before it is refused: not every model runs there.
-    What is not found here, in the time for it, fails in the first step with the same words.
+    A model that fails on the meta device is tried on two samples before it is refused: not every model runs
+    there. A misfit that this does not find fails in the first step, with the same words.
     """
     config, target, model, task = run.config, run.config.model.target, run.model, run.task
     data = run.splits
@@ -90,13 +90,13 @@ def check_fits(run: PartialRun) -> None:
         given = {MODEL: f", given {described(samples[0])}"}
         found = failure(error, SimpleNamespace(model=twin, task=task), ours=True, given=given)
         if found is None:
-            return  # no fault of the model: training will say whose
+            return  # not the model's fault: training reports it
         raise found.suggesting(remedy(target, config.data.target, data.info) or TRACEBACK) from error
 
 
 @contextlib.contextmanager
 def _finding_room(target: Target, device: str) -> Iterator[None]:
-    """Have weights that no memory can hold be an error of the largest size that the model is given."""
+    """Report weights that do not fit into memory as an error of the model's largest size."""
     try:
         yield
     except Exception as error:
@@ -115,7 +115,7 @@ def _finding_room(target: Target, device: str) -> Iterator[None]:
 
 
 def _check_size(target: Target, info: DataInfo) -> None:
-    """Refuse weights larger than the free memory: a system that lends more than it has kills who fills it."""
+    """Refuse weights larger than the free memory: the system would kill the process that fills it."""
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     if not ours or max(map(_largest, target.kwargs.values()), default=0) < LARGE:
         return
@@ -135,7 +135,7 @@ def _largest(value: Any) -> int:
 
 @contextlib.contextmanager
 def _fetching(section: Model) -> Iterator[None]:
-    """Have weights that cannot be downloaded inside be an error of the key that asks for them."""
+    """Report weights that cannot be downloaded as an error of the key that asks for them."""
     try:
         yield
     except Exception as error:
@@ -160,13 +160,13 @@ def _fetching(section: Model) -> Iterator[None]:
 def place_model(run: PartialRun) -> None:
     """Bring the model into the form that computes, in place: number format, device, rewrites, first weights.
 
-    Where there is no data whose samples can be looked at, no biases are dropped but those of before.
+    A saved model has no data to find cancelled biases with: those it was trained without are dropped.
     """
     model, data = run.model, run.data
     if run.precision.half_weights:
         apply_half_weights(model)
     if not run.shards_weights:
-        # Else it goes there a block at a time: the whole may fit on no device.
+        # FSDP moves it a block at a time: the whole may fit on no device.
         with _finding_room(run.config.model.target, run.device.type):
             model.to(run.device)
     if run.config.precision.float8:
@@ -181,22 +181,18 @@ def place_model(run: PartialRun) -> None:
         if data is None
         else partial(on_first_rank, partial(_cancelled_biases, run, data), run.ranks),
         task=run.task,
-        # Weights are shared out by rows that lie one after another.
+        # FSDP splits weights into contiguous rows.
         sharded=run.shards_weights,
         before=run.before,
         resolved=run.resolved,
     )
-    if run.state is None and data is not None and not run.config.model.weights:
+    fresh = run.state is None and not run.config.model.weights
+    if fresh and data is not None and hasattr(model, "init_from_data"):
         _init_from_data(model, run, data)
 
 
 def _init_from_data(model: Any, run: PartialRun, data: Data) -> None:
-    """Have a model that wants to (`init_from_data`) compute its first weights from training inputs.
-
-    The first rank does so, and the others take its weights.
-    """
-    if not hasattr(model, "init_from_data"):
-        return
+    """Let a model with `init_from_data` compute its first weights from training inputs, on the first rank."""
     if isinstance(data.train, IterableSource):
         what = "computes its first weights from the data, and a stream is read only once"
         raise ConfigError("C011", what, key="model._target_", value=run.config.model.target.path)
@@ -252,12 +248,12 @@ def shape_model(run: PartialRun) -> None:
 
 
 def _reading_for(model: nn.Module, run: PartialRun) -> ReaderOptions:
-    """How samples are brought to a model that may not be on its device yet."""
+    """Options that bring samples to where the model is now, which may not be its device yet."""
     return replace(readers(run), device=next((p.device for p in model.parameters()), run.device))
 
 
 def _cancelled_biases(run: PartialRun, data: Data) -> dict[str, str]:
-    """Biases that a BatchNorm subtracts, found on a few samples; none where the model cannot be looked at."""
+    """Biases that a BatchNorm subtracts, found on a few samples; none if the model cannot be traced."""
     model, task = run.model, run.task
     if takes_own_steps(task):
         return {}
@@ -269,8 +265,8 @@ def _cancelled_biases(run: PartialRun, data: Data) -> dict[str, str]:
     try:
         return find_cancelled_biases(model, forward)
     except Exception as error:
-        # What is wrong with the model or the data, training will say; iterable data is not there to look at,
-        # and a user's task may know of no loss in evaluation.
+        # Training reports what is wrong with the model or the data; iterable data cannot be sampled, and a
+        # user's task may have no loss in evaluation.
         if name_of(task).startswith("ptfast."):
             run.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
         return {}

@@ -95,7 +95,7 @@ def add_average(run: PartialRun) -> None:
 
 
 def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
-    """Some thousand training samples in a random order, as many on each rank, as they are evaluated."""
+    """Build the loader of some thousand training samples in a random order, as many on each rank."""
     data, ranks, batch_size = run.splits, run.ranks, evaluated_at_once(run)
     if isinstance(data.train, IterableSource):
         return None

@@ -1,13 +1,12 @@
-"""How a run goes through its data: which samples make up each step, and what is small at first."""
+"""The plan of a run: which samples make up each step, how many steps there are, and what grows."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -29,13 +28,15 @@ from ptfast.techniques.curriculum.growing_sizes import (
     describe_growth,
 )
 
+T = TypeVar("T")
+
 MOST_WIDTHS = 4
-"""Lengths that are compiled one by one; torch gives up after eight shapes, with those of short batches."""
+"""Lengths compiled one by one: torch gives up after eight shapes, those of short batches included."""
 
 
 @dataclass
 class TrainingPlan:
-    """How a run goes through its data, and what grows on the way."""
+    """The batches of a run, its steps, and what grows on the way."""
 
     batches: BatchPlan
     """Which samples make up each step."""
@@ -48,26 +49,30 @@ class TrainingPlan:
     """True if a longer run would begin with other sizes."""
 
     def steps(self, key: str, duration: Duration) -> int:
-        """How many steps `duration`, the value of `key`, takes; C011 for a unit that this data has not."""
-        with _naming(key, duration):
-            return self.batches.steps(duration, self.total_steps)
+        """The steps that `duration`, the value of `key`, takes; C011 for a unit that this data lacks."""
+        return self._count(self.batches.steps, key, duration)
 
     def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
         """The steps at which something recurs every `duration`, the value of `key`; errors as `steps`.
 
-        It happens so many `times` in a run where `duration` leaves it open.
+        If `duration` leaves it open, it happens so many `times` in a run.
         """
-        # One epoch, the default, says nothing where there are none.
+        # One epoch, the default, says nothing about data without epochs.
         if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
             duration = Duration(math.ceil(self.total_steps / times), "steps")
-        with _naming(key, duration):
-            return self.batches.every(duration, self.total_steps)
+        return self._count(self.batches.every, key, duration)
+
+    def _count(self, count: Callable[[Duration, int], T], key: str, duration: Duration) -> T:
+        try:
+            return count(duration, self.total_steps)
+        except ValueError as error:
+            raise ConfigError("C011", str(error), key=key, value=duration) from error
 
 
 def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int) -> TrainingPlan:
-    """Set out the batches of a run, its steps, and what is small at first.
+    """Plan the batches of a run, its steps, and what grows on the way.
 
-    `model` is as built, on the CPU; where images are to grow it is tried on small ones.
+    `model` is as built, on the CPU; if images are to grow, it is tried on small ones.
     """
     check_takes(model, data)
     curriculum, info, last = config.curriculum, data.info, config.dataloader.last
@@ -107,17 +112,8 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
     return plan
 
 
-@contextlib.contextmanager
-def _naming(key: str, duration: Duration) -> Iterator[None]:
-    """Say of a duration that cannot be counted which key it belongs to."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError("C011", str(error), key=key, value=duration) from error
-
-
 def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
-    """Refuse an epoch whose last micro-batch is one sample, where BatchNorm would take its statistics."""
+    """Refuse an epoch whose last micro-batch is one sample, if the model has BatchNorm."""
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
         what = (
@@ -128,16 +124,12 @@ def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> N
 
 
 def arrange(data: Data, batching: Batching, seed: int) -> Data:
-    """The same data, whose sequences come packed, or to one length with the others of their batch."""
-    if batching.pack:
-        return _packed(data, seed)
-    for source in (data.train, data.val, data.test):
-        if source is not None:
-            source.padding = _padding(batching)
-    return data
-
-
-def _packed(data: Data, seed: int) -> Data:
+    """The same data, with its documents packed into windows, or its sequences padded with their batch."""
+    if not batching.pack:
+        for source in (data.train, data.val, data.test):
+            if source is not None:
+                source.padding = _padding(batching)
+        return data
     limit, sources = data.info.context_length, (data.train, data.val, data.test)
     if limit is None or not isinstance(data.train, Documents):
         what = "the data has no documents to pack"
@@ -148,9 +140,8 @@ def _packed(data: Data, seed: int) -> Data:
         for source in sources
     )
     assert train is not None
-    return replace(
-        data, train=train, val=val, test=test, info=replace(data.info, num_train=train.num_samples)
-    )
+    info = replace(data.info, num_train=train.num_samples)
+    return replace(data, train=train, val=val, test=test, info=info)
 
 
 def _padding(batching: Batching) -> Padding:
@@ -160,11 +151,7 @@ def _padding(batching: Batching) -> Padding:
 def build_length_plan(
     batching: Batching, data: Data, *, batch_size: int, last: str, seed: int
 ) -> LengthPlan | None:
-    """The plan of batches that go by the samples' length; None where they do not.
-
-    Args:
-        batch_size, last, seed: as for `LengthPlan`.
-    """
+    """Build the plan of batches by length; None if batches are not by length."""
     lengths, limit = data.train.lengths(), data.info.context_length
     if not batching.buckets:
         return None
@@ -188,7 +175,7 @@ def build_length_plan(
 
 
 def check_takes(model: nn.Module, data: Data) -> None:
-    """Refuse sequences longer than the model says that it takes, and packed ones where it takes none."""
+    """Refuse sequences longer than the model declares it can take, and packed ones it cannot take."""
     info = data.info
     if isinstance(data.train, PackedSequences) and not getattr(model, "takes_packed", False):
         what = f"{type(model).__name__} would attend across documents"
@@ -206,7 +193,7 @@ def check_takes(model: nn.Module, data: Data) -> None:
 def describe_padding(
     batching: Batching, data: Data, plan: BatchPlan, micro_batches: int, seed: int
 ) -> tuple[str | None, float | None]:
-    """How sequences come to one length, for the panel, and how much of the first epoch is padding."""
+    """How sequences are brought to one length, for the panel, and the share of padding in the first epoch."""
     if isinstance(train := data.train, PackedSequences):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
         share = train.padding_share
@@ -223,7 +210,7 @@ def describe_padding(
 
 
 def has_many_lengths(data: Data, batching: Batching) -> bool:
-    """Return True if batches come in more lengths than are worth compiled code of their own."""
+    """Return True if batches come in too many lengths to compile each of them."""
     lengths, limit = data.train.lengths(), data.info.context_length
     if lengths is None or limit is None:
         return data.info.kind == "text"
