@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Callback, DataInfo, Logger, StepBatch, Task, hooks
 from ptfast.core.resolved import Progress, Resolved
-from ptfast.report.terminal.plain_display import Display
 
 if TYPE_CHECKING:
     import torch

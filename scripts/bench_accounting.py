@@ -33,7 +33,7 @@ def build(folder: Path, words: list[str]) -> Any:
     from ptfast.config.read import read_config
     from ptfast.core.distributed import Ranks
     from ptfast.core.errors import PtfastError
-    from ptfast.report.terminal.plain_display import Display
+    from ptfast.core.plain_display import Display
     from ptfast.training.build import build
 
     given = {word.partition("=")[0]: word for word in [*ENDLESS, *words]}

@@ -66,10 +66,10 @@ def measure(width: int, depth: int) -> None:
 
     from ptfast.config.read import read_config
     from ptfast.core.distributed import Ranks, barrier, broadcast_object, on_all_ranks
-    from ptfast.core.saved_state import read_state
+    from ptfast.core.plain_display import Display
     from ptfast.core.tensors.dtensors import is_sharded, local_part
+    from ptfast.core.tensors.saved_state import read_state
     from ptfast.core.tensors.trees import tensors_in
-    from ptfast.report.terminal.plain_display import Display
     from ptfast.training.build import build
     from ptfast.training.fit import fit
     from ptfast.training.state import restore_model, restore_training, save_training

@@ -65,7 +65,7 @@ def child(words: list[str]) -> None:
     from ptfast.core.distributed import Ranks
     from ptfast.core.errors import PtfastError
     from ptfast.core.machine import peak_memory_bytes
-    from ptfast.report.terminal.plain_display import Display
+    from ptfast.core.plain_display import Display
     from ptfast.training.build import build
     from ptfast.training.step import Trainer
 

@@ -256,7 +256,7 @@ def saved_run(path: str, overrides: list[str]) -> Any:
     """The state folder that a user's path means, and the config that it was saved with, raw and checked."""
     from ptfast.config.read import load_config
     from ptfast.core.run_directory import CONFIG
-    from ptfast.core.saved_state import find_state
+    from ptfast.core.tensors.saved_state import find_state
 
     state_folder = find_state(Path(path))
     return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)

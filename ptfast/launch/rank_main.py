@@ -35,13 +35,13 @@ from ptfast.core.errors import (
     summary_of,
     traceback_of,
 )
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger
 from ptfast.core.units import num_bytes
 from ptfast.core.world import world
 from ptfast.launch.resume import resume_command
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal.display import build_display
-from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Run
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 

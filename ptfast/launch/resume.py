@@ -41,7 +41,7 @@ def find_place(composed: Composed, config: Config) -> Place:
         SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
             to resume, or the saved files of a run are gone.
     """
-    from ptfast.core.saved_state import find_state, read_facts
+    from ptfast.core.tensors.saved_state import find_state, read_facts
 
     resume = config.run.resume
     given = Path(config.run.dir) if config.run.dir else None
@@ -83,14 +83,14 @@ def resume_command(folder: Path) -> str:
 
 
 def _holds_run(folder: Path) -> bool:
-    from ptfast.core.saved_state import list_states
+    from ptfast.core.tensors.saved_state import list_states
 
     return (folder / run_directory.CONFIG).is_file() and bool(list_states(folder / "saved"))
 
 
 def _check_lost(folder: Path) -> None:
     """Refuse to start over a run whose config or saved states were removed (S004)."""
-    from ptfast.core.saved_state import list_states
+    from ptfast.core.tensors.saved_state import list_states
 
     if states := list_states(folder / "saved"):
         what = f"its config.yaml is gone; {states[0].name} is still there"
@@ -139,7 +139,7 @@ def _same_length(before: Tree, tree: Tree) -> bool:
 def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, config: Config) -> None:
     """Refuse a length that does not fit the saved run, before any of its files is touched (S003)."""
     from ptfast.core.batch_plan import BatchPlan, constant
-    from ptfast.core.saved_state import check_length
+    from ptfast.core.tensors.saved_state import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 
     step, old_steps = int(facts["progress"]["step"]), resolved.total_steps
@@ -178,7 +178,7 @@ def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
 
 def _newest_intact(folder: Path) -> tuple[Path, Tree]:
     """The newest intact state of a run that has saved, with its facts; damaged ones are reported."""
-    from ptfast.core.saved_state import list_states, read_facts
+    from ptfast.core.tensors.saved_state import list_states, read_facts
 
     states = list_states(folder / "saved")
     for state_folder in states[:-1]:

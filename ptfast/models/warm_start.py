@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ptfast.core.errors import SavedStateError
-from ptfast.core.saved_state import TREE, read_state
 from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.saved_state import TREE, read_state
 from ptfast.core.tensors.trees import map_tensors
 
 KEY = "model.weights"

@@ -12,14 +12,14 @@ from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger, hooks, takes_own_steps
 from ptfast.core.resolved import Resolved
-from ptfast.core.saved_state import read_state
+from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.build_model import remedy
 from ptfast.profiling.operator_counting import StepCounter
-from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Cadence, Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits

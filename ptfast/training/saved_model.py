@@ -11,7 +11,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.resolved import Resolved
-from ptfast.core.saved_state import read_state
+from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ptfast.core.distributed import on_all_ranks
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, summary_of
 from ptfast.core.resolved import Progress
-from ptfast.core.saved_state import State, check_length, point, prune, write_shards, write_state
 from ptfast.core.tensors.dtensors import local_part, shard_like
+from ptfast.core.tensors.saved_state import State, check_length, point, prune, write_shards, write_state
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states

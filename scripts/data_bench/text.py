@@ -70,7 +70,7 @@ def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
     """A run that is built, and the lengths of its texts."""
     from ptfast.config.read import read_config
     from ptfast.core.distributed import Ranks
-    from ptfast.report.terminal.plain_display import Display
+    from ptfast.core.plain_display import Display
     from ptfast.training.build import build as build_run
     from ptfast.training.stages.data_stage import load_data
 

@@ -16,10 +16,11 @@ import torch
 from running import same_bits, whole_facts
 from safetensors import SafetensorError
 
-from ptfast.core import saved_state
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, MachineError, SavedStateError
-from ptfast.core.saved_state import (
+from ptfast.core.tensors import saved_state
+from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
+from ptfast.core.tensors.saved_state import (
     State,
     find_state,
     list_states,
@@ -29,7 +30,6 @@ from ptfast.core.saved_state import (
     write_shards,
     write_state,
 )
-from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 
 def a_state(value: float = 1.0, step: int = 3) -> State:

@@ -31,7 +31,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.resolved import Resolved
-from ptfast.core.saved_state import list_states
+from ptfast.core.tensors.saved_state import list_states
 from ptfast.launch.resume import resume_command
 from ptfast.training.stages.machine_stage import cut_batch
 

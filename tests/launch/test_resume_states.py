@@ -24,8 +24,9 @@ from resuming import (
 )
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, weights
 
-from ptfast.core import run_directory, saved_state
-from ptfast.core.saved_state import list_states, point
+from ptfast.core import run_directory
+from ptfast.core.tensors import saved_state
+from ptfast.core.tensors.saved_state import list_states, point
 
 __all__ = ["runs", "stopped", "whole"]
 

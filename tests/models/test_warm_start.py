@@ -11,7 +11,7 @@ from torch import nn
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import SavedStateError
-from ptfast.core.saved_state import State, write_shards, write_state
+from ptfast.core.tensors.saved_state import State, write_shards, write_state
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.models.warm_start import load_weights

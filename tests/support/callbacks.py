@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ptfast.core import saved_state
 from ptfast.core.protocols import Callback
+from ptfast.core.tensors import saved_state
 
 
 class Misfortune(Callback):

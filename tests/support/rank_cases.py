@@ -17,8 +17,8 @@ from toys import Lines
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
+from ptfast.core.plain_display import Display
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.training.build import build

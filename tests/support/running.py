@@ -14,12 +14,12 @@ from conftest import IMPORT_PATHS
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Progress
-from ptfast.core.saved_state import read_state
 from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.tensors.trees import map_tensors
-from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import PROBE_SIZE
 from ptfast.training.build import build

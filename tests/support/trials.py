@@ -30,10 +30,10 @@ from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Callback
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
-from ptfast.report.terminal.plain_display import Display
 from ptfast.run import Run
 from ptfast.training.build import build
 from ptfast.training.fit import fit

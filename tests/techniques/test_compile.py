@@ -18,11 +18,11 @@ from nets import Gated, Net
 from running import WITH_TESTS, build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
 
+from ptfast.core import plain_display
 from ptfast.core.devices import lack_of_compiler
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
-from ptfast.report.terminal import plain_display
 from ptfast.techniques.compile.compilation import VARIABLE, Compilation, keep_code
 from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.training import fit

@@ -26,7 +26,7 @@ from toys import (
 )
 
 from ptfast.core.distributed import Ranks
-from ptfast.report.terminal.plain_display import Display
+from ptfast.core.plain_display import Display
 from ptfast.tasks.classification import Classification
 from ptfast.training import stopping
 from ptfast.training.fit import fit

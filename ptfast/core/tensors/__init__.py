@@ -1,1 +1,1 @@
-"""Private names of torch, and tensors that lie on several ranks."""
+"""Private names of torch; tensors in containers, on several ranks and on disk."""

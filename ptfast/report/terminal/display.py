@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ptfast.core.errors import one_line
+from ptfast.core.plain_display import Display, Rows
 from ptfast.core.units import are_numbers, clock, listed
-from ptfast.report.terminal.plain_display import Display, Rows
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ptfast.config.schema import Config
 from ptfast.core.resolved import Resolved
-from ptfast.core.saved_state import State
+from ptfast.core.tensors.saved_state import State
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.optim.parameter_groups import Grouping
