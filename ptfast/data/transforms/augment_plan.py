@@ -25,18 +25,18 @@ _CACHED_PIXELS = 1 << 17
 class Augment(transforms.AugmentSection):
     """Changes to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
 
-    A resized crop comes before all of it, out of the original image (`resized_crops.py`). Everything that
-    is drawn is a function of (seed, epoch, index), whoever draws it. Crop and flip come with the gathering of
-    a batch (`row_windows.py` on the host, `ResidentImages` on a device), the rest by `change`.
+    A resized crop comes before all of it, out of the original image (`resized_crops.py`). All draws are
+    functions of (seed, epoch, index). Crop and flip are part of gathering a batch (`row_windows.py` on the
+    host, `ResidentImages` on a device); `change` does the rest.
     """
 
     seed: int = 0
     size: int = 0
     """Side in pixels that a resized crop is scaled to."""
     fill: tuple[int, ...] = ()
-    """What is seen in place of what is cut out, by channel; black if not given."""
+    """The colour of a cutout, by channel; black if not given."""
     mask_fill: int | None = None
-    """Label of pixels that an image does not show: from outside, or cut out. None where targets stay."""
+    """The label of pixels from outside an image or cut out of it; None if targets do not change."""
 
     def __bool__(self) -> bool:
         return self.moves or self.changes
@@ -48,7 +48,7 @@ class Augment(transforms.AugmentSection):
 
     @property
     def changes(self) -> bool:
-        """True if anything follows once a batch is gathered."""
+        """True if images change after a batch is gathered."""
         return self.bends or self.colours or self.cutout > 0
 
     @property
@@ -57,7 +57,7 @@ class Augment(transforms.AugmentSection):
 
     @property
     def hides(self) -> bool:
-        """True if there may be pixels that show nothing of the image."""
+        """True if some pixels may show nothing of the image."""
         return self.crop_padding > 0 or self.bends or self.cutout > 0
 
     @property
@@ -80,10 +80,11 @@ class Augment(transforms.AugmentSection):
         return top, left, flipped
 
     def draw_boxes(self, share: Share, sizes: tuple[Sizes, Sizes]) -> Boxes:
-        """The box of `resized_crop` in each image, of which `sizes` are the original heights and widths."""
+        """The box of `resized_crop` in each image, whose original heights and widths are `sizes`."""
         assert self.resized_crop is not None
-        ranges = self.resized_crop, self.resized_ratio
-        return draw_boxes(self.seed, share.epoch, share.indices, *sizes, *ranges)
+        return draw_boxes(
+            self.seed, share.epoch, share.indices, *sizes, self.resized_crop, self.resized_ratio
+        )
 
     def draw_changes(self, share: Share, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The draws that `change` takes for each image of `shape` (height, width), samples first."""
@@ -173,7 +174,7 @@ def _on(device: torch.device, drawn: dict[str, NDArray[Any]]) -> dict[str, Tenso
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
-    """The augmentation that the config asks for, with the mean image in place of what is cut out.
+    """The augmentation that the config asks for; cutouts get the mean colour.
 
     Args:
         wanted: mapping or object of the fields of `Augment`.
@@ -197,37 +198,28 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
             hint = f"Use augment.{name}={max(1, min(sides) // 4)}, say"
             raise ConfigError("C011", what, key=f"augment.{name}", value=value, suggestion=hint)
     if augment.resized_crop is not None:
-        augment = augment.model_copy(update={"size": _side(info)})
+        height, width = (info.input_shape or (0, 0, 0))[1:]
+        if height != width:
+            what = f"boxes are scaled to squares, and images here are {width}x{height}"
+            hint = f"Set data.image_size={min(height, width)}, or use augment.resized_crop=null"
+            raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
+        augment = augment.model_copy(update={"size": height})
     known = info.extra.get("normalize") if normalize else None
     if known:
         augment = augment.model_copy(update={"fill": tuple(round(value) for value in known["mean"])})
-    return _with_targets(augment, info)
-
-
-def _with_targets(augment: Augment, info: DataInfo) -> Augment:
-    """`augment` as it treats the targets of this data."""
-    if augment.targets == "keep" or info.target_kind == "whole":
+    if augment.targets == "keep":
         return augment
     hint = "Use augment=none, or augment.targets=keep if targets are not coordinates"
-    if info.target_kind == "unknown":
-        if not augment.moves and not augment.bends:
-            return augment
+    if info.target_kind == "unknown" and (augment.moves or augment.bends):
         what = "targets that may be coordinates, such as boxes or points, do not move with the pixels"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
     if info.target_kind == "map" and augment.hides:
         what = "pixels outside an image, or cut out of it, have no targets to learn"
         hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
-    return augment.model_copy(update={"mask_fill": info.ignore_index})
-
-
-def _side(info: DataInfo) -> int:
-    height, width = (info.input_shape or (0, 0, 0))[1:]
-    if height != width:
-        what = f"boxes are scaled to squares, and images here are {width}x{height}"
-        hint = f"Set data.image_size={min(height, width)}, or use augment.resized_crop=null"
-        raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
-    return height
+    if info.target_kind in ("mask", "map"):
+        augment = augment.model_copy(update={"mask_fill": info.ignore_index})
+    return augment
 
 
 GREY = (19595, 38470, 7471)
@@ -257,7 +249,7 @@ def bends(
 
 
 def bend(images: Tensor, coefficients: Tensor) -> Tensor:
-    """Images turned, scaled and shifted, each by its own amount, with bilinear weights; black from outside.
+    """Images turned, scaled and shifted, each by its own amount, with bilinear weights; black outside.
 
     Cost: some 16 us for an image of 32x32 on one core.
     """

@@ -37,18 +37,17 @@ class Draw(NamedTuple):
 class Mix:
     """Mixes each sample of a micro-batch with another one of it.
 
-    A network trained on straight lines between samples behaves more linearly there, remembers less by heart
-    and generalises better (mixup); pasted patches make it look at whole objects (CutMix). Every sample has a
-    partner, a share and a patch of its own, functions of (seed, step, micro-batch, place in it); where both
-    are on, also a choice between the two. All are mixed at once, a patch being a blend by weights of 0 and 1.
+    A network trained on straight lines between samples behaves more linearly there, memorises less and
+    generalises better (mixup); pasted patches make it look at whole objects (CutMix). Partner, share and
+    patch of a sample, and the choice between the two methods if both are on, are functions of (seed, step,
+    micro-batch, place in it). All samples are mixed at once: a patch is a blend by weights of 0 and 1.
 
     Args:
         mixup: parameter of the Beta distribution of mixup's shares, > 0; 0 for no mixup. 0.2 is mild, 1 draws
             shares evenly.
         cutmix: the same for CutMix.
         seed: of the run.
-        masks: whether targets say something of each pixel: a patch is then one of both, and its pixels count
-            as what they show.
+        masks: whether each pixel has a target: patches are then pasted into targets, too.
 
     Cost: two passes over the inputs on the device, and some 0.1 ms on the host, which waits for nothing.
     Source: Zhang, Cisse, Dauphin, Lopez-Paz 2018, arXiv:1710.09412; Yun et al. 2019, arXiv:1905.04899.
@@ -98,7 +97,9 @@ class Mix:
             mixed = self._pasted(mixed, draw)
         # Pixels in the order in which they lie in memory: torch is slow where a dimension of 3 comes last and
         # weights do not have it.
-        channels = inputs.shape[1] if _is_channels_last(inputs) else 0
+        is_channels_last = inputs.dim() == 4 and not inputs.is_contiguous()
+        is_channels_last = is_channels_last and inputs.is_contiguous(memory_format=torch.channels_last)
+        channels = inputs.shape[1] if is_channels_last else 0
         stored = inputs.permute(0, 2, 3, 1).flatten(2) if channels else inputs
         pairs = stored.index_select(0, partners)
         for weights in self._weights(draw, inputs.shape, channels):
@@ -137,8 +138,8 @@ class Mix:
 def beta(alpha: float, chances: NDArray[np.float64]) -> NDArray[np.float64]:
     """Numbers of the distribution Beta(alpha, alpha), one for each evenly distributed one in [0, 1).
 
-    By the inverse of its distribution function, which takes one number each and rejects none: numpy's and
-    torch's generators may change from version to version, and take a state.
+    By the inverse of its distribution function: one number each, and none rejected. Numpy's and torch's
+    generators may change between versions, and have a state.
     """
     points, masses = _lower_half(alpha)
     value = np.interp(np.minimum(chances, 1 - chances), masses, points) ** (1 / min(alpha, 1))
@@ -159,14 +160,6 @@ def _lower_half(alpha: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]
     return points, masses / (2 * masses[-1])
 
 
-def _is_channels_last(inputs: Tensor) -> bool:
-    return (
-        inputs.dim() == 4
-        and not inputs.is_contiguous()
-        and inputs.is_contiguous(memory_format=torch.channels_last)
-    )
-
-
 def _sent(values: NDArray[Any], device: torch.device) -> Tensor:
     """`values` on the device, without the host waiting for it."""
     tensor = torch.from_numpy(values)
@@ -174,7 +167,7 @@ def _sent(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: Any) -> Mix | None:
-    """The transform that mixes training batches; None where nothing does.
+    """The transform that mixes training batches; None if none is asked for.
 
     Raises:
         ConfigError: C011 for data that cannot be mixed, or a task that does not take pairs of targets.

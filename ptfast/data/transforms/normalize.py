@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.machine import cache_folder
@@ -17,16 +16,16 @@ from ptfast.data.map_source import MapSource, TensorSource
 
 Statistics = dict[str, list[float]]
 EXACT_BYTES = 2**30
-"""Decoded inputs that take no more are all looked at. Fixed, so that it is the same on every machine."""
+"""Decoded inputs up to this size are all counted. Fixed, so that it is the same on every machine."""
 _SAMPLE_LIMIT = 10_000
-"""Samples that statistics are taken from where there are more bytes."""
+"""Samples that statistics are taken from if the inputs are larger."""
 
 
 class Normalizer:
     """Turns raw inputs into float32 of zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
 
-    Running on the device, on uint8 that has crossed the bus at a quarter of the bytes; the same two
-    operations in the same order everywhere, so that it makes no bit of difference when a loader applies it.
+    It runs on the device, on uint8 that crossed the bus at a quarter of the bytes. The same two operations in
+    the same order everywhere give the same bits, whenever a loader applies it.
 
     Args:
         mean, std: one figure per channel of an image (raw scale), or per feature of a vector.
@@ -45,18 +44,16 @@ class Normalizer:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Normalised float32 copy of `inputs`, in its memory format."""
-        mean, factor = self._like(inputs) if self._images else (self._mean, self._factor)
-        outputs = inputs.to(torch.float32, copy=True)
-        return outputs.sub_(mean).mul_(factor)
-
-    def _like(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        # Broadcasting three channels along the fastest dimension is an inner loop of three; a whole image is
-        # not.
-        layout = (inputs.shape[1:], inputs.stride()[1:])
-        if self._expanded is None or self._expanded[0] != layout:
-            full = torch.empty_like(inputs[:1], dtype=torch.float32)
-            self._expanded = (layout, full.copy_(self._mean).clone(), full.copy_(self._factor).clone())
-        return self._expanded[1], self._expanded[2]
+        mean, factor = self._mean, self._factor
+        if self._images:
+            # Broadcasting three channels along the fastest dimension would be an inner loop of three: the
+            # figures are expanded to a whole image.
+            layout = (inputs.shape[1:], inputs.stride()[1:])
+            if self._expanded is None or self._expanded[0] != layout:
+                full = torch.empty_like(inputs[:1], dtype=torch.float32)
+                self._expanded = (layout, full.copy_(mean).clone(), full.copy_(factor).clone())
+            _, mean, factor = self._expanded
+        return inputs.to(torch.float32, copy=True).sub_(mean).mul_(factor)
 
 
 def statistics(
@@ -64,22 +61,27 @@ def statistics(
 ) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
-    Exact where the samples are in memory, or take no more than 1 GiB there once decoded. Otherwise from at
-    most 10,000 samples, evenly spaced. Which it is depends on the data alone, so that every loader normalises
-    by the same bits. What had to be decoded for it is cached on disk.
+    Exact if the samples are in memory, or take no more than 1 GiB once decoded; otherwise from at most 10,000
+    evenly spaced samples. The choice depends on the data alone, so that every loader normalises by the same
+    bits. Statistics that needed decoding are cached on disk.
 
     Args:
-        cache_key: identifies the data set, called where it is needed; None to remember nothing.
-        held: the same samples decoded already.
+        cache_key: identifies the data set; called only if needed. None for no cache.
+        held: the same samples, decoded already.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
-    if (sums := _known_sums(source)) is not None:
+    everything = np.arange(len(source))
+    spaced = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE_LIMIT)).astype(np.int64))
+    # Packing has summed up the pixels of each image.
+    if (sums := source.pixel_sums(everything)) is not None:
+        if 3 * sums[0] > EXACT_BYTES and (of_some := source.pixel_sums(spaced)) is not None:
+            sums = of_some
         return finish_statistics(*sums)
     whole = (source.held_bytes or EXACT_BYTES + 1) <= EXACT_BYTES
     if isinstance(held, TensorSource) and whole:
         return finish_statistics(*_sums(held.inputs))
-    indices = np.arange(len(source)) if whole else _spaced(source)
+    indices = everything if whole else spaced
     entry = None
     if cache_key is not None:
         key = hashlib.sha256(f"{cache_key()} {len(indices)}".encode()).hexdigest()[:24]
@@ -92,18 +94,6 @@ def statistics(
     if entry is not None:
         save_arrays(entry, **{name: np.array(values) for name, values in result.items()})
     return result
-
-
-def _known_sums(source: MapSource) -> tuple[int, Tensor, Tensor] | None:
-    """The sums that packing has made, of the samples that would be added up otherwise."""
-    sums = source.pixel_sums(np.arange(len(source)))
-    if sums is None or 3 * sums[0] <= EXACT_BYTES:
-        return sums
-    return source.pixel_sums(_spaced(source))
-
-
-def _spaced(source: MapSource) -> NDArray[np.int64]:
-    return np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE_LIMIT)).astype(np.int64))
 
 
 def _sums(inputs: Tensor) -> tuple[int, Any, Any]:

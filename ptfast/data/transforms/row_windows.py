@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 def augmented(augment: Augment, raw: Any, share: Share) -> Any:
-    """A raw batch `(images, targets, ...)`, changed as drawn for `share`; targets only where they are masks.
+    """A raw batch `(images, targets, ...)`, changed as drawn for `share`; targets only if they are masks.
 
     Args:
         raw: images as uint8 (batch, height, width, channels), masks as (batch, height, width) or (batch, 1,
@@ -32,8 +32,8 @@ def augmented(augment: Augment, raw: Any, share: Share) -> Any:
         drawn = augment.draw(share)
         images = _crop_and_flip(augment, images, drawn)
         if masks is not None:
-            outside, dtype = _bytes_of(augment, masks), masks.dtype
-            masks = _as_masks(_crop_and_flip(augment, _as_bytes(masks), drawn, outside), dtype)
+            outside, dtype = _outside(augment, masks), masks.dtype
+            masks = _crop_and_flip(augment, _as_bytes(masks), drawn, outside).view(dtype)[..., 0]
     images, masks = augment.change_batch(images, masks, share)
     return images, targets if masks is None else masks.reshape(targets.shape), *others
 
@@ -73,11 +73,14 @@ class MemoryBatches:
 
     def __init__(self, source: TensorSource, augment: Augment, holder: Holder | None = None) -> None:
         self._augment, self._targets = augment, source.targets
-        self._windows = [_windows(augment, source.inputs, holder)]
+        padding, mirrored = augment.crop_padding, bool(augment.flip)
+        self._windows = [RowWindows(source.inputs, padding, mirrored=mirrored, holder=holder)]
         if augment.mask_fill is not None:
             masks = planes(augment, source.targets)
-            self._mask_type = masks.dtype
-            self._windows += [_windows(augment, _as_bytes(masks), holder, _bytes_of(augment, masks))]
+            self._mask_type, outside = masks.dtype, _outside(augment, masks)
+            self._windows.append(
+                RowWindows(_as_bytes(masks), padding, mirrored=mirrored, outside=outside, holder=holder)
+            )
         self._epoch, self._corners = -1, list[Indices]()
 
     @staticmethod
@@ -99,56 +102,69 @@ class MemoryBatches:
         if not masks:
             targets = self._targets.index_select(0, as_tensor(share.indices))
             return self._augment.change_batch(images, None, share)[0], targets
-        planes = _as_masks(masks[0], self._mask_type)
+        planes = masks[0].view(self._mask_type)[..., 0]
         images, changed = self._augment.change_batch(images, planes, share)
         assert changed is not None
         return images, changed.reshape(-1, *self._targets.shape[1:])
 
 
-def _windows(
-    augment: Augment, images: Tensor, holder: Holder | None, outside: Bytes | None = None
-) -> RowWindows:
-    """All crops of images (samples, height, width, channels), of which the mirrored ones come behind."""
-    pixels = copies = images.contiguous().numpy()
-    if augment.moves:
-        copies = _pad(pixels, augment.crop_padding, holder, mirrored=bool(augment.flip), outside=outside)
-    return RowWindows(copies, pixels.shape[1:])
-
-
 def _crop_and_flip(
     augment: Augment, images: Tensor, drawn: tuple[Indices, Indices, Indices], outside: Bytes | None = None
 ) -> Tensor:
-    """Crops of images, mirrored first, as `Augment.draw` has `drawn` them; black from outside if not said."""
+    """Crops of images, mirrored first, as `Augment.draw` has `drawn` them; black from outside by default."""
     top, left, flipped = drawn
-    pixels = images.numpy()
     if augment.flip:
-        mirror = flipped.astype(bool)
-        pixels = pixels.copy()
+        pixels, mirror = images.numpy().copy(), flipped.astype(bool)
         pixels[mirror] = pixels[mirror, :, ::-1]
+        images = torch.from_numpy(pixels)
     if not augment.crop_padding:
-        return torch.from_numpy(pixels)
-    windows = RowWindows(_pad(pixels, augment.crop_padding, outside=outside), pixels.shape[1:])
-    return torch.from_numpy(windows.gather(windows.corners(np.arange(len(pixels)), top, left)))
+        return images
+    windows = RowWindows(images, augment.crop_padding, outside=outside)
+    return torch.from_numpy(windows.gather(windows.corners(np.arange(len(images)), top, left)))
 
 
 class RowWindows:
     """Crops out of padded images, row by row.
 
     Args:
-        padded: uint8 (slots, padded height, padded width, channels), contiguous.
-        shape: of a crop: (height, width, channels).
+        images: uint8 (samples, height, width, channels).
+        padding: pixels on each side.
+        mirrored: keep mirrored copies behind the images, as slots `samples` to `2 * samples`.
+        outside: a pixel of the padding; black by default.
+        holder: of the padded copies; None for this process.
     """
 
-    def __init__(self, padded: Bytes, shape: tuple[int, ...]) -> None:
-        _, padded_height, padded_width, channels = padded.shape
-        height, width, _ = shape
-        self._shape = shape
-        self._row_bytes, self._channels = padded_width * channels, channels
+    def __init__(
+        self,
+        images: Tensor,
+        padding: int,
+        *,
+        mirrored: bool = False,
+        outside: Bytes | None = None,
+        holder: Holder | None = None,
+    ) -> None:
+        padded = pixels = images.contiguous().numpy()
+        samples, height, width, channels = pixels.shape
+        if padding or mirrored:
+            inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
+
+            def fill(padded: Bytes) -> None:
+                if outside is not None and padding:
+                    padded[:] = outside
+                padded[0][inside] = pixels
+                if mirrored:
+                    padded[1][inside] = pixels[:, :, ::-1]
+
+            copies = (2 if mirrored else 1, samples, height + 2 * padding, width + 2 * padding, channels)
+            padded = (holder or Holder()).fill(copies, fill)[0].reshape(-1, *copies[2:])
+        padded_height, padded_width = padded.shape[1:3]
+        self._shape, self._channels = pixels.shape[1:], channels
+        self._row_bytes = padded_width * channels
         self._slot_bytes = padded_height * self._row_bytes
         # Without padding to the sides the rows of a crop follow one another: one run holds them all.
-        self._rows_per_run = height if width == padded_width else 1
-        run_bytes = self._rows_per_run * width * channels
-        self._run_offsets = np.arange(0, height, self._rows_per_run) * self._row_bytes
+        rows_per_run = height if width == padded_width else 1
+        run_bytes = rows_per_run * width * channels
+        self._run_offsets = np.arange(0, height, rows_per_run) * self._row_bytes
         # One opaque item per run, at every byte: numpy copies items twice as fast as rows of bytes.
         self._runs = np.ndarray(
             (padded.size - run_bytes + 1,), np.dtype(f"V{run_bytes}"), padded.reshape(-1), strides=(1,)
@@ -162,30 +178,6 @@ class RowWindows:
         """The crops that begin at `corners`."""
         runs = self._runs[corners[:, None] + self._run_offsets]
         return runs.view(np.uint8).reshape(len(corners), *self._shape)
-
-
-def _pad(
-    pixels: Bytes,
-    padding: int,
-    holder: Holder | None = None,
-    *,
-    mirrored: bool = False,
-    outside: Bytes | None = None,
-) -> Bytes:
-    samples, height, width, channels = pixels.shape
-    copies = 2 if mirrored else 1
-    inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
-
-    def fill(padded: Bytes) -> None:
-        if outside is not None and padding:
-            padded[:] = outside
-        padded[0][inside] = pixels
-        if mirrored:
-            padded[1][inside] = pixels[:, :, ::-1]
-
-    shape = (copies, samples, height + 2 * padding, width + 2 * padding, channels)
-    padded, _ = (holder or Holder()).fill(shape, fill)
-    return padded.reshape(copies * samples, *padded.shape[2:])
 
 
 def padded_bytes(augment: Augment, source: TensorSource) -> int:
@@ -211,17 +203,16 @@ def planes(augment: Augment, targets: Tensor) -> Tensor:
 def cut_masks(
     masks: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, flipped: Tensor, size: int
 ) -> Tensor:
-    """Boxes of masks, scaled by the nearest pixel to squares, mirrored then; as `ResidentImages.cut`."""
-    rows, columns = _nearest(top, bottom, size), _nearest(left, right, size)
+    """Boxes of masks, scaled by the nearest pixel to squares, then mirrored; as `ResidentImages.cut`."""
+    # The pixel under the centre of each of `size` parts of a line from start to end.
+    places = 2 * torch.arange(size, device=masks.device) + 1
+    rows, columns = (
+        start[:, None] + torch.div(places * (end - start)[:, None], 2 * size, rounding_mode="floor")
+        for start, end in ((top, bottom), (left, right))
+    )
     columns = torch.where(flipped[:, None] > 0, columns.flip(1), columns)
     samples = torch.arange(len(masks), device=masks.device)
     return masks[samples[:, None, None], rows[:, :, None], columns[:, None, :]]
-
-
-def _nearest(start: Tensor, end: Tensor, size: int) -> Tensor:
-    """The pixels of lines from `start` to `end` under the centres of `size` that stand for them."""
-    places = 2 * torch.arange(size, device=start.device) + 1
-    return start[:, None] + torch.div(places * (end - start)[:, None], 2 * size, rounding_mode="floor")
 
 
 def _as_bytes(masks: Tensor) -> Tensor:
@@ -229,11 +220,7 @@ def _as_bytes(masks: Tensor) -> Tensor:
     return masks.contiguous()[..., None].view(torch.uint8)
 
 
-def _as_masks(images: Tensor, dtype: torch.dtype) -> Tensor:
-    return images.view(dtype)[..., 0]
-
-
-def _bytes_of(augment: Augment, masks: Tensor) -> Bytes:
-    """The label of what comes from outside, in bytes; of a type that cannot hold it nothing does."""
+def _outside(augment: Augment, masks: Tensor) -> Bytes:
+    """The label of pixels from outside, in bytes; 0 where there are none."""
     fill = augment.mask_fill if augment.hides else 0
     return _as_bytes(masks.new_full((1, 1, 1), fill or 0)).flatten().numpy()
