@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +15,11 @@ from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, Sampler, permutation
 
 MOST_STEPS = 10_000
-"""Steps whose padding is counted; more of an epoch are as they are."""
+"""Steps whose padding is counted at most."""
 
 
 class Epoch(NamedTuple):
-    """Everything that is drawn anew for each epoch."""
+    """The draws of an epoch."""
 
     order: Indices
     """All samples, from short to long."""
@@ -31,18 +32,18 @@ class Epoch(NamedTuple):
 class LengthPlan(BatchPlan):
     """Batches of samples of like length, in a random order; every sample once in an epoch.
 
-    A batch is as long as its longest sample, so that samples which come together by chance are mostly
-    padding. Here they are ordered by the class of their length, at random within a class, and cut into
-    batches, of which each step takes one at random. Classes are 3 to 6 % of a length wide, or
-    `padding.multiple` tokens: who meets whom changes from epoch to epoch. Everything is a function of
-    (lengths, seed, epoch), and an epoch has as many steps as any other.
+    A batch is as long as its longest sample, so random batches are mostly padding. Here samples are ordered
+    by the class of their length, at random within a class, and cut into batches, which steps take in random
+    order. Classes are 3 to 6 % of a length wide, or `padding.multiple` tokens, so batches are mixed anew in
+    every epoch. Everything is a function of (lengths, seed, epoch); all epochs have the same number of steps.
 
     Args:
         lengths: tokens of each sample.
         limit: tokens of the longest that the data allows.
-        batch_tokens: a step takes as many samples instead as fit into so many tokens, padding included.
-        last: `keep` or `drop` the batch of an epoch that is short, or `pad` it with samples of like length.
-            It is of other lengths in every epoch. Where tokens are counted none is short.
+        batch_tokens: a step takes as many samples as fit into so many tokens, padding included, in place of
+            `batch_size`.
+        last: `keep` or `drop` the short batch of an epoch, which has other lengths in every epoch, or `pad`
+            it with samples of like length. Batches by tokens are never short.
 
     Cost: a sort of the samples in every epoch.
     Source: Khomenko et al. 2016, arXiv:1708.05604; Vaswani et al. 2017, arXiv:1706.03762, section 5.1, for
@@ -61,8 +62,13 @@ class LengthPlan(BatchPlan):
         seed: int,
     ) -> None:
         size = len(lengths)
-        self._classes = _classes(lengths, padding.multiple)
-        self._seed, self._epochs = seed, dict[int, Epoch]()
+        # The upper bound of each length's class.
+        octaves = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+        widths = np.maximum(1 << np.maximum(octaves - 4, 0), padding.multiple)
+        self._classes = -(-lengths // widths) * widths
+        self._seed = seed
+        # Batches that are read ahead may be of the next epoch.
+        self._epoch = lru_cache(maxsize=2)(self._draw)
         self._cuts: NDArray[np.int64] | None = None
         if batch_tokens is not None:
             longest = np.minimum(np.sort(self._classes), limit)
@@ -99,33 +105,24 @@ class LengthPlan(BatchPlan):
         """Every number of samples that a step has."""
         return super().all_sizes() if self._cuts is None else {*np.diff(self._cuts).tolist()}
 
-    def _epoch(self, epoch: int) -> Epoch:
-        if epoch not in self._epochs:
-            # Batches that are read ahead are of the next epoch already.
-            self._epochs = {**dict([*self._epochs.items()][-1:]), epoch: self._draw(epoch)}
-        return self._epochs[epoch]
-
     def _draw(self, epoch: int) -> Epoch:
-        size = len(self._classes)
+        size, cuts = len(self._classes), self._cuts
+        whole, rest = divmod(size, self.batch_size)
+        num_batches = whole + (rest > 0) if cuts is None else len(cuts) - 1
         shuffled = permutation(self._seed, epoch, size)
         order = shuffled[np.argsort(self._classes[shuffled], kind="stable")]
-        cuts = self._cuts
-        if cuts is not None:
-            return Epoch(order, cuts, self._turns(epoch, len(cuts) - 1))
-        whole, rest = divmod(size, self.batch_size)
-        widths = np.full(whole + (rest > 0), self.batch_size)
-        turns = self._turns(epoch, len(widths))
-        if rest:
-            # The last in its turn, and by that of any length.
-            widths[turns[-1]] = rest
-        return Epoch(order, np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)]), turns)
-
-    def _turns(self, epoch: int, num_batches: int) -> Indices:
-        return permutation(counter_draws.key(self._seed, counter_draws.BATCHES), epoch, num_batches)
+        turns = permutation(counter_draws.key(self._seed, counter_draws.BATCHES), epoch, num_batches)
+        if cuts is None:
+            widths = np.full(num_batches, self.batch_size)
+            if rest:
+                # The short batch comes last, and so is of any length.
+                widths[turns[-1]] = rest
+            cuts = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
+        return Epoch(order, cuts, turns)
 
 
 def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padding: Padding) -> float:
-    """Which part of all tokens of the first epoch is padding, in [0, 1); `sampler` is that of a lone rank."""
+    """The share of padding among all tokens of the first epoch, in [0, 1); `sampler` is of a single rank."""
     texts = padded = 0
     for step in range(min(sampler.plan.steps_per_epoch or 0, MOST_STEPS)):
         for share in sampler.step(step)[0]:
@@ -134,13 +131,6 @@ def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padd
                 texts += int(own.sum())
                 padded += padding.width(int(own.max()), limit) * len(own)
     return 1 - texts / padded if padded else 0.0
-
-
-def _classes(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    """The upper bound of each length's class."""
-    octaves = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
-    widths = np.maximum(1 << np.maximum(octaves - 4, 0), multiple)
-    return -(-lengths // widths) * widths
 
 
 def _cut_by_tokens(longest: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

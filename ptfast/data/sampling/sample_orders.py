@@ -1,4 +1,4 @@
-"""Orders of samples other than all of them shuffled: drawn by weight, or as a function of the user's says."""
+"""Orders of samples other than a plain shuffle: drawn by weight, or by a function of the user's."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def weighted(
     Args:
         labels: class of each sample; those below 0 do not count and are never drawn.
         weights: of each sample, finite and at least 0, with a sum above 0.
-        by: `classes`: every class as often as any other; `weights`: those that the data set's attribute
-            `weights` gives; `auto`: the latter where there is one.
+        by: `classes`: every class as often as any other; `weights`: the data set's attribute `weights`;
+            `auto`: `weights` if it has that attribute, else `classes`.
 
     Cost: a binary search a sample and epoch, some 0.2 s for a million.
     """
@@ -46,7 +46,7 @@ def weighted(
     assert weights is not None
     rising = np.cumsum(weights)
     draws = counter_draws.uniform(seed, epoch, np.arange(num_samples), counter_draws.ORDER)
-    # Rounding may bring the last draw to the very end, which belongs to no sample.
+    # Rounding may move the last draw past every sample.
     last = int(np.flatnonzero(weights)[-1])
     return np.minimum(np.searchsorted(rising, draws * rising[-1], side="right"), last)
 
@@ -54,15 +54,15 @@ def weighted(
 def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int], Indices | None]:
     """The order of the training samples in an epoch, as a function of (seed, epoch).
 
-    A function is called for each epoch with what it takes of `seed`, `epoch`, `num_samples`, `labels` and
-    `weights`; a sampler of torch's is built once and gone through for each epoch. Torch's, numpy's and
-    Python's global generators are seeded by (seed, epoch) for both. The first epoch is drawn twice here: an
-    order that differs would make a resumed run another one.
+    A function is called for each epoch with those of `seed`, `epoch`, `num_samples`, `labels` and `weights`
+    that it takes; a torch sampler is built once and iterated for each epoch. Both find torch's, numpy's and
+    Python's global generators seeded by (seed, epoch). The first epoch is drawn twice here, because a run
+    whose order differs could not be resumed.
 
     Raises:
-        ConfigError: C011 for data that is read in its own order or is not of classes, C017 for what gives no
-            order of all places, or another one for the same epoch.
-        DataError: D008 for weights that are none.
+        ConfigError: C011 for data that is read in its own order or has no classes, C017 for a function that
+            gives no order of all samples, or another order for the same epoch.
+        DataError: D008 for invalid weights.
     """
     target, train = sampling.target, data.train
     if target is None:
@@ -79,7 +79,15 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
         labels = train.known_labels()
         facts["labels"] = None if labels is None else labels.numpy()
     if function is weighted:
-        _check_has_classes(target, facts)
+        by = target.kwargs.get("by", "auto")
+        wanted, lack = "weights", "has no attribute `weights`"
+        if _goes_by(by, facts.get("weights")) == "classes":
+            wanted, lack = "labels", "has no classes that are known beforehand"
+        if facts.get(wanted) is None:
+            hint = (
+                "Give the data set an attribute `weights`, a number for each sample, or use sampling=shuffle"
+            )
+            raise ConfigError("C011", f"this data {lack}", key="sampling.by", value=by, suggestion=hint)
         return partial(target.build, **facts)
     order = _OwnOrder(target, function, facts)
     if not np.array_equal(order(seed, 0), order(seed, 0)):
@@ -91,7 +99,7 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
 
 
 def describe_sampling(sampling: Sampling, data: Data) -> str | None:
-    """Describe which samples come, for the panel; None where each comes once."""
+    """Describe the order for the panel; None where each sample comes once."""
     target = sampling.target
     if target is None or target.resolve() is not weighted:
         return target and target.path
@@ -132,20 +140,6 @@ def _refuse_weights(dataset: Any, what: str) -> NoReturn:
 
 def _goes_by(by: str, weights: Weights | None) -> str:
     return ("classes" if weights is None else "weights") if by == "auto" else by
-
-
-def _check_has_classes(target: Target, facts: dict[str, Any]) -> None:
-    """Raise a ConfigError C011 for data without what `weighted` goes by."""
-    by = target.kwargs.get("by", "auto")
-    wanted = _goes_by(by, facts.get("weights"))
-    if facts.get("weights" if wanted == "weights" else "labels") is None:
-        lack = (
-            "has no attribute `weights`"
-            if wanted == "weights"
-            else "has no classes that are known beforehand"
-        )
-        hint = "Give the data set an attribute `weights`, a number for each sample, or use sampling=shuffle"
-        raise ConfigError("C011", f"this data {lack}", key="sampling.by", value=by, suggestion=hint)
 
 
 class _OwnOrder:

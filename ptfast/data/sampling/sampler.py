@@ -70,10 +70,7 @@ def split_indices(size: int, val: Duration, seed: int) -> tuple[Indices, Indices
 
 
 def smallest_micro_batch(batches: set[int], micro_batches: int) -> int:
-    """Samples in the smallest micro-batch that is not empty, of batches of these sizes.
-
-    BatchNorm cannot train on one sample: the runner refuses such a run before it starts.
-    """
+    """Samples in the smallest micro-batch that is not empty, for batches of these sizes."""
     sizes = (stop - start for batch in batches for start, stop in micro_batch_bounds(batch, micro_batches))
     return min((size for size in sizes if size), default=0)
 
@@ -89,7 +86,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How each step's batch is cut into micro-batches, and which of these are one rank's."""
+    """How each step's batch is cut into micro-batches, and which of them one rank gets."""
 
     plan: BatchPlan
     """Which samples make up each step."""
@@ -124,7 +121,7 @@ class Sampler:
     """The shares of one rank at every step.
 
     Args:
-        order: of the samples in an epoch, where they are not shuffled as a whole.
+        order: of the samples in an epoch; None shuffles them all.
 
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.
@@ -160,13 +157,13 @@ class Sampler:
 
 
 class InOrder:
-    """The shares of one rank that go through a split once: consecutive samples, a micro-batch a step.
+    """The shares of one rank of an evaluation: consecutive samples, a micro-batch a step, each sample once.
 
-    Ranks have the same number of steps; where one has fewer samples, the last is a stand-in of no samples.
+    All ranks have the same number of steps; one with fewer samples gets an empty share with a stand-in.
 
     Args:
         size: samples that count.
-        unit: samples that ranks share out at a time, of which `size` is a multiple.
+        unit: samples that ranks share out at a time; divides `size`.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int, num_ranks: int, unit: int = 1) -> None:
