@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
@@ -42,12 +41,12 @@ _LABELS_OF = {
     "token_classification": ("token_classification",),
     "language_modelling": ("language_modelling",),
 }
-"""Whose labels each task can train on."""
+"""The tasks whose labels each task can train on."""
 _SCANNED = 2000
-"""Masks that are read to find the classes, where the data set does not say how many there are."""
+"""Masks that are read at most to find the classes, if the data set does not state their number."""
 _AT_ONCE = 32
 _VOID = 255
-"""The byte that masks often have for pixels that do not count, and for all that is no background."""
+"""The value that masks often have for ignored pixels, or for everything but the background."""
 
 
 def build_data(
@@ -71,25 +70,25 @@ def build_data(
 
     Args:
         source: what an option of the group `data` constructs, or any torch data set.
-        val: what is held out of the training samples where the source has no validation split.
+        val: training samples to hold out if the source has no validation split.
         seed: decides which samples are held out.
-        task: `auto`, or the task that the labels are for.
+        task: `auto`, or the task to train for.
         normalize: compute the statistics that the loaders normalise by.
-        shuffle_buffer: samples among which the next is drawn, of data that is read in the order it lies in.
-        known: the facts to read the data by where a model was trained on other data: its vocabulary,
-            statistics and classes.
-        measured: the statistics, where they are known.
-        choose: chooses the loader, given the training split and the others; for kinds that hold everything
-            decoded, it is decoded here. None leaves samples where they are.
-        crops: whether training images are held as large as they are stored, for parts that are cut out.
-        once: calls what computes the statistics, on one rank for all where there are several.
-        holder: of what is decoded into memory, which ranks may hold together; None for this process.
-        ignore_index: the label of pixels that do not count.
-        collate: a function of the user's that makes batches; None for the data set's own, or torch's.
+        shuffle_buffer: samples among which the next is drawn, for data that is read in its own order.
+        known: the facts of the data that a model was trained on (vocabulary, statistics, classes), by which
+            this data is read.
+        measured: the statistics, if they are known.
+        choose: chooses the loader, given the training split and the others; for kinds that hold decoded data
+            in memory, it is decoded here. None leaves samples where they are.
+        crops: hold training images at their original size, for random crops.
+        once: calls a function on one rank, for all ranks.
+        holder: of arrays decoded into memory, which ranks may hold together; None for this process.
+        ignore_index: the label of ignored pixels.
+        collate: a user's function that makes batches; None for the data set's own, or torch's.
 
     Raises:
-        ConfigError: C011 for a task that the labels are not for, for a shuffle buffer of data that is
-            shuffled as a whole, and for a collate function beside data whose batches are made here.
+        ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
+            a whole, and a collate function for built-in data.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     if isinstance(source, DataSet):
@@ -103,16 +102,17 @@ def build_data(
     else:
         from ptfast.data.sources.custom_dataset import adapt
 
-        name, splits = (
-            type(source).__name__,
-            adapt(source, seed=seed, task=task, known=known, collate=collate),
-        )
+        name = type(source).__name__
+        splits = adapt(source, seed=seed, task=task, known=known, collate=collate)
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = _with_masks(splits, ignore_index)
-    contents = once(lambda: _contents(splits)) if known is None else None
+    contents = once(partial(_contents, splits)) if known is None else None
     splits, kept = _hold_out(splits, val, seed)
-    _check(splits)
+    for split, each in splits.sources.items():
+        labels, num_classes = getattr(each, "targets", None), splits.info.num_classes
+        if labels is not None and splits.info.task == "classification" and num_classes:
+            check_labels(labels, num_classes, split)
     choice, files, read = None, splits.train, tuple(splits.sources.values())
     skipping = [source for source in read if isinstance(source, ImageFiles) and source.skips]
     if shuffle_buffer is not None:
@@ -129,13 +129,13 @@ def build_data(
             splits = _hold(splits, crops, holder or Holder())
     train = splits.train
     ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
-    # Whether labels are counted must not depend on who loads: those that are held show that all count.
+    # Held labels may show that all count; yet whether they are counted must not depend on the loader.
     ignores_labels = ignores_labels or bool(skipping)
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
     if known is not None:
         info = as_known(known, info)
     normalize = normalize and known is None and "normalize" not in info.extra
-    # A stream is not read twice for its statistics: its images are scaled to 0 to 1.
+    # Streams are not read for statistics: their images are scaled to 0 to 1.
     has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
     if normalize and has_statistics and isinstance(files, MapSource) and isinstance(train, MapSource):
         if isinstance(train, TensorSource):
@@ -143,7 +143,7 @@ def build_data(
             if unfit := not_finite(train.inputs, numbers):
                 raise unfit_samples(unfit)
         key_of = splits.cache_key
-        # Which samples are held out changes the statistics of the rest.
+        # Statistics depend on which samples are held out.
         key = (lambda: f"{key_of()} {val} {seed}") if key_of is not None else None
         found = measured or once(lambda: statistics(files, key, train))
         info = replace(info, extra={**info.extra, "normalize": found})
@@ -151,10 +151,25 @@ def build_data(
         info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
     if contents is not None:
         info = replace(info, extra={**info.extra, "contents": contents})
-    note = _describe(name, splits)
-    data = Data(info, train, splits.val, splits.test, note, choice, _unreadable(skipping), files.order)
-    weights = data.weights if isinstance(source, DataSet) else partial(checked_weights, source, kept)
-    return replace(data, weights=weights, kept=kept, holder=holder)
+    counts = [
+        f"{split} of unknown length" if each.num_samples is None else f"{each.num_samples:,} {split}"
+        for split, each in splits.sources.items()
+    ]
+    data = Data(
+        info,
+        train,
+        splits.val,
+        splits.test,
+        "; ".join(filter(None, [f"{name}: {', '.join(counts)}", splits.note])),
+        choice,
+        unreadable=(lambda: [file for each in skipping for file in each.unreadable()]) if skipping else None,
+        order=files.order,
+        kept=kept,
+        holder=holder,
+    )
+    return (
+        data if isinstance(source, DataSet) else replace(data, weights=partial(checked_weights, source, kept))
+    )
 
 
 def _contents(splits: Splits) -> Contents:
@@ -165,17 +180,25 @@ def _contents(splits: Splits) -> Contents:
 
 
 def _for_task(splits: Splits, task: str) -> Splits:
-    """Labels of the type that the task takes: floats where they are many or measured, else classes."""
+    """The splits with the type of labels that the task takes: floats for measured or many, else classes."""
     info = splits.info
     if task == "regression" and info.task in ("classification", "semantic_segmentation"):
-        # Whole numbers look like classes until the user says that they are measured.
+        # Whole numbers look like classes unless the user asks for regression.
         kind = "map" if info.target_kind == "mask" else info.target_kind
         info = replace(info, task=task, num_classes=1, class_names=None, target_kind=kind)
     if info.task not in _LABELS_OF.get(task, (info.task,)):
         what = f"the labels of this data are for task={info.task}"
         raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
     if task == "classification" and info.task in ("regression", "multilabel"):
-        return _translated(splits)
+        # Labels name classes by floats or by rows with a single 1.
+        highest = 0
+        for split, source in splits.sources.items():
+            if isinstance(source, TensorSource):
+                source.targets = as_classes(source.targets, f"{split} sample")
+                highest = max(highest, int(source.targets.max())) if split == "train" else highest
+        num_classes = info.num_classes if info.task == "multilabel" else highest + 1
+        info = replace(info, task="classification", num_classes=num_classes, target_kind="whole")
+        return splits._replace(info=info)
     task = info.task if task == "auto" else task
     for source in splits.sources.values():
         if isinstance(source, TensorSource):
@@ -183,19 +206,6 @@ def _for_task(splits: Splits, task: str) -> Splits:
                 source.targets = source.targets.float()
             elif task == "classification" and not source.targets.is_floating_point():
                 source.targets = source.targets.long()
-    return splits._replace(info=info)
-
-
-def _translated(splits: Splits) -> Splits:
-    """Splits of classes, whose labels name them by floats or by rows with a single 1."""
-    highest = 0
-    for split, source in splits.sources.items():
-        if isinstance(source, TensorSource):
-            source.targets = as_classes(source.targets, f"{split} sample")
-            highest = max(highest, int(source.targets.max())) if split == "train" else highest
-    info = splits.info
-    num_classes = info.num_classes if info.task == "multilabel" else highest + 1
-    info = replace(info, task="classification", num_classes=num_classes, target_kind="whole")
     return splits._replace(info=info)
 
 
@@ -209,7 +219,7 @@ def _with_masks(splits: Splits, ignore_index: int) -> Splits:
             if info.task == "semantic_segmentation":
                 check_labels(source.targets, info.num_classes or 1, split, ignore_index)
         elif info.task == "semantic_segmentation":
-            # Nobody has seen them all: they are checked as they are read.
+            # Masks in files are checked as they are read.
             source.label_check = LabelCheck(info.num_classes, ignore_index)
     return splits._replace(info=info)
 
@@ -220,7 +230,12 @@ def _count_classes(source: Source, ignore_index: int) -> int:
         what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
         raise DataError("D004", what, key="data", suggestion=hint)
     highest = below = 0
-    for masks in _some_masks(source):
+    places = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SCANNED)).astype(np.int64))
+    for chunk in np.array_split(places, -(-len(places) // _AT_ONCE)):
+        if isinstance(source, TensorSource):
+            masks = source.targets.index_select(0, as_tensor(chunk))
+        else:
+            masks = source.fetch(chunk)[1]
         counted = masks.masked_fill(is_ignored(masks, ignore_index), 0)
         highest = max(highest, int(counted.max()))
         if holds(masks.dtype, _VOID):
@@ -232,21 +247,12 @@ def _count_classes(source: Source, ignore_index: int) -> int:
     return highest + 1
 
 
-def _some_masks(source: MapSource) -> Iterator[Tensor]:
-    places = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SCANNED)).astype(np.int64))
-    for chunk in np.array_split(places, -(-len(places) // _AT_ONCE)):
-        if isinstance(source, TensorSource):
-            yield source.targets.index_select(0, as_tensor(chunk))
-        else:
-            yield source.fetch(chunk)[1]
-
-
 def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices | None]:
-    """The splits, some training samples held out where there is no `val`, and those that are kept if so."""
+    """The splits with a validation split, and the training samples that are kept; None for all."""
     if splits.val is not None or val.value == 0:
         return splits, None
     if isinstance(splits.train, IterableSource):
-        # The default share is no wish of the user's; a number of samples is.
+        # The default is a share; a number of samples was asked for by the user.
         if val.unit == "percent":
             note = "; ".join(filter(None, [splits.note, "nothing is held out of iterable data"]))
             return splits._replace(note=note), None
@@ -270,27 +276,3 @@ def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
     return splits._replace(**held, note=note)
-
-
-def _unreadable(sources: list[ImageFiles]) -> Callable[[], list[str]] | None:
-    """A function that lists the files of `sources` that were left out."""
-    if not sources:
-        return None
-    return lambda: [name for source in sources for name in source.unreadable()]
-
-
-def _check(splits: Splits) -> None:
-    num_classes = splits.info.num_classes
-    for split, source in splits.sources.items():
-        labels = getattr(source, "targets", None)
-        if labels is not None and splits.info.task == "classification" and num_classes:
-            check_labels(labels, num_classes, split)
-
-
-def _describe(name: str, splits: Splits) -> str:
-    def count(split: str, source: Source) -> str:
-        unknown = source.num_samples is None
-        return f"{split} of unknown length" if unknown else f"{source.num_samples:,} {split}"
-
-    counts = ", ".join(count(split, source) for split, source in splits.sources.items())
-    return f"{name}: {counts}" + (f"; {splits.note}" if splits.note else "")

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Contents = dict[str, list[Any]]
-"""By part, such as `train` or `train/cat`: how many there are, of what, and a digest. JSON-serialisable."""
+"""By part, such as `train` or `train/cat`: a count, its unit and a digest. JSON-serialisable."""
 FULL_BYTES = 64 * 2**20
-"""Arrays that take no more are looked at as a whole: 45 ms. Of larger ones, as many bytes from all over."""
+"""Arrays up to this size are digested as a whole, in 45 ms; larger ones by as many bytes all over."""
 _BLOCK_BYTES = 2**20
 
 
@@ -36,10 +36,10 @@ def class_parts(
     """A part for each class, of the names and sizes of its files, and the latest change of a file in ns.
 
     Args:
-        root: that names are relative to: a tree may be moved as a whole.
-        paths: of the files of a split, those of a class one after another.
-        labels: of each.
-        most: files that are looked at in all; of more, every k-th.
+        root: names are relative to it, so that a tree may be moved.
+        paths: the files of a split, class by class.
+        labels: the class of each.
+        most: files to inspect; of more, every k-th is.
     """
     step, skipped, newest_ns = -(-len(paths) // most), len(str(root)) + 1, 0
     cuts = [*np.searchsorted(labels, range(len(classes))).tolist(), len(paths)]
@@ -54,7 +54,7 @@ def class_parts(
 
 
 def size_and_time(path: str) -> tuple[int, int]:
-    """Bytes of a file and its last change in ns; 0 for one that is not there: whoever reads it says so."""
+    """Bytes of a file and its last change in ns; 0 for a missing file, which is reported when it is read."""
     try:
         # A Path for each of 60,000 files would take a second.
         found = os.stat(path)  # noqa: PTH116
@@ -64,7 +64,7 @@ def size_and_time(path: str) -> tuple[int, int]:
 
 
 def differing(before: Contents, now: Contents) -> dict[str, str]:
-    """The parts that have changed, each with what has changed about it in words."""
+    """The parts that have changed, each with its change in words."""
     changed = {}
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
@@ -94,16 +94,16 @@ _DAMAGES = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 
 
 def load_arrays(path: Path) -> dict[str, NDArray]:
-    """The arrays that `save_arrays` has written to `path`; empty where there is nothing, or it is damaged."""
+    """The arrays that `save_arrays` wrote to `path`; empty if the file is missing or damaged."""
     with contextlib.suppress(*_DAMAGES), path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
         return dict(entry)
     return {}
 
 
 def save_arrays(path: Path, **arrays: NDArray) -> None:
-    """Write arrays to `path`, under another name first: what is broken off is no entry.
+    """Write arrays to `path`, under another name first so that no partial file is ever read.
 
-    A full disk, say, costs no more than making them again.
+    Write errors are ignored: the arrays are computed again next time.
     """
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):

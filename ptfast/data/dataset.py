@@ -53,40 +53,40 @@ class Splits(NamedTuple):
     note: str = ""
     """Remarks for the user on how it was read."""
     contents: Callable[[], Contents] | None = None
-    """Its fingerprint; None where the sources say it."""
+    """Its fingerprint; None to ask the sources."""
     cache_key: Callable[[], str] | None = None
-    """Identifies what decides its statistics, to cache them by; None to compute them each time."""
+    """Identifies the inputs, to cache their statistics by; None for no cache."""
 
     @classmethod
     def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Splits:
-        """The splits `train` and, where there are any, `val` and `test` among `sources`."""
+        """The splits among `sources`: `train`, and perhaps `val` and `test`."""
         return cls(info, sources["train"], sources.get("val"), sources.get("test"), note, **known)
 
     @property
     def sources(self) -> dict[str, Source]:
-        """The splits that there are, by name."""
+        """The existing splits, by name."""
         found = {"train": self.train, "val": self.val, "test": self.test}
         return {split: source for split, source in found.items() if source is not None}
 
 
 @runtime_checkable
 class DataSet(Protocol):
-    """A data set that ptfast knows: what the options of the group `data` construct."""
+    """A built-in data set, or a user's of the same kind: what options of the group `data` construct."""
 
     name: str
     """Its name in the panel, e.g. `digits`."""
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        """Read it. `val` and `seed` matter only to data that is not cut by samples, such as running text."""
+        """Read it. `val` and `seed` only matter to data not split by samples, such as running text."""
         ...
 
 
 @runtime_checkable
 class ReadsAsKnown(Protocol):
-    """A data set whose reading depends on what its training split holds: a vocabulary, the classes."""
+    """A data set that learns a vocabulary or classes from its training split."""
 
     def read_as(self, known: DataInfo) -> None:
-        """Take vocabulary and classes from `known` instead; to be called before `load`."""
+        """Take vocabulary and classes from `known` instead; called before `load`."""
         ...
 
 
@@ -101,17 +101,17 @@ class Data:
     note: str
     """One line for the panel, e.g. `digits: 1,617 train, 180 val`."""
     choice: Any = None
-    """How it is loaded, a `Choice` of `ptfast.data.loaders.loader_choice`; None where nobody has chosen."""
+    """How it is loaded, a `Choice` of `ptfast.data.loaders.loader_choice`; None if not chosen yet."""
     unreadable: Callable[[], list[str]] | None = None
-    """Names the files that were left out so far; None where one that cannot be read ends the run."""
+    """Names the files that were left out so far; None if an unreadable file ends the run."""
     order: Callable[[int, int], Indices | None] = lambda seed, epoch: None
-    """`order` of the training data, wherever it is held."""
+    """The order of the training samples in an epoch, by (seed, epoch); None to shuffle all."""
     weights: Callable[[], NDArray[np.float64] | None] = lambda: None
-    """How often each training sample is to be drawn beside the others, where the data set says it."""
+    """The relative frequency of each training sample, if the data set gives one."""
     kept: Indices | None = None
-    """Which samples of the data set train, where others of them are held out."""
+    """The samples of the data set that are trained on; None for all."""
     holder: Holder | None = None
-    """Where what is decoded is held; None for this process."""
+    """Where decoded arrays are held; None for this process."""
 
 
 _MUST_AGREE = {
@@ -138,16 +138,16 @@ def read_info(facts: dict[str, Any]) -> DataInfo:
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:
-    """Refuse to resume with other data than before: the model would read it wrongly, in silence.
+    """Refuse to resume with other data than before, which the model would silently misread.
 
     Args:
-        trains: whether it is trained on, so that samples have to be the same ones, too.
+        trains: whether the run trains, so that the training samples must be the same, too.
 
     Returns:
-        What has changed and alters no step of training, in words; empty if nothing has.
+        Changes that alter no step of training, in words; empty if there are none.
 
     Raises:
-        SavedStateError: S003, naming what has changed.
+        SavedStateError: S003, naming the changes.
     """
     changed = [
         f"{what}{_shown(before, now)}"
@@ -157,7 +157,7 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
     if saved.extra.get("tokenizer") != found.extra.get("tokenizer"):
         changed.append("the vocabulary")
     before, now = (info.extra.get("contents", {}) for info in (saved, found))
-    # States of before there were contents do not say what they were trained on.
+    # Older states have no contents.
     parts = differing(before, now) if before and now else {}
     of_training = [words for name, words in parts.items() if trains and name.partition("/")[0] == "train"]
     if changed or of_training:
@@ -169,38 +169,38 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
 
 
 def as_known(known: DataInfo, found: DataInfo) -> DataInfo:
-    """The facts to read other data by: those that the model knows, if it can read the data at all.
+    """The facts by which a model reads other data: its own, if it can read that data at all.
 
     Args:
-        known: the data that the model was trained on.
-        found: the other data.
+        known: of the data that the model was trained on.
+        found: of the other data.
+
+    Raises:
+        DataError: D003 to D005 if the model cannot read it.
     """
+
+    def misfit(code: str, what: str, trained_on: str) -> DataError:
+        return DataError(code, f"{what}; the model was trained on {trained_on}", key="data")
+
     if (known.kind, known.task) != (found.kind, found.task):
-        raise _misfit("D004", f"is {found.kind} data for {found.task}", f"{known.kind} data for {known.task}")
+        what = f"is {found.kind} data for {found.task}"
+        raise misfit("D004", what, f"{known.kind} data for {known.task}")
     if known.class_names and found.class_names and known.class_names != found.class_names:
-        raise _differing_classes(known.class_names, found.class_names)
+        names = differing_names(found.class_names, known.class_names, "which the model does not know")
+        what = f"its classes differ from those of training: {names or 'they are in another order'}"
+        raise DataError("D003", what, key="data", suggestion="Give it the class folders of the training data")
     for name, what in (("num_classes", "classes"), ("vocab_size", "tokens")):
         before, now = getattr(known, name), getattr(found, name)
         if before is not None and now is not None and now > before:
-            raise _misfit("D004", f"has {now:,} {what}", f"{before:,}")
+            raise misfit("D004", f"has {now:,} {what}", f"{before:,}")
     if known.kind in ("image", "features") and known.input_shape != found.input_shape:
-        raise _misfit("D005", f"has inputs of shape {_list(found.input_shape)}", _list(known.input_shape))
+        raise misfit("D005", f"has inputs of shape {_list(found.input_shape)}", _list(known.input_shape))
     return replace(
         known,
         ignores_labels=known.ignores_labels or found.ignores_labels,
         token_bytes=found.token_bytes,
         num_train=found.num_train,
     )
-
-
-def _misfit(code: str, what: str, known: str) -> DataError:
-    return DataError(code, f"{what}; the model was trained on {known}", key="data")
-
-
-def _differing_classes(known: tuple[str, ...], found: tuple[str, ...]) -> DataError:
-    differ = differing_names(found, known, "which the model does not know") or "they are in another order"
-    what = f"its classes differ from those of training: {differ}"
-    return DataError("D003", what, key="data", suggestion="Give it the class folders of the training data")
 
 
 def _shown(before: Any, now: Any) -> str:

@@ -1,4 +1,4 @@
-"""Checks of labels, made once when the data is read: a bad label on a GPU is an opaque crash hours later."""
+"""Checks of labels when data is read: a bad label on a GPU would be an opaque crash hours later."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_range(
     Args:
         labels: first dimension samples.
         name: what a sample is called.
-        numbers: of the samples, where they are not 0, 1, 2, ...
+        numbers: of the samples; None for 0, 1, 2, ...
     """
     if not labels.numel():
         return
@@ -91,7 +91,7 @@ class LabelCheck:
 
 
 def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
-    """Those of the samples `numbers` in a raw batch, in order, that hold numbers that are not finite."""
+    """The samples among `numbers`, those of a raw batch, that hold numbers that are not finite; sorted."""
     wrong = np.zeros(len(numbers), bool)
     for part in tree_leaves(raw):
         if isinstance(part, Tensor) and part.is_floating_point() and len(part) == len(wrong):
@@ -107,14 +107,14 @@ def unfit_samples(numbers: Sequence[int], consequence: str = "") -> DataError:
 
 
 def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
-    """Which labels do not count; none of a type that cannot hold `ignore_index`."""
+    """A mask of the labels that equal `ignore_index`."""
     if holds(labels.dtype, ignore_index):
         return labels == ignore_index
     return torch.zeros_like(labels, dtype=torch.bool)
 
 
 def holds(dtype: torch.dtype, value: int) -> bool:
-    """Return True if numbers of this type may be `value`."""
+    """Return True if `dtype` can represent `value`."""
     if dtype.is_floating_point:
         return True
     if dtype == torch.bool:
@@ -123,17 +123,16 @@ def holds(dtype: torch.dtype, value: int) -> bool:
 
 
 def signed(labels: Any) -> Any:
-    """Labels as torch can reckon with them: 16 bits and more without a sign, as of PNGs, are hardly known."""
+    """Labels in a signed type if they are unsigned (as from PNGs): torch hardly supports uint16 and wider."""
     if isinstance(labels, Tensor) and labels.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return labels.to(torch.int32 if labels.dtype == torch.uint16 else torch.int64)
     return labels
 
 
 def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | None = None) -> Tensor:
-    """Class numbers, (samples,) int64, out of labels that say them in another way.
+    """Class numbers, (samples,) int64, from labels in another form.
 
-    Whole numbers may be floats or stand in a column; a row of zeros with a single 1 names the class by its
-    place.
+    Whole numbers may be floats or stand in a column; a one-hot row gives the class by the place of its 1.
 
     Args:
         labels: first dimension samples.
@@ -167,7 +166,7 @@ def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> Tar
     Args:
         labels: of some samples or of all, first dimension samples.
         input_shape: of one input; (channels, height, width) of an image.
-        task: that the labels are known to be for, or `auto`.
+        task: of the labels, or `auto` if unknown.
     """
     shape = tuple(labels.shape[1:])
     pixels = tuple(input_shape[1:])
@@ -180,7 +179,7 @@ def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> Tar
 
 
 def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
-    """The task that labels are for, and the reason in words for the panel.
+    """The task that labels imply, and the reason for the panel.
 
     Args:
         labels: of some samples or of all, first dimension samples; no tokens.
@@ -197,8 +196,9 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     floats, several = labels.is_floating_point(), labels.dim() == 2 and labels.shape[1] > 1
     if not floats and labels.dim() < 2:
         return _CLASSES
-    # One row of floats may be 0 and 1 by chance.
-    if labels.dim() == 2 and (not floats or (several and len(labels) > 1)) and _are_ones(labels):
+    # A single row of floats may be 0 and 1 by chance.
+    are_ones = bool(((labels == 0) | (labels == 1)).all())
+    if labels.dim() == 2 and are_ones and (not floats or (several and len(labels) > 1)):
         one_each = several and bool((labels.sum(1) == 1).all())
         words = "a single 1 each; task=classification takes its place for the class"
         return "multilabel", words if one_each else "zeros and ones"
@@ -209,15 +209,11 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     return "regression", "floats"
 
 
-def _are_ones(labels: Tensor) -> bool:
-    return bool(((labels == 0) | (labels == 1)).all())
-
-
 def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:
-    """What tells the names of classes from those that are known, in words; nothing for another order.
+    """How the names of classes differ from the known ones, in words; empty for another order.
 
     Args:
-        who: knows no others, as a clause: `which train/ has not`.
+        who: a clause about unknown classes, e.g. `which train/ has not`.
     """
     unknown, missing = sorted({*names} - {*known}), sorted({*known} - {*names})
     parts = [f"has {', '.join(unknown[:3])}, {who}"] if unknown else []

@@ -1,4 +1,4 @@
-"""Samples that are fetched by index, and what they have in common with those of a stream."""
+"""Samples that are fetched by index, and what all sources of samples have in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CHUNK = 1024
-"""Samples that are fetched at a time where all are."""
+"""Samples that are fetched at a time when all are read."""
 
 
 class Padding(NamedTuple):
@@ -169,7 +169,7 @@ class MapSource(BaseSource):
         return targets.index_select(0, as_tensor(indices))
 
     def known_labels(self) -> Tensor | None:
-        """The target of every sample; None where they would have to be read first."""
+        """The target of every sample; None if they would have to be read first."""
         targets = getattr(self, "targets", None)
         return targets if isinstance(targets, Tensor) else None
 
@@ -178,15 +178,15 @@ class MapSource(BaseSource):
         raise NotImplementedError
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
-        """Heights and widths of images `indices` as they were before they were stored here."""
+        """Original heights and widths of images `indices`, before they were stored here."""
         raise NotImplementedError
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        """A part of each of the images `indices`, in one size: uint8 (batch, size, size, channels).
+        """A box of each of the images `indices`, scaled to one size: uint8 (batch, size, size, channels).
 
         Args:
             boxes: of `ptfast.data.transforms.resized_crops.draw_boxes`, relative to the images.
-            mirrored: 1 for what is to be mirrored.
+            mirrored: 1 for images to mirror.
         """
 
         def crop(place: int) -> Tensor:
@@ -195,7 +195,7 @@ class MapSource(BaseSource):
         return torch.stack(in_threads(len(indices), crop))
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
-        """Count, sums and sums of squares of the pixels of samples, per channel, where they are known."""
+        """Count, sums and sums of squares of pixels, per channel; None if they were never summed up."""
         return None
 
 

@@ -22,7 +22,7 @@ from ptfast.data.sources.class_folders import image_files
 from ptfast.data.sources.text_files import read_texts
 
 Named = tuple[str, Tensor]
-"""A name that leads the user to the input, and the input without batch dimension."""
+"""A name by which the user finds the input, and the input without batch dimension."""
 
 
 def read_inputs(
@@ -39,9 +39,9 @@ def read_inputs(
 
     Args:
         info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
-        paths: files; a folder stands for all images in it.
+        paths: files, or folders of images.
         normalize: whether training normalised its inputs (`data.normalize`).
-        skip: called with why an image cannot be read, which is left out then; None to raise it.
+        skip: called with the error of an image that cannot be read, which is left out; None to raise it.
 
     Yields:
         Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width)
@@ -69,7 +69,13 @@ def read_inputs(
         if kind in ("text", "tokens"):
             stacked = pad_sequence(inputs, batch_first=True, padding_value=extra.get("pad_id", 0))
         else:
-            stacked = _stack(names, inputs, extra)
+            shape = list(extra["input_shape"])
+            expected = [*shape[1:], shape[0]] if len(shape) == 3 else shape
+            for name, sample in batch:
+                if list(sample.shape) != expected:
+                    what = f"has shape {list(sample.shape)}, the model takes {expected}"
+                    raise DataError("D005", what, key=name)
+            stacked = torch.stack(inputs)
         yield names, prepare.inputs(stacked)
 
 
@@ -134,13 +140,3 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
             yield path
         else:
             raise DataError("D001", "no such file or folder", key="PATH", value=path)
-
-
-def _stack(names: list[str], inputs: list[Tensor], extra: dict[str, Any]) -> Tensor:
-    shape = list(extra["input_shape"])
-    expected = [*shape[1:], shape[0]] if len(shape) == 3 else shape
-    for name, sample in zip(names, inputs, strict=True):
-        if list(sample.shape) != expected:
-            what = f"has shape {list(sample.shape)}, the model takes {expected}"
-            raise DataError("D005", what, key=name)
-    return torch.stack(inputs)
