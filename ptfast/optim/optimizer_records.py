@@ -16,14 +16,13 @@ OPTIMIZERS: tuple[Technique, ...] = (
         kind="reordered",
         on=("optimizer.fused=auto",),
         off=("optimizer.fused=false",),
-        why="One kernel updates weights and state in a single pass over memory; a step of separate "
-        "operations makes about ten.",
-        claim="The quickest of torch's three ways to take a step, before foreach and the loop over "
-        "parameters.",
+        why="One kernel updates weights and state in one pass over memory; separate operations make about "
+        "ten.",
+        claim="The quickest of torch's three ways to step, before foreach and the loop over parameters.",
         source="PyTorch documentation of torch.optim, 'Algorithms'.",
         measured="A step on one CPU thread at the size of ResNet-18 and of DistilBERT: AdamW 8.4 and 45 ms "
-        "instead of 46 and 322, SGD with Nesterov's momentum 6.1 and 32 ms instead of 38 and 283, "
-        "with plain momentum 6.1 and 33 ms instead of 16 and 113.",
+        "instead of 46 and 322, SGD with Nesterov's momentum 6.1 and 32 ms instead of 38 and 283, with plain "
+        "momentum 6.1 and 33 ms instead of 16 and 113.",
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid="Never: optimizer.fused=auto skips it where it is not supported.",
         audit="torch.optim.SGD, Adam or AdamW without fused=True.",
@@ -35,10 +34,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         kind="reordered",
         on=("optimizer.foreach=true", "optimizer.fused=false"),
         off=("optimizer.fused=false",),
-        why="Each operation of the step handles all parameters in a few launches instead of one launch per "
-        "parameter.",
-        claim="What torch takes on GPUs of itself: quicker there than a loop over parameters, slower than"
-        " a fused step.",
+        why="Each operation handles all parameters in a few launches instead of one per parameter.",
+        claim="Torch's default on GPUs: quicker there than a loop over parameters, slower than a fused step.",
         source="PyTorch documentation of torch.optim, 'Algorithms'.",
         avoid="On the CPU, or where the fused step runs.",
         audit="torch.optim with foreach=False on a GPU, or an optimizer that loops over parameters.",
@@ -48,8 +45,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="sgd with momentum",
         on=("optimizer=sgd",),
-        why="The cheapest step, with one number of state per weight; convolutional networks with BatchNorm "
-        "need no more epochs than with adaptive optimizers.",
+        why="The cheapest step, with one number of state per weight; ConvNets with BatchNorm need no more "
+        "epochs.",
         claim="On CIFAR-10 a lower test error than Adam's.",
         source="Wilson, Roelofs, Stern, Srebro, Recht 2017, arXiv:1705.08292.",
         measured="A fused step takes 0.73 of AdamW's time at ResNet-18's size and 0.71 at DistilBERT's.",
@@ -62,8 +59,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         on=("optimizer=adam",),
         off=("optimizer=sgd",),
         why="Step sizes do not depend on the gradient's scale, so one learning rate suits all layers.",
-        claim="On sparse features of IMDB's reviews a lower loss after as many epochs than SGD with "
-        "Nesterov's momentum by far; on images of CIFAR-10 about as low a one.",
+        claim="After as many epochs as SGD with Nesterov's momentum, a far lower loss on sparse features of "
+        "IMDB's reviews, and about as low a one on images of CIFAR-10.",
         source="Kingma, Ba 2015, arXiv:1412.6980.",
         avoid="With weight decay, which AdamW keeps out of the moments.",
         audit="SGD on a transformer.",
@@ -84,10 +81,10 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="schedule-free adamw",
         on=("optimizer=adamw_schedulefree", "schedule=constant"),
         off=("optimizer=adamw", "schedule=constant"),
-        why="Averaging the weights replaces a decaying learning rate, so the model is nearly as good at any "
-        "step as if the run had been planned to end there.",
-        claim="As good as schedules from convex problems to large models; it won the self-tuning track of "
-        "AlgoPerf in 2024.",
+        why="Averaged weights replace a decaying rate: the model is good at any step, not only at a planned "
+        "end.",
+        claim="As good as schedules from convex problems to large models; won AlgoPerf's self-tuning track "
+        "in 2024.",
         source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
         avoid="A recipe whose schedule is tuned for its length.",
         audit="A cosine in a run that is stopped early, or prolonged.",
@@ -108,10 +105,9 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="cautious weight decay",
         on=("optimizer=adamw_cautious",),
-        why="Decay is skipped where it opposes the gradient, so the weights converge to a minimum of the "
-        "loss itself.",
-        claim="A lower loss and a higher accuracy than decoupled decay, without tuning, for language models "
-        "of millions to billions of weights and on ImageNet, with AdamW, Lion and Muon.",
+        why="Decay is skipped where it opposes the gradient, so weights reach a minimum of the loss itself.",
+        claim="Better loss and accuracy than decoupled decay, without tuning, for language models of "
+        "millions to billions of weights and on ImageNet, with AdamW, Lion and Muon.",
         source="Chen et al. 2025, arXiv:2510.12402.",
         avoid="Without weight decay it has no effect.",
         audit="AdamW with a weight decay of 0.1 or more.",
@@ -129,8 +125,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="radam",
         on=("optimizer=radam",),
-        why="Steps are not rescaled until enough gradients have been seen, which makes a warm-up "
-        "unnecessary.",
+        why="Steps are not rescaled until enough gradients have been seen, so no warm-up is needed.",
         claim="As good as Adam with a tuned warm-up, without one.",
         source="Liu, Jiang, He, Chen, Liu, Gao, Han 2020, arXiv:1908.03265.",
         avoid="Together with a warm-up, which does the same; torch has no fused RAdam.",
@@ -149,10 +144,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="muon",
         on=("optimizer=muon",),
-        why="Updates of hidden matrices are orthogonalised, so rare directions move as far as common ones "
-        "and fewer steps are needed.",
-        claim="The NanoGPT speed record, held with AdamW before, by 1.35 times; 94 % on CIFAR-10 in 2.59 "
-        "s on an A100.",
+        why="Orthogonal updates of hidden matrices move rare directions as far as common ones: fewer steps.",
+        claim="1.35 times AdamW's NanoGPT speed record; 94 % on CIFAR-10 in 2.59 s on an A100.",
         source="Jordan et al. 2024, 'Muon: An optimizer for hidden layers in neural networks'; "
         "KellerJordan/cifar10-airbench.",
         avoid="On a CPU or at small batches: the matrix iteration is expensive compared with such a step.",
@@ -162,8 +155,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="sgd beside muon",
         on=("optimizer=muon", "optimizer.rest=sgd", "optimizer.rest_lr=0.05"),
         off=("optimizer=muon", "optimizer.rest=adamw", "optimizer.rest_lr=null"),
-        why="Biases, norms and the first and last layers of a convolutional network train as well with SGD "
-        "as with AdamW, with half the state.",
+        why="Biases, norms and the ends of a ConvNet train as well with SGD as with AdamW, at half the "
+        "state.",
         claim="A part of 94 % on CIFAR-10 in 2.59 s on an A100.",
         source="KellerJordan/cifar10-airbench, airbench94_muon.py.",
         avoid="Transformers, whose embeddings and head have gradients of very different scale.",
@@ -175,8 +168,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="normalized weights",
         on=("optimizer=muon", "optimizer.normalize=true"),
         off=("optimizer=muon", "optimizer.normalize=false"),
-        why="A norm after a layer cancels its scale, so keeping the weights at one length keeps the relative"
-        " step size constant without a weight decay to tune.",
+        why="A norm cancels a layer's scale: weights of one length keep relative steps constant without "
+        "decay.",
         claim="A part of 94 % on CIFAR-10 in 2.59 s on an A100; its own share is not given.",
         source="KellerJordan/cifar10-airbench, airbench94_muon.py.",
         avoid="Layers without a norm after them, whose scale matters.",
@@ -188,12 +181,10 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="lars",
         on=("optimizer=lars",),
         off=("optimizer=sgd",),
-        why="Each layer moves by a fraction of its own norm, so batches of thousands, which keep many GPUs "
-        "busy, still converge.",
+        why="Each layer moves by a fraction of its own norm, so batches of thousands still converge.",
         claim="ResNet-50 on ImageNet at a batch of 32,768 without loss of accuracy.",
         source="You, Gitman, Ginsburg 2017, arXiv:1708.03888.",
-        measured="A step on one CPU thread takes 1.31 to 1.35 of fused AdamW's, and 0.25 to 0.53 of timm's "
-        "LARS.",
+        measured="On one CPU thread a step takes 1.31 to 1.35 of fused AdamW's, 0.25 to 0.53 of timm's.",
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid="Batches of hundreds, where a plain optimizer trains as well with fewer settings.",
         audit="SGD at a batch of 8,192 or more, with a warm-up and still diverging.",
@@ -201,7 +192,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="lamb",
         on=("optimizer=lamb",),
-        why="Adam in which each layer moves by a fraction of its own norm, for transformers at batches of "
+        why="Adam in which each layer moves by a fraction of its norm, for transformers at batches of "
         "thousands.",
         claim="BERT at batches of 32,768 and more in 76 minutes on a TPUv3 pod, as good as at 512.",
         source="You et al. 2020, arXiv:1904.00962.",
@@ -213,8 +204,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="nvlamb",
         on=("optimizer=nvlamb",),
-        why="LAMB with gradients clipped before the moments are updated, so that large early gradients do "
-        "not shrink later steps.",
+        why="LAMB with gradients clipped before the moments, so early large ones do not shrink later steps.",
         claim="How NVIDIA trains BERT at large batches.",
         source="Sreenivas et al. 2019, NVIDIA developer blog, 'Pretraining BERT with Layer-wise Adaptive "
         "Learning Rates'.",
@@ -244,11 +234,10 @@ PARAMETERS: tuple[Technique, ...] = (
         name="no decay on norms and biases",
         on=("optimizer.decay_1d=false",),
         why="Weight decay is meant for matrices; decaying the few scales and biases only costs accuracy.",
-        claim="Part of the recipes that train ResNet-50 on ImageNet at large batches (6.6 minutes on 2,048 "
-        "GPUs, Jia et al.); its own share is small.",
+        claim="Part of recipes that train ResNet-50 on ImageNet at large batches (6.6 minutes on 2,048 GPUs, "
+        "Jia et al.); its own share is small.",
         source="Jia et al. 2018, arXiv:1807.11205; He et al. 2019, arXiv:1812.01187, section 3.1.",
-        avoid="Without weight decay it has no effect; lars, lamb, nvlamb and novograd have exclude_1d for "
-        "it.",
+        avoid="There is no weight decay; lars, lamb, nvlamb and novograd have exclude_1d for it.",
         audit="Weight decay above 0 with optimizer.decay_1d at true.",
         trial=("model=resnet_digits", "optimizer.weight_decay=0.1"),
     ),
@@ -256,8 +245,7 @@ PARAMETERS: tuple[Technique, ...] = (
         name="layer-wise learning rate decay",
         on=("optimizer.layer_decay=0.8",),
         off=("optimizer.layer_decay=null",),
-        why="Early layers of a pretrained network need little change; giving them lower rates lets the top "
-        "move faster.",
+        why="Early pretrained layers need little change; with lower rates there, the top moves faster.",
         claim="Used in fine-tuning ULMFiT (a factor of 1/2.6 a layer), ELECTRA (0.8 to 0.9) and BEiT.",
         source="Howard, Ruder 2018, arXiv:1801.06146; Clark, Luong, Le, Manning 2020, arXiv:2003.10555; Bao, "
         "Dong, Piao, Wei 2022, arXiv:2106.08254.",
@@ -270,8 +258,7 @@ PARAMETERS: tuple[Technique, ...] = (
         on=('optimizer.groups=[{match: "*.bias", lr_scale: 64}]',),
         off=("optimizer.groups=[]",),
         why="Parameters that tolerate a higher rate than the rest, such as BatchNorm's biases, get one.",
-        claim="One of the changes behind 94 % on CIFAR-10 in seconds: 64 times the rate for BatchNorm's "
-        "biases.",
+        claim="Part of 94 % on CIFAR-10 in seconds: 64 times the rate for BatchNorm's biases.",
         source="Jordan 2024, arXiv:2404.00498, after Page 2019, 'How to train your ResNet'.",
         avoid="You cannot afford to search for the factor: a wrong one diverges.",
         audit="BatchNorm under SGD with one rate for all parameters, in a short run.",
@@ -283,7 +270,7 @@ PARAMETERS: tuple[Technique, ...] = (
         on=('optimizer.groups=[{match: "*1.*", trains_until: 0}]',),
         off=("optimizer.groups=[]",),
         why="Backward stops above the frozen layers, which need no gradients, steps or optimizer state.",
-        claim="Freezing layers one after the other: 20 % less time for ResNets at the same accuracy, and for "
+        claim="Freezing layer after layer: 20 % less time for ResNets at the same accuracy, and for "
         "DenseNets at 3 % less; none for VGG (CIFAR).",
         source="Brock, Lim, Ritchie, Weston 2017, arXiv:1706.04983.",
         avoid="Random weights, or data far from what the pretrained layers have seen.",
@@ -294,10 +281,9 @@ PARAMETERS: tuple[Technique, ...] = (
         name="gradual unfreezing",
         on=('optimizer.groups=[{match: "*1.*", trains_from: 30%}]',),
         off=("optimizer.groups=[]",),
-        why="While a new head is still wrong, its gradients cannot damage the pretrained layers, and "
-        "backward stops above them.",
-        claim="A part of ULMFiT, which was as good with 100 labelled texts as training from scratch with 100 "
-        "times as many.",
+        why="A new head's wrong gradients do not damage pretrained layers, and backward stops above them.",
+        claim="Part of ULMFiT, as good with 100 labelled texts as training from scratch with 100 times as "
+        "many.",
         source="Howard, Ruder 2018, arXiv:1801.06146, section 3.3.",
         avoid="Random weights.",
         audit="Fine-tuning with a new head (model.replace_head) in which all layers train at once.",
@@ -307,10 +293,10 @@ PARAMETERS: tuple[Technique, ...] = (
         name="head before backbone",
         on=("optimizer.backbone_from=30%",),
         off=("optimizer.backbone_from=null",),
-        why="The head trains alone first, with no backward pass below it; once it fits, its errors disturb "
-        "the rest less.",
-        claim="Fine-tuning once the head was trained alone, over ten distribution shifts: 1 % more accurate "
-        "than fine-tuning at once on data like that of training, 10 % on shifted data.",
+        why="The head trains alone, without backward below it; once it fits, its errors disturb the rest "
+        "less.",
+        claim="Fine-tuning after the head, over ten distribution shifts: 1 % more accurate than at once on "
+        "data like that of training, 10 % on shifted data.",
         source="Kumar, Raghunathan, Jones, Ma, Liang 2022, arXiv:2202.10054.",
         avoid="Random weights, or a head that is not new.",
         audit="Fine-tuning with a new head (model.replace_head) in which all layers train at once.",
@@ -321,10 +307,9 @@ PARAMETERS: tuple[Technique, ...] = (
         family="batch",
         on=("optimizer.lr_scaling=linear", "optimizer.reference_batch=64"),
         off=("optimizer.lr_scaling=none",),
-        why="With k times the batch, SGD takes k times fewer steps, each k times as long, and fills a GPU "
-        "that had room.",
-        claim="ResNet-50 on ImageNet at a batch of 8,192 on 256 GPUs in an hour, as accurate as at 256, "
-        "with a warm-up; weight decay stays as it is.",
+        why="With k times the batch, SGD takes k times fewer steps, each k times as long, and fills a GPU.",
+        claim="ResNet-50 on ImageNet at a batch of 8,192 on 256 GPUs in an hour, as accurate as at 256, with "
+        "a warm-up and unchanged weight decay.",
         source="Goyal et al. 2017, arXiv:1706.02677.",
         avoid="Batches beyond a few thousand samples, runs without a warm-up, and Adam-like optimizers.",
         audit="SGD at another batch size than that which its rate was found at.",
@@ -336,10 +321,9 @@ PARAMETERS: tuple[Technique, ...] = (
         family="batch",
         on=("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=64"),
         off=("optimizer.lr_scaling=none",),
-        why="Adam's step does not grow with the gradient, whose noise falls with the square root of the "
-        "batch; the rate and the decoupled decay follow it.",
-        claim="Adam's and RMSprop's course at one batch is that at another, in theory and on vision and "
-        "language models, if betas and eps are scaled too, which ptfast leaves alone.",
+        why="Adam's step does not grow with the gradient, whose noise falls with the root of the batch.",
+        claim="Training with Adam or RMSprop at one batch matches another, in theory and on vision and "
+        "language models, if betas and eps are scaled too, which ptfast does not do.",
         source="Malladi, Lyu, Panigrahi, Arora 2022, arXiv:2205.10287; for the decay Wang, Aitchison 2024, "
         "arXiv:2405.13698.",
         avoid="SGD, and batches so large that the betas would have to change.",
@@ -354,11 +338,10 @@ PARAMETERS: tuple[Technique, ...] = (
         on=("gradients.accumulate=4",),
         off=("gradients.accumulate=1",),
         why="A batch too large for memory is processed in parts, each freed by its own backward pass.",
-        claim="Activations of one part are held at a time; the gradient is that of the whole batch, up to "
-        "rounding, without BatchNorm and dropout.",
+        claim="Holds the activations of one part; without BatchNorm and dropout the gradient is that of the "
+        "whole batch, up to rounding.",
         source="Ott, Edunov, Grangier, Auli 2018, arXiv:1806.00187 ('delayed updates').",
-        avoid="The whole batch fits: small parts use the device less well, and BatchNorm sees each part "
-        "alone.",
+        avoid="The whole batch fits: small parts use the device less well, and BatchNorm sees one at a time.",
         audit="Out-of-memory errors at the batch size that is wanted, or a smaller batch because of them.",
         trial=("model.hidden=[32]", "optimizer=sgd"),
     ),

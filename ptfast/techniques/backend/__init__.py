@@ -71,13 +71,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="held memory",
         kind="exact",
         on=("backend.hold_memory=true",),
-        why="Memory freed by one step is reused by the next, so the kernel need not unmap, clear and map "
-        "pages again.",
-        claim="Allocators that reuse memory as much as possible do better than the default; the guide gives "
-        "no figure.",
+        why="Each step reuses freed memory, so the kernel need not unmap, clear and map pages again.",
+        claim="Allocators that reuse memory beat the default; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Switch memory allocator'; mallopt(3).",
-        avoid="Other processes need memory that this one uses only at times, for example in a large first "
-        "evaluation.",
+        avoid="Other processes need memory that this one uses only at times, as in a large first evaluation.",
         audit="Thousands of minor page faults a step, as getrusage counts them, on a CPU with glibc.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
@@ -87,8 +84,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="denormals flushed to zero",
         kind="reordered",
         on=("backend.flush_denormals=true",),
-        why="Moments of weights without gradients, such as embeddings of rare words, decay below 1e-38 "
-        "within about 800 steps, where each CPU operation takes a hundred times as long.",
+        why="Moments of weights without gradients, such as rare words' embeddings, fall below 1e-38 in some "
+        "800 steps, where each CPU operation takes a hundred times as long.",
         claim="Calculations with denormal values can be very slow; the documentation gives no figure.",
         source="PyTorch documentation of torch.set_flush_denormal; Intel 64 and IA-32 Architectures "
         "Optimization Reference Manual, 'Floating-point exceptions'.",

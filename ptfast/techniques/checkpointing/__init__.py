@@ -68,8 +68,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _checkpointing(
         name="checkpointing of all blocks",
         on=("checkpointing=full",),
-        why="Each block keeps only its input, which makes room for a larger batch or model or avoids "
-        "accumulation.",
+        why="Each block keeps only its input, which makes room for a larger batch or model.",
         claim="A residual network of 1,000 layers on ImageNet in 7 GB instead of 48, for 30 % more time.",
         source="Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.",
         measured="ResNet-110 keeps 134 MiB instead of 513 for its backward pass, in 1.41 times the time.",
@@ -91,12 +90,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     _checkpointing(
         name="selective checkpointing",
         on=("checkpointing=selective",),
-        why="Norms, activations and dropout hold much of the memory but little of the arithmetic, so only "
-        "they are recomputed.",
-        claim="Large transformers on A100s, with sequence parallelism beside it: a fifth of the memory of"
-        " activations, at over 90 % less than the time that computing whole layers again takes.",
-        source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of torch.utils."
-        "checkpoint.create_selective_checkpoint_contexts.",
+        why="Only norms, activations and dropout are recomputed: much memory, little arithmetic.",
+        claim="Large transformers on A100s, with sequence parallelism: a fifth of the activations' memory, "
+        "for less than a tenth of the time of recomputing whole layers.",
+        source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of "
+        "torch.utils.checkpoint.create_selective_checkpoint_contexts.",
         measured="ResNet-110 keeps 386 MiB instead of 513 for its backward pass, in 1.19 times the time.",
         command="python scripts/bench_memory.py resnet110",
         avoid="Launches or Python are the bottleneck: every operation of a block goes through Python twice.",
@@ -106,12 +104,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="memory budget of the compiler",
         kind="reordered",
         on=("compile=model", "checkpointing=budget"),
-        why="The compiler sees the whole graph and recomputes, inside fused kernels, whatever frees the most"
-        " memory for the least work.",
+        why="Over the whole graph, the compiler recomputes what frees the most memory for the least work.",
         claim="A transformer takes 50 % less memory by computing pointwise operations alone again.",
         source="PyTorch blog, March 2025, 'Current and New Activation Checkpointing Techniques in PyTorch'.",
-        measured="A compiled GPT of 12 blocks keeps 209 MiB instead of 418 at a budget of 0.5, in 0.98 of "
-        "the time.",
+        measured="At a budget of 0.5 a compiled GPT of 12 blocks keeps 209 MiB, not 418, in 0.98 of the "
+        "time.",
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
         avoid="The model is not compiled, or its graph breaks inside blocks.",
         audit="A compiled model whose memory limits the batch.",

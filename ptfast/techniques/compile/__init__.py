@@ -77,26 +77,21 @@ TECHNIQUES: tuple[Technique, ...] = (
     _compile(
         name="compiled elementwise chains",
         on=("compile=pointwise",),
-        why="Elementwise operations are bound by memory; a chain fused into one kernel reads and writes its "
-        "tensors once.",
-        claim="Memory read and written once for a chain, which counts where activations or losses are "
-        "written by hand; no figure is given.",
+        why="Elementwise operations are bound by memory; a fused chain reads and writes its tensors once.",
+        claim="One read and write per chain, which counts for activations or losses written by hand; no "
+        "figure.",
         source="PyTorch Performance Tuning Guide, 'Fuse operations'; torch.compile.",
-        avoid="Activations are torch's own, a single kernel each with nothing to fuse. compile=model does "
-        "more wherever it works.",
+        avoid="Activations are torch's own, each one kernel already; compile=model does more where it works.",
         audit="Several elementwise operations in a row, such as an activation or a loss written by hand.",
     ),
     _compile(
         name="compiled blocks",
         on=("compile=blocks",),
-        why="Each block becomes a few fused kernels with little Python between them, and identical blocks "
-        "are compiled once.",
-        claim="Nearly the speed of a compiled model in many cases, for compiling one block in the place "
-        "of all.",
+        why="Each block becomes a few fused kernels with little Python; identical blocks compile once.",
+        claim="Nearly the speed of a compiled model in many cases, while only one block is compiled.",
         source="PyTorch tutorial 'Reducing torch.compile cold start compilation time with regional "
         "compilation'.",
-        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout draws different masks"
-        " than without a compiler.",
+        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout masks change.",
         audit="A model of repeated blocks that runs for hours without a compiler.",
     ),
     _compile(
@@ -108,32 +103,28 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="On one CPU thread a GPT of 12 blocks takes 1,777 ms a step instead of 1,283, with a peak "
         "of 436 MiB instead of 630.",
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
-        avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws different "
-        "masks than without a compiler.",
+        avoid="The run is shorter than compiling, or shapes change all the time. Dropout masks change.",
         audit="A run of hours on a GPU without a compiler.",
     ),
     _compile(
         name="compiled into CUDA graphs",
         on=("compile=reduce_overhead",),
-        why="A whole forward or backward pass is launched at once, so small kernels do not wait for the "
-        "host.",
+        why="A whole forward or backward pass is one launch, so small kernels do not wait for the host.",
         claim="Much where kernels are small and little where they are large.",
-        source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile, mode "
-        "reduce-overhead.",
-        avoid="Steps have several micro-batches (refused: each would overwrite the last one's gradients), or"
-        " memory is short: graphs keep their own.",
+        source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile.",
+        avoid="Steps have several micro-batches (refused: gradients would be overwritten), or memory is "
+        "short.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
         needs=("cuda", "compiler"),
     ),
     _compile(
         name="autotuned kernels",
         on=("compile=max_autotune",),
-        why="The fastest of many kernels is chosen for each matrix product and convolution, and CUDA graphs "
-        "launch them.",
+        why="The fastest of many kernels is chosen for each product and convolution; CUDA graphs launch "
+        "them.",
         claim="What the choice gives over a compiled model, for minutes of compiling; no figure is given.",
         source="torch.compile, mode max-autotune.",
-        avoid="Bits must repeat: without the compiler's cache a resumed run times its kernels again and may "
-        "choose others.",
+        avoid="Bits must repeat: a resumed run may choose other kernels without the compiler's cache.",
         audit="A compiled model that will run for a day.",
     ),
     _compile(

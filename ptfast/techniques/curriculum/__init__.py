@@ -6,7 +6,6 @@ from typing import Annotated
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import PtfastError
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import POSITIVE, InUnit
 from ptfast.core.sections.section import Count, Family, OrAuto, Section, Technique, Unused, longer_than_run
 
@@ -40,26 +39,19 @@ def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | N
     return longer_than_run("curriculum.over", curriculum.over, epochs, steps)
 
 
-def panel(resolved: Resolved) -> dict[str, object]:
-    """Sizes that grow, and how."""
-    return {"curriculum": "; ".join(resolved.curriculum) or None}
-
-
 TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="progressive resizing",
         kind="training",
         on=("curriculum=image_size",),
         off=("curriculum=none",),
-        why="The cost of a convolution falls with the square of the image side, and what is learned first "
-        "can be learned on small images.",
-        claim="With other changes, ResNet-50 on ImageNet to 93 % top-5 accuracy in 18 minutes on 16 "
-        "machines of 8 V100 (2018), with images of 128, then 224, then 288 pixels; EfficientNetV2 trains "
-        "with it in less time to a higher accuracy, where regularisation grows with the images.",
-        source="Howard, Shaw, Bulatov and others, fast.ai's entries to DAWNBench, 2018; Tan, Le 2021, "
-        "arXiv:2104.00298.",
-        avoid="Models of one fixed size (an MLP, a plain ViT), images whose fine detail matters, and "
-        "compiled models, which recompile for every size.",
+        why="A convolution costs the square of the image side, and small images teach what comes first.",
+        claim="With other changes, ResNet-50 to 93 % top-5 on ImageNet in 18 minutes on 16 machines of 8 "
+        "V100 (2018), at 128, then 224, then 288 pixels; EfficientNetV2 trains with it in less time to a "
+        "higher accuracy, where regularisation grows too.",
+        source="Howard, Shaw, Bulatov et al., fast.ai for DAWNBench, 2018; Tan, Le 2021, arXiv:2104.00298.",
+        avoid="Models of one fixed size (an MLP, a plain ViT), fine detail that matters, and compiled "
+        "models, which recompile for every size.",
         audit="Images of 128 pixels or more and a convolutional model trained at full size for many epochs.",
         needs=("images", "convolutions"),
         trial=("model=resnet_digits", "optimizer.lr=0.005"),
@@ -70,13 +62,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("curriculum.length_from=auto",),
         off=("curriculum.length_from=null",),
         why="Short sequences are cheaper and keep early steps stable, which allows larger batches and rates.",
-        claim="GPT-2 of 117 million and 1.5 billion parameters: up to 2.2 times fewer tokens and "
-        "3.7 times less time, with 8 times larger batches and 4 times larger learning rates, which are not "
-        "stable without it.",
+        claim="GPT-2 of 117 million and 1.5 billion parameters: up to 2.2 times fewer tokens and 3.7 times "
+        "less time, at 8 times larger batches and 4 times larger rates, unstable without it.",
         source="Li, Zhang, He 2022, arXiv:2108.06084.",
         avoid="Short contexts and stable runs, where cutting tokens only loses data.",
-        audit="Language modelling with contexts of 1,024 tokens or more whose first steps need a long "
-        "warm-up or a small learning rate.",
+        audit="Language modelling at contexts of 1,024 tokens or more that needs a long warm-up or a small "
+        "rate.",
         about=("curriculum/sequence_length",),
         needs=("sequences",),
         trial=(
@@ -95,16 +86,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("curriculum=batch_size",),
         off=("curriculum=none",),
-        why="While gradients are large compared with their noise, small batches get more steps out of the "
-        "same samples; later, large batches run faster.",
-        claim="Batches that grow where the learning rate would fall give the same curves in fewer steps: "
-        "ResNet-50 on ImageNet to 76.1 % in under 30 minutes (Smith et al.); the batch size that is"
-        " worth its samples rises in the course of training (McCandlish et al.).",
-        source="Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish, Kaplan, Amodei and others "
-        "2018, arXiv:1812.06162.",
+        why="While gradients are large against their noise, small batches get more steps out of the samples.",
+        claim="Batches that grow where the rate would fall give the same curves in fewer steps: ResNet-50 on "
+        "ImageNet to 76.1 % in under 30 minutes (Smith et al.); the useful batch size grows during training "
+        "(McCandlish et al.).",
+        source="Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, "
+        "arXiv:1812.06162.",
         avoid="Batches that are already small, or of the size found to be fastest on this machine.",
-        audit="Batches of thousands of samples from the first step on, and an early loss that falls no "
-        "faster than with smaller ones.",
+        audit="Batches of thousands from the first step on, with an early loss that falls no faster for it.",
     ),
 )
 
@@ -126,6 +115,6 @@ FAMILY = Family(
             "curriculum.length_from=auto",
         ),
     ),
-    panel=panel,
+    panel=lambda resolved: {"curriculum": "; ".join(resolved.curriculum) or None},
     techniques=TECHNIQUES,
 )

@@ -30,11 +30,6 @@ def one_average(ema: Ema) -> PtfastError | None:
     return ConfigError("C011", what, key="ema.swa_start", value=ema.swa_start, suggestion=hint)
 
 
-def panel(average: str | None) -> dict[str, object]:
-    """The average that is evaluated, in words."""
-    return {"average": average}
-
-
 _RATE = ("optimizer.lr=0.01",)
 
 _evaluation = partial(Technique, kind="training")
@@ -64,8 +59,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("eval.last=pad",),
         off=("eval.last=keep",),
-        why="The last batch of a split is padded to full size with samples of weight 0, so no kernel is "
-        "searched for a second shape.",
+        why="The last batch is padded with samples of weight 0, so no kernel is searched for a second shape.",
         claim="Saves that search, once for each split that does not divide; a full batch is computed for it.",
         source="As a padded last batch does in training, with what the stand-ins give left out.",
         avoid="Kernels are not searched, or the split is much smaller than eval.batch_size.",
@@ -75,9 +69,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     _evaluation(
         name="test-time flip",
         on=("eval.flip=true",),
-        why="Averaging two views of an image is more accurate than one, which saves epochs at the same "
-        "accuracy.",
-        claim="airbench's 94 % on CIFAR-10 is counted with it. The forward passes of evaluations double.",
+        why="The average of two views of an image is more accurate, which saves epochs at equal accuracy.",
+        claim="Part of airbench's 94 % on CIFAR-10, with the flip. Evaluations take three times the passes.",
         source="Jordan 2024, arXiv:2404.00498.",
         avoid="Left and right mean something, as in text or digits, or evaluation takes long.",
         audit="Images that were mirrored in training and are not in evaluation.",
@@ -88,13 +81,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="test-time shift",
         on=("eval.shift=1",),
         off=("eval.shift=0",),
-        why="A network with strides sees an image moved by a pixel differently; averaging several views is "
-        "more accurate, which saves epochs at the same accuracy.",
-        claim="airbench's 94 % on CIFAR-10 is counted with it, beside the flip. The forward passes of "
-        "evaluations treble.",
+        why="A strided network sees a moved image differently; averaging views saves epochs at equal "
+        "accuracy.",
+        claim="Part of airbench's 94 % on CIFAR-10, with the flip. Evaluations take three times the passes.",
         source="Jordan 2024, arXiv:2404.00498; KellerJordan/cifar10-airbench.",
-        avoid="A single pixel matters, as in 8 x 8 digits, outputs are pixels (refused), or evaluation takes"
-        " long.",
+        avoid="A single pixel matters, as in 8 x 8 digits, outputs are pixels (refused), or evaluation is "
+        "slow.",
         audit="Images that were cropped at random in training and are looked at once in evaluation.",
         needs=("images",),
         trial=("model=mlp", "model.hidden=[16]", *_RATE),
@@ -103,13 +95,11 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="moving average of the weights",
         on=("ema=ema",),
         off=("ema=none",),
-        why="The average of recent weights is about where a lower learning rate would have led, without the "
-        "extra steps.",
+        why="The average of recent weights is about where a lower rate would lead, without the extra steps.",
         claim="How Inception-v3 is evaluated on ImageNet; its own share is not given.",
-        source="Polyak, Juditsky 1992, 'Acceleration of Stochastic Approximation by Averaging'; Szegedy et"
-        " al. 2015, arXiv:1512.00567, section 8.",
-        avoid="Memory has no room for a copy of the weights, or the run has fewer steps than 1 / (1 - "
-        "ema.decay).",
+        source="Polyak, Juditsky 1992, 'Acceleration of Stochastic Approximation by Averaging'; Szegedy et "
+        "al. 2015, arXiv:1512.00567, section 8.",
+        avoid="No memory for a copy of the weights, or fewer steps than 1 / (1 - ema.decay).",
         audit="Figures that jump from evaluation to evaluation.",
         alternatives="average of the weights",
         trial=_RATE,
@@ -119,9 +109,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("ema=swa", "ema.swa_every=5steps"),
         off=("ema=none", "ema.swa_every=1epochs"),
         why="At a rate that stays high, the weights wander around a wide minimum; their mean lies inside it.",
-        claim="At the same length VGG-16 and ResNet-164 come to 73.9 and 79.8 % on CIFAR-100, where SGD "
-        "comes to 72.6 and 78.5 %; pretrained ResNets gain more than half a point on ImageNet in "
-        "ten more epochs.",
+        claim="At equal length VGG-16 and ResNet-164 reach 73.9 and 79.8 % on CIFAR-100, SGD 72.6 and 78.5 "
+        "%; pretrained ResNets gain over half a point on ImageNet in ten more epochs.",
         source="Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407.",
         avoid="The rate falls to zero by the end: the weights no longer wander.",
         audit="A constant or cyclic rate whose last weights are used.",
@@ -141,6 +130,6 @@ FAMILY = Family(
             "ema.swa_start=75%",
         ),
     ),
-    panel=panel,
+    panel=lambda average: {"average": average},
     techniques=TECHNIQUES,
 )

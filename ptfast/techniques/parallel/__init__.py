@@ -191,12 +191,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("parallel=ddp",),
         off=("parallel=single",),
-        why="Each rank takes a share of the batch, and gradients are averaged while backward is still "
-        "running.",
+        why="Each rank takes a share of the batch, and gradients are averaged while backward still runs.",
         claim="Nearly linear scaling to 256 GPUs, well configured (Li et al.).",
         source="Li et al. 2020, arXiv:2006.15704",
-        avoid="Ranks that share one device or its cores, or shares so small that sending gradients takes "
-        "longer than computing them.",
+        avoid="Ranks share one device or its cores, or their shares are too small to hide the sending.",
         audit="More than one visible GPU and parallel=single.",
         alternatives="parallel",
         trial=("micro_batches=2",),
@@ -206,10 +204,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("parallel=fsdp",),
         off=("parallel=single",),
-        why="Each rank keeps a share of the weights, gradients and optimizer state and gathers weights block"
-        " by block, so larger models and micro-batches fit.",
-        claim="Comparable to the speed of DDP, with significantly larger models and nearly linear scaling "
-        "(Zhao et al.).",
+        why="Each rank keeps a share of weights, gradients and state and gathers block by block: more fits.",
+        claim="About DDP's speed, for significantly larger models and nearly linear scaling (Zhao et al.).",
         source="Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054",
         avoid="The model fits on a device several times over: ranks send half as much again as with ddp.",
         audit="Several GPUs, and a model whose weights, gradients and optimizer state take most of one.",
@@ -220,8 +216,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="gradients as views of buckets",
         kind="exact",
         on=("parallel.gradient_as_bucket_view=true",),
-        why="Gradients are written directly into the communication buffers, which saves a copy in time and "
-        "memory.",
+        why="Gradients are written directly into the communication buffers, which saves a copy.",
         claim="Saves memory of the size of all gradients (PyTorch's documentation).",
         source="PyTorch, torch.nn.parallel.DistributedDataParallel",
         avoid="Your code detaches gradients in place.",
@@ -233,8 +228,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("parallel.bucket_mb=100",),
         off=("parallel.bucket_mb=25",),
         why="Fewer, larger messages lose less to latency; smaller ones start earlier during backward.",
-        claim="The best size depends on the model, the network and the number of GPUs (Li et al.); 25 MB is "
-        "PyTorch's default.",
+        claim="The best size depends on model, network and number of GPUs (Li et al.); torch's default is 25 "
+        "MB.",
         source="Li et al. 2020, arXiv:2006.15704",
         avoid="Fast interconnects, where steps rarely wait for the default of 25 MB.",
         audit="A trace in which short reductions follow one another, or a long one ends well after backward.",
@@ -244,11 +239,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("parallel.static_graph=true",),
         why="DDP records once which parameters are used in which order and stops checking.",
-        claim="Spares the walk over the graph that unused parameters otherwise take in every step; with all "
-        "parameters used, little.",
+        claim="Saves the walk over the graph that unused parameters otherwise need in every step; little "
+        "without any.",
         source="PyTorch, torch.nn.parallel.DistributedDataParallel",
-        avoid="Models that use different parameters from step to step, and several micro-batches per rank, "
-        "which torch does not support with it.",
+        avoid="Models use other parameters from step to step, or ranks have several micro-batches (refused).",
         audit="parallel.unused_parameters=true and a model that leaves out the same ones in every step.",
     ),
     _parallel(
@@ -283,8 +277,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("parallel.compression=powersgd", "parallel.powersgd_start=2"),
         off=("parallel.compression=none", "parallel.powersgd_start=1000"),
         why="Ranks exchange two thin matrices per gradient and send the approximation error later.",
-        claim="ResNet-18 on CIFAR-10, 16 GPUs over 10 Gbit/s Ethernet: about a quarter less time per batch "
-        "at rank 2 and the same test accuracy (Vogels et al.).",
+        claim="ResNet-18 on CIFAR-10, 16 GPUs over 10 Gbit/s Ethernet: a batch takes about a quarter less "
+        "time at rank 2, at the same test accuracy (Vogels et al.).",
         source="Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727",
         avoid="Fast networks, or no memory for one more copy of the gradients.",
         audit="Machines joined by Ethernet, whose steps take much longer than those of one machine.",
@@ -295,8 +289,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="BatchNorm over all ranks",
         kind="training",
         on=("parallel.sync_batchnorm=true",),
-        why="Statistics over a few samples per rank are noisy; computed over all ranks, small shares train "
-        "like one large batch.",
+        why="Statistics over a rank's few samples are noisy; over all ranks they are those of one large "
+        "batch.",
         claim="Lets detectors with 2 images a GPU train in batches of 256 (Peng et al.).",
         source="Ioffe, Szegedy 2015, arXiv:1502.03167; Peng et al. 2018, MegDet, arXiv:1711.07240",
         avoid="32 or more samples per rank: every layer makes all ranks wait twice.",

@@ -66,11 +66,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     _precision(
         name="mixed precision",
         on=("precision=amp",),
-        why="Half-precision numbers halve memory traffic and use matrix units; the format is chosen by "
-        "device.",
+        why="Half-precision numbers halve memory traffic and use matrix units; the device decides the "
+        "format.",
         claim="1.5 to 5.5x over float32 on V100s, and 1.3 to 2.5x more on A100s, on a variety of networks.",
-        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should "
-        "Know About Mixed Precision Training in PyTorch'.",
+        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should Know "
+        "About Mixed Precision Training in PyTorch'.",
         avoid="The loss needs float32 throughout; CPUs without bf16 instructions stay at fp32.",
         audit="A forward pass outside torch.autocast on a device with matrix units.",
         needs=("half",),
@@ -91,11 +91,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     _precision(
         name="float16 autocast",
         on=("precision=amp_fp16",),
-        why="Half-precision products with three more bits than bf16; loss scaling makes up for the smaller "
+        why="Half-precision products, three bits finer than bf16; loss scaling makes up for the smaller "
         "range.",
         claim="1.5 to 5.5x over float32 on V100s, on a variety of networks.",
-        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should "
-        "Know About Mixed Precision Training in PyTorch'.",
+        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should Know "
+        "About Mixed Precision Training in PyTorch'.",
         avoid="bf16 is as fast: steps whose scaled gradients overflow are lost.",
         audit="bf16 on a GPU before Ampere, or a GradScaler beside an optimizer that is not fused.",
         needs=("fp16",),
@@ -104,8 +104,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="bfloat16 weights",
         on=("precision=bf16_true",),
         why="Weights, gradients and optimizer state take half the memory, and no step casts them.",
-        claim="Half of float32's memory; rounding to the nearest cancels small updates, which can cost "
-        "accuracy.",
+        claim="Half of float32's memory; rounding cancels small updates, which can cost accuracy.",
         source="Zamirai et al. 2020, arXiv:2010.06192.",
         avoid="Small learning rates: a bf16 weight ignores changes below about 1/256 of its value.",
         audit="A model that fits into memory only in half width, trained with autocast.",
@@ -116,15 +115,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="float8 products",
         on=("precision.float8=true",),
         off=("precision.float8=false",),
-        why="Matrix units multiply 8-bit numbers twice as fast as 16-bit ones, and linear layers dominate a "
-        "large transformer.",
+        why="Matrix units multiply 8-bit numbers twice as fast; large transformers are mostly linear layers.",
         claim="Up to 1.25 times the throughput of compiled bfloat16 for 8 billion parameters on 8 GPUs, up "
         "to 1.5 times for 405 billion on 512.",
         source="torchao documentation, 'Quantized Training'; Micikevicius et al. 2022, arXiv:2209.05433.",
-        avoid="Layers have fewer than some thousand channels, or nothing is compiled: scaling and rounding "
-        "then cost more than they save.",
-        audit="A transformer of a billion parameters or more in bfloat16 on a GPU of capability 8.9 or "
-        "later.",
+        avoid="Layers have under some thousand channels, or are not compiled: scaling and rounding cost "
+        "more.",
+        audit="A bfloat16 transformer of a billion parameters or more on a GPU of capability 8.9 or later.",
         needs=("float8",),
         trial=("precision=bf16", "model=mlp", "model.hidden=[32,32]"),
         drift=0.05,
@@ -147,8 +144,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("precision.matmul_precision=auto",),
         off=("precision.matmul_precision=highest",),
         why="On some CPUs torch's `medium` setting selects another library that is faster at full precision.",
-        claim="As much as the CPU's quicker kind gives, which is timed before it is taken; no "
-        "figure is given.",
+        claim="That of the CPU's quicker kind, which is timed before it is taken; no figure is given.",
         source="PyTorch documentation of torch.set_float32_matmul_precision.",
         avoid="Layers with about 64 features, whose products are too small for it.",
         audit="Large float32 Linear layers on a CPU at the setting `highest`.",

@@ -31,13 +31,13 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="channels last",
         kind="reordered",
         on=("rewrites.channels_last=true",),
-        why="Convolution kernels read all channels of a pixel together; the default layout is converted back"
-        " and forth around each of them.",
-        claim="8 to 35 % on Volta GPUs, 26 to 76 % on Intel's CPUs since Ice Lake (PyTorch); over 796 "
-        "models under AMP on an RTX 3090 the median is 1.11 times, ResNet-50 1.47, ViT 1.0 and "
-        "RegNetY 0.38 (timm's tables).",
-        source="PyTorch tutorial 'Channels Last Memory Format'; timm, results/"
-        "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv beside that of nchw.",
+        why="Convolutions read all channels of a pixel together; the default layout is converted around "
+        "each.",
+        claim="8 to 35 % on Volta GPUs, 26 to 76 % on Intel's CPUs since Ice Lake (PyTorch); over 796 models "
+        "under AMP on an RTX 3090 the median is 1.11 times, ResNet-50 1.47, ViT 1.0 and RegNetY 0.38 (timm's "
+        "tables).",
+        source="PyTorch tutorial 'Channels Last Memory Format'; timm, "
+        "results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv beside that of nchw.",
         avoid="Most convolutions are grouped or depthwise, or the model has none.",
         audit="Convolution weights that are contiguous in the default layout in a model of images.",
         about=("rewrites/default",),
@@ -48,13 +48,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="no bias before batch norm",
         kind="reordered",
         on=("rewrites.bias_before_norm=false",),
-        why="BatchNorm subtracts the mean and with it any bias, so adding the bias and reducing its gradient"
-        " are wasted passes over the activations.",
+        why="BatchNorm subtracts any bias again, so adding it and reducing its gradient are wasted passes.",
         claim="Some memory-bound kernels fewer for each such layer; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Disable bias for convolutions directly followed by a "
         "batch norm'; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.",
-        avoid="A pattern in optimizer.groups names such a bias, or the bias should keep training after its "
-        "norm is frozen.",
+        avoid="A pattern in optimizer.groups names such a bias, or it should train on once its norm is "
+        "frozen.",
         audit="A convolution or linear layer with a bias, whose output goes to one BatchNorm alone.",
         about=("rewrites/default",),
         needs=("batchnorm",),
@@ -64,11 +63,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="chunked loss",
         kind="reordered",
         on=("rewrites.chunked_loss=true",),
-        why="With a large vocabulary, the logits, their softmax and its gradient are the largest "
-        "activations; in chunks they never exist all at once.",
-        claim="The memory of the loss of Gemma 2 (2B) falls from 24 GB to 1 MB, at the same speed, by "
-        "kernels of the source's own; without them it pays where there are more tokens than channels, and "
-        "more words in the vocabulary than channels.",
+        why="Logits over a large vocabulary, their softmax and gradient never exist all at once.",
+        claim="The memory of the loss of Gemma 2 (2B) falls from 24 GB to 1 MB at the same speed, by the "
+        "source's own kernels; without them it pays where tokens and vocabulary outnumber channels.",
         source="Wijmans et al. 2024, arXiv:2411.09009.",
         avoid="The vocabulary is no larger than the model's width, or memory is not short.",
         audit="A language model whose vocabulary is many times its width, and logits of the whole batch.",

@@ -63,8 +63,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="warm-up",
         on=("schedule.warmup=20%",),
         off=("schedule.warmup=0",),
-        why="The first steps are short while gradients change quickly, which allows a higher rate "
-        "afterwards.",
+        why="The first steps are short while gradients change quickly, which allows a higher rate later.",
         claim="Without it ResNet-50 at a batch of 8,192 loses accuracy; with it, it has that of 256.",
         source="Goyal et al. 2017, arXiv:1706.02677.",
         avoid="The schedule already starts low, as one cycle and triangular schedules do.",
@@ -76,7 +75,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("schedule=onecycle",),
         why="A very high rate in the middle of the run acts as regularisation, so a shorter run is enough.",
         claim="ResNet-56 on CIFAR-10: 92.4 % after 10,000 iterations, 90.3 % in steps after 80,000 (Smith's "
-        "logs); the fair comparison, steps over as short a run, is not among them.",
+        "logs), which lack the fair comparison, steps over as short a run.",
         source="Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.",
         avoid="The length of the run is not known in advance.",
         audit="A constant rate, or one divided now and then, over many epochs.",
@@ -94,8 +93,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="cycled momentum",
         on=("schedule=onecycle", "schedule.momentum_max=0.95", "schedule.momentum_min=0.85"),
         off=("schedule=onecycle", "schedule.momentum_max=null", "schedule.momentum_min=null"),
-        why="Lower momentum while the rate is high keeps the effective step size in check, which allows a "
-        "higher rate.",
+        why="Low momentum at a high rate keeps the effective step in check, which allows a higher rate.",
         claim="Part of one cycle: as good as the best constant momentum, and stable at higher rates.",
         source="Smith 2018, arXiv:1803.09820, section 4.3.",
         avoid="The optimizer has no momentum; the panel then says that it is not cycled.",
@@ -124,8 +122,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="linear decay",
         on=("schedule=linear",),
         why="The rate falls to zero in a straight line, so the last steps are small enough to settle.",
-        claim="Better overall than the other usual schedules, cosine included, on ten problems of deep "
-        "learning.",
+        claim="Better overall than other usual schedules, cosine included, on ten problems of deep learning.",
         source="Defazio, Cutkosky, Mehta, Mishchenko 2023, arXiv:2310.07831.",
         avoid="The run is to be extended later.",
         audit="A constant rate.",
@@ -133,10 +130,9 @@ TECHNIQUES: tuple[Technique, ...] = (
     _schedule(
         name="warm-up, stable, decay",
         on=("schedule=wsd",),
-        why="The rate stays high for longer than with a cosine, and a state from before the decay can be "
-        "continued to any length.",
-        claim="With a decay over 10 to 20 % of the run about as good as a cosine of the same length on "
-        "language models; a decay of one minus the root is better than a straight line.",
+        why="The rate stays high longer than a cosine's, and a state before the decay can be continued.",
+        claim="With a decay over 10 to 20 % of the run about as good as a cosine of equal length on language "
+        "models; one minus the root decays better than a straight line.",
         source="Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.",
         avoid="You use weights from before the decay: a rate that falls throughout gives better ones.",
         audit="Several cosine runs of different lengths from the same start.",
@@ -145,10 +141,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="polynomial decay",
         on=("schedule=polynomial",),
         why="The rate falls quickly at first and slowly towards zero at the end.",
-        claim="Used with LARS at large batches with power 2, with LAMB with power 1, and for segmentation"
-        " with power 0.9.",
-        source="You, Gitman, Ginsburg 2017, arXiv:1708.03888; You et al. 2020, arXiv:1904.00962; Chen et "
-        "al. 2016, arXiv:1606.00915.",
+        claim="Used with LARS at large batches (power 2), LAMB (power 1) and for segmentation (power 0.9).",
+        source="You, Gitman, Ginsburg 2017, arXiv:1708.03888; You et al. 2020, arXiv:1904.00962; Chen et al. "
+        "2016, arXiv:1606.00915.",
         avoid="The run is to be extended later.",
         audit="A constant rate.",
     ),
