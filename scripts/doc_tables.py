@@ -1,11 +1,12 @@
 """Write the tables of docs/ that follow from the code: scripts/doc_tables.py
 
-The tables of docs/techniques.md, from the catalogue, and of docs/audit.md, from its checks; new options in
-the table of docs/config.md.
+The tables of docs/techniques.md, from the catalogue, and of docs/audit.md, from its checks; where techniques
+act in docs/extending.md; new options in the table of docs/config.md.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -54,6 +55,28 @@ def checks(text: str) -> str:
     return "\n".join([before + mark, "", "| area | check | what it finds |", "|---|---|---|", *rows, ""])
 
 
+def stages(text: str) -> str:
+    """`text` with the table of what acts in which stage written anew, in the order of the calls."""
+    from ptfast.config.catalogue import FAMILIES
+    from ptfast.training import build, step
+
+    before, header, rest = text.partition("| stage | what acts there |\n|---|---|\n")
+    assert header, "extending.md has lost its table of stages"
+    calls = inspect.getsource(build.build)
+    modules = {**vars(build), **vars(step)}
+    acting = {stage for family in FAMILIES for stage in family.acts}
+    rows = []
+    for stage in sorted(acting, key=lambda stage: calls.find(f"{stage}(") % (len(calls) + 1)):
+        code = inspect.getsource(modules[stage])
+        found = [
+            (code.find(name.rpartition(".")[2]), f"`{name.rpartition('.')[2]}` ({family.name})")
+            for family in FAMILIES
+            for name in family.acts.get(stage, ())
+        ]
+        rows.append(f"| `{stage}` | {', '.join(words for _, words in sorted(found))} |\n")
+    return before + header + "".join(rows) + rest[re.match(r"(\|.*\n)*", rest).end() :]  # type: ignore[union-attr]
+
+
 def groups(text: str) -> str:
     """`text` with each option that its group's row does not name behind those that it does."""
     before, heading, after = text.partition("## Groups and options\n")
@@ -76,6 +99,7 @@ def _with_new_options(line: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, written in {"techniques.md": techniques, "config.md": groups, "audit.md": checks}.items():
+    pages = {"techniques.md": techniques, "config.md": groups, "audit.md": checks, "extending.md": stages}
+    for page, written in pages.items():
         file = DOCS / page
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")

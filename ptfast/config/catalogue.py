@@ -31,15 +31,13 @@ from ptfast.techniques import (
 
 __all__ = ["CATALOGUE", "FAMILIES", "PROMISES", "Kind", "Need", "Technique"]
 
-FAMILIES: tuple[Family, ...] = tuple(
-    part.FAMILY
-    for part in (
-        *(loaders, sampling, decoding, debug, optim, schedule, gradients),
-        *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
-        *(parallel, models, loop_practices),
-    )
+PARTS = (
+    *(loaders, sampling, decoding, debug, optim, schedule, gradients),
+    *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
+    *(parallel, models, loop_practices),
 )
-"""In the order of the table of techniques."""
+"""The modules of the families, in the order of the table of techniques."""
+FAMILIES: tuple[Family, ...] = tuple(part.FAMILY for part in PARTS)
 
 CATALOGUE: tuple[Technique, ...] = tuple(each for family in FAMILIES for each in family.techniques)
 

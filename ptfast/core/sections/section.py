@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -190,10 +190,9 @@ class Technique:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Everything that a part of the package states about its keys, beside their section.
+    """A family of techniques: what it states about its keys, beside their section, and where it acts.
 
-    It loads no torch. `ptfast.config.catalogue` collects the families; the code that acts is called by a
-    stage of `ptfast.training.build`.
+    It loads no torch. `ptfast.config.catalogue` collects the families.
     """
 
     name: str = ""
@@ -204,6 +203,9 @@ class Family:
     """Requirements that this machine lacks; checked where nothing else is wrong."""
     unused: tuple[Unused, ...] = ()
     """Keys that another choice leaves without effect."""
+    acts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The functions and classes of its folder that act in a run, as `module.name`, by the stage of
+    `training/build.py` that calls them, or `Trainer`, the step."""
     free_keys: tuple[str, ...] = ()
     """Keys that may change between a run and its continuation."""
     panel: Callable[..., dict[str, object]] = dict

@@ -202,6 +202,7 @@ FAMILY = Family(
             "batching=buckets",
         ),
     ),
+    acts={"build_plan": ("length_buckets.LengthPlan",), "build_loaders": ("sample_orders.build_order",)},
     panel=panel,
     techniques=TECHNIQUES,
 )

@@ -247,6 +247,7 @@ FAMILY = Family(
             "augment=resized_crop",
         ),
     ),
+    acts={"build_loaders": ("augment_plan.build_augment", "mixup_cutmix.build_mix")},
     panel=panel,
     techniques=TECHNIQUES,
 )

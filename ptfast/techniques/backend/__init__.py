@@ -100,6 +100,10 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="backend",
     rules=(repeatable_kernels,),
+    acts={
+        "build": ("torch_settings.resolve_device",),
+        "set_up_machine": ("torch_settings.apply_backend", "torch_settings.watch_shapes"),
+    },
     free_keys=("backend.hold_memory",),
     panel=panel,
     techniques=TECHNIQUES,

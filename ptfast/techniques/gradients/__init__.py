@@ -119,6 +119,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="gradients",
     rules=(one_way_of_clipping,),
+    acts={"add_optimizer": ("clipping.build_clipper",)},
     panel=panel,
     techniques=TECHNIQUES,
 )

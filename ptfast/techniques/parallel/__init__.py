@@ -319,6 +319,10 @@ FAMILY = Family(
             "parallel.nnodes=2",
         ),
     ),
+    acts={
+        "shape_model": ("sync_batchnorm.apply_sync_batchnorm", "fsdp.Sharded", "ddp.GradientAveraging"),
+        "Trainer": ("sync_batchnorm.RunningStatistics",),
+    },
     free_keys=tuple(
         f"parallel.{name}"
         for name in (

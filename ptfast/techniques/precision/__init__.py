@@ -156,6 +156,11 @@ FAMILY = Family(
     name="precision",
     rules=(float8_under_bf16,),
     machine_rules=(formats_of_the_device,),
+    acts={
+        "set_up_machine": ("number_formats.build_precision",),
+        "place_model": ("number_formats.apply_half_weights", "number_formats.apply_float8"),
+        "Trainer": ("number_formats.ScaledSteps",),
+    },
     panel=panel,
     techniques=TECHNIQUES,
 )

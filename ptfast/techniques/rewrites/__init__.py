@@ -77,6 +77,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="rewrites",
+    acts={"place_model": ("model_rewrites.apply_rewrites",)},
     panel=panel,
     techniques=TECHNIQUES,
 )

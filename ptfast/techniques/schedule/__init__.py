@@ -170,6 +170,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="schedule",
     rules=(warmup_within_run, rising_milestones),
+    acts={"add_schedule": ("scheduled_run.build_shape", "scheduled_run.build_schedule")},
     panel=panel,
     techniques=TECHNIQUES,
 )
