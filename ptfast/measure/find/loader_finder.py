@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,17 +64,6 @@ class LoaderSetup(NamedTuple):
             }
         return found
 
-    def label(self, config: Config) -> str:
-        """Its kind, and what else differs from `config`, but for the number of workers."""
-        words = [self.kind]
-        if self.workers and self.prefetch != config.dataloader.prefetch:
-            words.append(f"prefetch {self.prefetch}")
-        if self.workers and self.threads != config.backend.worker_threads:
-            words.append(f"{self.threads} thread" + "s" * (self.threads != 1))
-        if self.read_ahead:
-            words.append("read ahead")
-        return ", ".join(words)
-
 
 PLAIN = LoaderSetup("plain")
 
@@ -105,12 +94,7 @@ def find_workers(
     """
     check_outputs(out, write)
     with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / PASSES) as laboratory:
-
-        def on_loader(loader: LoaderSetup) -> None:
-            rate, waiting = grouped(search.figure(loader, "samples_per_s")), search.figure(loader, "waiting")
-            say(f"  {search.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
-
-        search = LoaderSearch(laboratory, config, arguments, most, on_loader)
+        search = LoaderSearch(laboratory, config, arguments, most)
         say(f"measuring loaders beside the training, {seconds:g} s each")
         search.run()
     _show(search)
@@ -139,19 +123,13 @@ class LoaderSearch:
 
     Args:
         most: worker processes of each rank; None for as many as a machine of this size may want.
-        on_loader: called with each loader as its first figures are there.
     """
 
     def __init__(
-        self,
-        laboratory: Laboratory,
-        config: Config,
-        arguments: Sequence[str],
-        most: int | None = None,
-        on_loader: Callable[[LoaderSetup], None] = lambda loader: None,
+        self, laboratory: Laboratory, config: Config, arguments: Sequence[str], most: int | None = None
     ) -> None:
         self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
-        self.most, self._on_loader = most or 0, on_loader
+        self.most = most or 0
         self.blocks: list[list[tuple[LoaderSetup, Measured]]] = []
         self.failed: dict[LoaderSetup, str] = {}
         """The reasons why loaders cannot be had."""
@@ -263,12 +241,18 @@ class LoaderSearch:
             return statistics.median(facts["memory"][0] for facts in runs if "memory" in facts)
         return statistics.median(facts[name] for facts in runs if name in facts)
 
-    def label(self, loader: LoaderSetup) -> str:
-        """Its name in lines of text."""
-        found = loader.label(self.config)
-        if loader.workers == 1:
-            found = found.replace("workers", "worker", 1)
-        return f"{loader.workers} {found}" if loader.workers else found
+    def label(self, loader: LoaderSetup, *, counts: bool = True) -> str:
+        """Its kind, and what else differs from the config; `counts` if the number of workers is told."""
+        words = [loader.kind]
+        if loader.workers and counts:
+            words = [f"{loader.workers} worker" + "s" * (loader.workers != 1)]
+        if loader.workers and loader.prefetch != self.config.dataloader.prefetch:
+            words.append(f"prefetch {loader.prefetch}")
+        if loader.workers and loader.threads != self.config.backend.worker_threads:
+            words.append(f"{loader.threads} thread" + "s" * (loader.threads != 1))
+        if loader.read_ahead:
+            words.append("read ahead")
+        return ", ".join(words)
 
     def settings(self) -> dict[str, Any]:
         """The values to set for the chosen loader, by key; a thread that nobody asked for is left out."""
@@ -284,10 +268,13 @@ class LoaderSearch:
         measured = self.laboratory.measure([self._words(loader) for loader in loaders])
         self.blocks.append(list(zip(loaders, measured, strict=True)))
         for loader, run in self.blocks[-1]:
-            if run.time is None and loader not in before:
+            if loader in before:
+                continue
+            if run.time is None:
                 self.failed[loader] = run.why
-            elif loader not in before:
-                self._on_loader(loader)
+                continue
+            rate, waiting = grouped(self.figure(loader, "samples_per_s")), self.figure(loader, "waiting")
+            say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
 
     def _words(self, loader: LoaderSetup) -> list[str]:
         # What grows is measured at its full size.
@@ -375,7 +362,7 @@ def _show(search: LoaderSearch) -> None:
             ratio, (low, high) = effects[loader].ratio, effects[loader].interval()
             interval = f"{low:.2f}-{high:.2f}"
         row = {
-            "loader": search.label(loader) if narrow else loader.label(search.config),
+            "loader": search.label(loader, counts=narrow),
             "workers": str(loader.workers),
             "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
             "of the best": f"{ratio:.2f}",
