@@ -33,7 +33,7 @@ LEAST_S = 30.0
 """A shorter budget is refused at once."""
 BEST, PICTURE = "best.yaml", "ablate.png"
 CHEAPER_STEPS = ("batching", "optimizer")
-"""Families whose techniques change the training but may make a step cheaper."""
+"""Families whose techniques change the training but can make a step cheaper."""
 COMPILES = "it compiles: add --compile"
 
 
@@ -132,14 +132,14 @@ def choose(
 def _unfit(
     technique: Technique, meets: Collection[Need], machine: ThisMachine, compiles: bool, is_named: bool
 ) -> str:
-    """Why a technique is not measured; empty where it is."""
+    """Why a technique is not measured; empty if it is."""
     if not technique.on:
         return "it is always on"
     here = verdict(technique, machine)
     if not here.applies:
         return here.text.removeprefix("no: ")
     for need, where in OF_THE_RUN.items():
-        # Only composing tells if the data is a pack.
+        # Whether the data is a pack shows only when the config is composed.
         if need in technique.needs and need not in meets and need != "pack":
             return f"it acts {where}"
     if "compiler" in technique.needs and not compiles:
@@ -152,7 +152,7 @@ def _unfit(
 
 
 def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
-    """Print the techniques by worth, what was not measured, and the pick with what it came to."""
+    """Print the techniques by worth, those not measured and why, and the pick with its speed."""
     say()
     rows: list[list[str]] = []
     for finding, effect in ablation.measured:

@@ -1,4 +1,4 @@
-"""An ablation: every switch looked at alone, all of them in one designed experiment, the pick run again."""
+"""An ablation: each switch is tried alone, all run in one designed experiment, and the pick is run again."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
-"""Parts of the time after looking that confirm the pick, and at most for what stays out of the plan."""
+"""Parts of the time left after looking: to confirm the pick, and the most for what stays out of the plan."""
 POOR_FIT = 2.0
-"""The plan fits poorly where it leaves so many times what two processes of one config differ by."""
+"""The plan fits poorly if it leaves so many times the difference between two processes of one config."""
 GAIN = 0.005
-"""A switch is picked if it is expected to gain this part."""
+"""Smallest expected gain of a switch that is picked."""
 LEAST_BLOCKS = 3
 OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "backend.threads=")
-"""Families and words of techniques that stay out of the plan, as those that change the training do: they
-start processes, compile, or change a step so much that other switches act differently beside them."""
+"""Techniques that stay out of the plan, as those that change the training do: they start processes, compile,
+or change a step so much that other switches act differently beside them."""
 NOT_REACHED = "not reached"
 NOTHING = "it changes nothing here"
 SEED = 0
 PER_STEP = ("reduced", "training")
-"""Classes of which a faster step is not yet the same loss sooner."""
+"""Classes whose faster steps need not reach the same loss sooner."""
 
 
 @dataclass
 class Worth:
-    """What was found of one technique."""
+    """The findings on one technique."""
 
     technique: Technique
     effect: Effect | None = None
-    """On the speed, with the others around it; None where it was not measured."""
+    """On the speed, averaged over the other switches; None if it was not measured."""
     expected: float = 0.0
-    """Log ratio to expect, less what it owes to luck."""
+    """Expected log ratio, less what it owes to luck."""
     verdict: Verdict = "cannot tell"
     why: str = ""
     """Why it was not measured."""
@@ -61,12 +61,12 @@ class Worth:
 
     @property
     def words(self) -> str:
-        """The verdict in words; of what changes the result, on the step alone."""
+        """The verdict in words; techniques that change the result are only faster per step."""
         per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
         return f"{self.verdict} per step" if per_step else self.verdict
 
     def note(self, measured: Measured, base: Measured | None) -> None:
-        """Note why a run with it has failed, or by how much its first losses differ from those of `base`."""
+        """Note why a run with it failed, or by how much its first losses differ from those of `base`."""
         self.why = measured.why
         loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
         if loss is not None and of_base:
@@ -86,7 +86,7 @@ class Confirmed:
 
 
 class Ablation:
-    """Measures techniques within the budget of a laboratory; `on_stage` gets a line as something is done."""
+    """Measures techniques within the budget of a laboratory; `on_stage` gets a line for each stage done."""
 
     def __init__(
         self, laboratory: Laboratory, arguments: Sequence[str], on_stage: Callable[[str], None]
@@ -107,7 +107,7 @@ class Ablation:
         self._memory: list[list[float]] = []
 
     def begin(self) -> Measured:
-        """Build plain and the config as given, as one trial each, whose errors are the user's."""
+        """Build plain and the config as given in a trial each, and raise their errors as the user's."""
         configs = [self._words([]), self.arguments]
         for words in configs:
             read_config(words)
@@ -122,10 +122,7 @@ class Ablation:
         return plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
-        """Build each technique of the plan alone over plain, and sort out what fails or changes nothing.
-
-        The plan then has a factor for each switch, or for the alternatives of a group.
-        """
+        """Build each technique alone over plain; those that work and change something become factors."""
         self.findings = [Worth(technique) for technique in techniques]
         plain = _tree(self._words([]))
         for finding in self.findings:
@@ -159,7 +156,7 @@ class Ablation:
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
         start_s = self.laboratory.left_s
-        # Three of them take as long as four runs of the plan.
+        # A block of three and their baseline takes as long as a block of the plan.
         num_blocks = -(-len(self.apart) // 3)
         apart_s = min(APART * start_s, 2 * num_blocks * self._block_s)
         self._measure_plan(CONFIRM * start_s + apart_s)
@@ -169,20 +166,17 @@ class Ablation:
 
     @property
     def apart(self) -> list[Worth]:
-        """What is measured beside the pick."""
+        """Techniques that are measured beside the pick."""
         return [finding for finding in self.findings if finding.is_apart]
 
     @property
     def measured(self) -> list[tuple[Worth, Effect]]:
-        """What has a figure, the fastest first."""
+        """Techniques with a figure, the fastest first."""
         found = [(each, each.effect) for each in self.findings if each.effect is not None and not each.why]
         return sorted(found, key=lambda pair: -pair[1].log_ratio)
 
     def _measure_plan(self, reserve_s: float) -> None:
-        """Measure blocks of the plan until `reserve_s` are left, and estimate every effect.
-
-        Less is left where it takes more blocks to tell all effects apart.
-        """
+        """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart."""
         if not self.factors:
             return
         laboratory, enough = self.laboratory, math.ceil((len(columns(self.factors)) + SPARE_DOF) / 3)
@@ -205,7 +199,7 @@ class Ablation:
         self.estimate()
 
     def estimate(self) -> None:
-        """Estimate effects, what to expect of each, and the pick."""
+        """Estimate the effects and what to expect of each, and make the pick."""
         self.fitted = fitted = fit(self.factors, self.blocks, self.times)
         memory = fit(self.factors, self.blocks, self._memory)
         for place, (factor, level) in enumerate(columns(self.factors)):
@@ -253,7 +247,7 @@ class Ablation:
     def _confirm(self) -> None:
         """Run the pick again in fresh processes, against plain and the config as given.
 
-        Where some of it is not sure to gain, what is sure runs beside it, and is the pick if that is quicker.
+        If some of it is not sure to gain, the sure part runs too, and becomes the pick if it is quicker.
         """
         sure = [each.technique for each in self.findings if each.effect and each.effect.interval()[0] > 1]
         sure = [technique for technique in self.picked if technique in sure]
@@ -282,7 +276,7 @@ class Ablation:
         self.confirmed = Confirmed(best, over_given, fitted.residual_sd)
 
     def _judge(self) -> None:
-        """The verdicts of the whole table, with what two processes of one config are known to differ by."""
+        """The verdicts of the whole table, given how much processes of one config differ."""
         sd, dof = self._noise
         for finding in self.apart:
             if finding.log_ratios and sd:
@@ -298,16 +292,13 @@ class Ablation:
         log_ratio = sum(f.expected for f in self.findings if f.technique in self.picked)
         for *pair, more in self.pairs:
             first, second = (any(each in self.picked for each in term) for term in pair)
-            # Effects are estimated with the other one on in half of all runs.
+            # Each effect was estimated with the other switch on in half of the runs.
             log_ratio -= more / 2 if first != second else 0.0
         return math.exp(log_ratio)
 
     @property
     def pairs(self) -> list[tuple[list[Technique], list[Technique], float]]:
-        """Techniques that do more or less together, any of the first beside any of the second, than alone.
-
-        With the log ratio of that.
-        """
+        """Interactions: any of the first techniques beside any of the second, and the log ratio of that."""
         known = [self._members[factor][level - 1].technique for factor, level in columns(self.factors)]
         found = self.fitted.pairs if self.fitted is not None else []
         return [
@@ -316,13 +307,13 @@ class Ablation:
 
     @property
     def best_words(self) -> list[str]:
-        """Overrides of the pick over the user's words; none where the config as given is faster."""
+        """Overrides of the pick over the user's words; none if the config as given is faster."""
         is_pick = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
         return _switched_on(self.picked) if is_pick and self.picked else []
 
     @property
     def _noise(self) -> tuple[float, float]:
-        """The deviation of a process, and its degrees of freedom, by the plan and by the pick's own runs."""
+        """The deviation of processes and its degrees of freedom, from the plan and the pick's own runs."""
         known = [effect for effect in self.fitted.effects if effect] if self.fitted is not None else []
         of_plan = (self.fitted.residual_sd, known[0].dof) if self.fitted is not None and known else (0.0, 0.0)
         of_pick = self._noise_of_pick
@@ -338,20 +329,20 @@ class Ablation:
 
     @property
     def process_sd(self) -> float | None:
-        """By how much two processes of one config differ, as a part."""
+        """How much two processes of one config differ, as a part."""
         return math.sqrt(2) * self._noise[0] or None
 
     @property
     def fits_poorly(self) -> bool:
-        """Return True if switches together do other than they do one by one, by more than chance explains."""
+        """Return True if switches interact more than chance explains."""
         sd, dof = self._noise_of_pick
         return self.fitted is not None and dof > 1 and self.fitted.residual_sd > POOR_FIT * sd
 
     def _is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.
 
-        What leaves the result as it is may, up to rounding. Lower precision may where the config as given has
-        some, and what changes the training where that very thing is on there.
+        Exact and reordered ones may. Lower precision may if the config as given has some, and a technique
+        that changes the training if it is on there.
         """
         if technique.kind in ("exact", "reordered"):
             return True
@@ -364,7 +355,6 @@ class Ablation:
         return merge(self.arguments, _switched_on(techniques))
 
     def receipt(self) -> dict[str, Any]:
-        """Every run, its figures and how far it is trusted, as plain values."""
         fitted, laboratory = self.fitted, self.laboratory
         environment = (self.plain.facts if self.plain else {}).get("environment", {})
         findings = [

@@ -1,4 +1,4 @@
-"""`ptfast ablate --claims`: what the sources of the techniques promise, beside what this machine shows."""
+"""`ptfast ablate --claims`: what the sources of the techniques promise, and what this machine shows."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Claim:
 
     Args:
         says: the promise in the source's figures.
-        source: who says it, and of what.
+        source: who makes it, and for what.
         workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for data made for it.
         without, with_it: overrides of the run without the technique, and of that with it.
         least, most: the range in which the ratio has to lie: of samples per second, or of memory saved
             (without over with); above 1 is better. A gain above the claimed range confirms it.
-        takes: what a test would take that no trial of some seconds can give; there is no workload then.
-        against: what the technique is compared with, where that is no override.
+        takes: what a test would need beyond a trial of seconds; there is no workload then.
+        against: the baseline, where that is not an override.
     """
 
     technique: str
@@ -238,7 +238,7 @@ def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
 
 
 def _compare(claim: Claim, pair: Pair, num_pairs: int) -> tuple[Finding, str, str]:
-    """What a pair says of a claim, the ratio that it shows, and why it shows none."""
+    """The finding of a pair on a claim, the ratio it shows, and the reason if it shows none."""
     effect = pair.effect()
     if effect is None:
         return "cannot tell", "", pair.why or NOT_REACHED
@@ -251,7 +251,7 @@ def _compare(claim: Claim, pair: Pair, num_pairs: int) -> tuple[Finding, str, st
 
 NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
 LENGTHS = (8, 256)
-"""Shortest and longest text in characters; most are short, as texts of people are."""
+"""Shortest and longest text in characters; most are short, as people's texts are."""
 
 
 def filled_in(words: Words, folder: Path) -> Words:
@@ -287,9 +287,9 @@ def _make_texts(path: Path, chance: np.random.Generator) -> None:
 
 
 class ZeroedResNet(ResNetCifar):
-    """A ResNet that keeps a gradient for each parameter, filled with zeros, which backward passes add to.
+    """A ResNet whose gradients are kept and filled with zeros, as by `zero_grad(set_to_none=False)`.
 
-    What `zero_grad(set_to_none=False)` costs: a write of all gradients, and a read as they are added to.
+    That costs a write of all gradients, and a read when the backward pass adds to them.
     """
 
     def __init__(self, num_classes: int, in_channels: int = 3, depth: int = 20, width: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""What races show: when each run reached the target, and how much sooner an arm does than the first."""
+"""Results of races: when each run reached the target, and how much sooner an arm does than the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptfast.report.loggers import METRICS_FILE
 
 @dataclass(frozen=True)
 class RaceTarget:
-    """A figure of the validation split to be reached: from below where more is better, else from above."""
+    """The value that a figure of the validation split has to reach."""
 
     metric: str
     value: float
@@ -51,9 +51,9 @@ class Finish:
     arm: int
     seed: int
     steps: int | None
-    """To the target, as `train_s`; None where it was not reached."""
+    """To the target, as `train_s`; None if it was not reached."""
     train_s: float | None
-    """Of training alone: evaluations, saving and starting up are left out."""
+    """Of training alone, without evaluation, saving and start-up."""
     total_steps: int
     total_train_s: float
     best: float | None
@@ -62,7 +62,7 @@ class Finish:
 
 
 def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: str = "finished") -> Finish:
-    """When the run in a folder has reached the target."""
+    """Read when the run in a folder reached the target."""
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
     train_s = training_times(lines)
     total_steps = max(train_s)
@@ -89,14 +89,14 @@ class Lead:
     """How many times sooner an arm reaches the target than the first one."""
 
     ratio: float
-    """Median over the seeds: above 1 where it is sooner, infinite where the first arm mostly misses."""
+    """Median over the seeds: above 1 if it is sooner, infinite if the first arm mostly misses."""
     low: float | None
-    """Of the 95 % interval, as `high`; 0 and infinity where too few runs give a bound, None for one pair."""
+    """Bounds of the 95 % interval; 0 and infinity if too few runs give a bound, None for one pair."""
     high: float | None
     pairs: int
     """Seeds of both arms."""
     effect: Effect | None
-    """The same, where both reached the target with every seed and the ratios differ."""
+    """The same, if both reached the target with every seed and the ratios differ."""
 
     def __str__(self) -> str:
         figures = (each for each in (self.ratio, self.low, self.high) if each is not None)

@@ -1,4 +1,4 @@
-"""`ptfast race`: runs of every arm with the same seeds, in turns, and who reaches a target first."""
+"""`ptfast race`: trains every arm with the same seeds, in turns, and tells which reaches a target first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ptfast.report.terminal.display import is_terminal, say, standard_output, ta
 PICTURE = "race.png"
 _WORDS = {"faster": "sooner", "slower": "later"}
 _OWN = {"seed": "--seeds", "run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
-"""Keys that are set for each run of a race, and the flag that says how."""
+"""Keys that a race sets for each run, and the flag for it."""
 _RATE = "optimizer.lr"
 
 
@@ -53,15 +53,15 @@ def race(
     tunes: bool = False,
     out: Path | None = None,
 ) -> int:
-    """Race the arms, and show and write who reaches the target first.
+    """Race the arms, and show and write which reaches the target first.
 
     Args:
-        command: with which it is repeated.
+        command: repeats the race.
         tunes: give each arm its own learning rate first.
         out: folder of runs, receipt and picture; None for a new one under `run.root`.
 
     Raises:
-        PtfastError, ReportedError: what stops a run, other than a loss that diverges, or a search for a rate.
+        PtfastError, ReportedError: if a run or a search for a rate fails; a loss that diverges is no failure.
     """
     check_outputs(out)
     if out is not None and out.exists() and any(out.iterdir()):
@@ -111,7 +111,7 @@ class Race:
         """Of the runs so far, by arm."""
 
     def run(self) -> None:
-        """Train, seed by seed, and say of each run how it ended."""
+        """Train seed by seed, and print how each run ended."""
         display, total = terminal_display(), len(self.arms) * self.num_seeds
         for seed, (number, arm) in itertools.product(range(self.num_seeds), enumerate(self.arms)):
             start_s, done = time.monotonic(), len(self.finishes) + 1
@@ -157,7 +157,7 @@ class Race:
         return finish
 
     def _left_s(self) -> float:
-        """Seconds that the runs to come will take, by those of the same arm, or of any."""
+        """Seconds left, estimated from earlier runs of the same arm, or of any."""
         known_s = [statistics.fmean(times) for times in self._wall_s.values()]
         by_arm = [self._wall_s.get(number, []) for number in range(len(self.arms))]
         return sum((self.num_seeds - len(times)) * statistics.fmean(times or known_s) for times in by_arm)
@@ -190,7 +190,7 @@ def _ptfast(words: Sequence[str], log: Path) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # It was sent to that process as well, which saves and leaves.
+            # The process gets Ctrl-C as well, saves and leaves.
             process.wait()
             raise
 
@@ -240,7 +240,7 @@ def draw(path: Path, racing: Race, title: str) -> None:
                 ends = [getattr(run, f"total_{figure}") for run in runs]
                 shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
                 xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
-                # Where curves lie upon each other, those below stand out on both sides.
+                # Curves that coincide stay visible: those below are wider.
                 width, color = 2 + 2 * min(len(racing.arms) - 1 - number, 4), f"C{number}"
                 axes.step(xs, [*shares, shares[-1]], where="post", color=color, lw=width, label=arm.name)
                 missed = [end for run, end in zip(runs, ends, strict=True) if getattr(run, figure) is None]
@@ -261,13 +261,13 @@ class Arm:
 
     name: str
     words: tuple[str, ...]
-    """All its overrides, those in common included."""
+    """All its overrides, including those in common."""
     own: tuple[str, ...]
     config: Config
 
     @property
     def lr(self) -> float | None:
-        """Its learning rate; None where the optimizer has its own."""
+        """Its learning rate; None if the optimizer has its own."""
         return self.config.optimizer.target.kwargs.get("lr")
 
     def at_rate(self, lr: float) -> Arm:
@@ -279,9 +279,9 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     """The arms that the words of a command mean, checked.
 
     Args:
-        arguments: `key=value` words; those with several values, `key=a,b`, give an arm for each, several such
-            words one for each combination.
-        written: arms written out, overrides by spaces and arms by semicolons.
+        arguments: `key=value` words; `key=a,b` gives an arm for each value, several such words one for each
+            combination.
+        written: arms written out: overrides separated by spaces, arms by semicolons.
     """
     given = parse(arguments, sweep=True)
     for argument in given:

@@ -27,17 +27,17 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 Place = tuple[int, int, int]
 """A process's rank, the number of ranks, and the port where they meet."""
 Processes = list[tuple[Any, Connection]]
-"""By rank, with what they are spoken to by."""
+"""Of each rank, with the connection to it."""
 OnResult = Callable[[dict[str, Any]], None]
 
 
 @dataclass
 class TrialRank:
-    """A rank as measurements see it.
+    """A rank of a measurement.
 
     Args:
         folder: for the files of its runs.
-        data: the data, where it has been loaded already.
+        data: loaded already, if given.
         send: takes each result.
     """
 
@@ -54,10 +54,7 @@ class TrialRank:
 
     @contextmanager
     def reporting_lack_of_memory(self, result: dict[str, Any]) -> Iterator[None]:
-        """End this process where memory runs out inside, and report so with what `result` holds by then.
-
-        Nothing in it can be trusted any more.
-        """
+        """If memory runs out inside, report `result` and end this process, which can no longer be trusted."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -80,7 +77,7 @@ def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *argum
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks: Processes = []
-    # They inherit what is blocked.
+    # Children inherit blocked signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         for rank in range(num_ranks):
@@ -109,7 +106,7 @@ def end_ranks(ranks: Processes) -> None:
 
 
 def join(place: Place | None, config: Config) -> Ranks:
-    """This process's place among the ranks of its trial, which it joins."""
+    """Join the ranks of this process's trial."""
     if place is None:
         return Ranks()
     rank, size, port = place

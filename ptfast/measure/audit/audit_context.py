@@ -49,9 +49,9 @@ ENDLESS = 2**31
 NUM_SAMPLES = 32
 
 Sides = tuple[Callable[[], object], Callable[[], object]]
-"""What a step does as it is, and mended."""
+"""A step as it is, and mended."""
 Trial = Callable[[], Sides]
-"""Makes them, when the price of a finding is measured."""
+"""Builds both when the price of a finding is measured."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Price:
 
     seconds: float
     low_s: float | None = None
-    """Of the interval of a paired trial, as `high_s`; None where its calls were timed as they are."""
+    """Of the interval of a paired trial, as `high_s`; None if its calls were timed as they are."""
     high_s: float | None = None
     verdict: Verdict | None = None
-    """What the trial says of the step without it: `faster` is what a finding promises."""
+    """Of the trial on the mended step: `faster` is what a finding promises."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Finding:
     """Name of the check that found it."""
     what: str
     where: str
-    """`file.py:12`, or the path of a module in the model; a config key where it is about that."""
+    """`file.py:12`, the path of a module in the model, or a config key."""
     mend: str
     """The change of code as an imperative; empty where `overrides` say it all."""
     overrides: tuple[str, ...] = ()
@@ -82,9 +82,9 @@ class Finding:
     kind: Kind = "exact"
     """What mending it does to the result."""
     price: Price | None = None
-    """None where it was not measured."""
+    """None if it was not measured."""
     trial: Trial | None = None
-    """None where nothing in this process stands in for mending it."""
+    """None if it cannot be tried in this process."""
     handled: bool = False
     """The run mends it itself."""
     area: str = ""
@@ -102,7 +102,7 @@ class SampleTrace:
 
 
 class AuditContext:
-    """A run, and what some of its steps have shown: the first warms up, some are timed, and some traced.
+    """A run and the figures of some of its steps: the first warms up, some are timed, and some are traced.
 
     Args:
         source: its training data.
@@ -127,7 +127,7 @@ class AuditContext:
             self.take_step()
             switches.look()
         self.aids = switches.found
-        """Debugging aids of torch that were on, and where they were turned on."""
+        """Debugging aids of torch that are on, and where they were turned on."""
         self._time_steps()
         self.graph_breaks = _graph_breaks() - breaks_before if run.compilation is not None else Counter[str]()
         """By reason; none where nothing is compiled."""
@@ -140,7 +140,7 @@ class AuditContext:
             for name, parameter in trainable.items():
                 hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: trained.add(name))
                 hooks.callback(hook.remove)
-            # Operators are traced in another step, so that a GPU's queue is as full as ever.
+            # Operators are traced in another step, so that a GPU's queue stays full in this one.
             with waits as self.syncs, self.calls:
                 trainer.train(self._batches, run.progress.step + CALL_STEPS)
             self._trace_operators()
@@ -197,7 +197,7 @@ class AuditContext:
         self.waiting = waited_s / took_s
         """Share of the time in which the model waited for a batch."""
         self.others_cores: float = outside["others_cores"] or 0.0
-        """Cores that other processes took meanwhile; 0 where the system does not say."""
+        """Cores that other processes took meanwhile; 0 if unknown."""
         self.throttled = _throttle_counts() > throttled or _gpu_is_slowed(run.device)
         """The processors were slowed down by heat meanwhile."""
 
@@ -206,7 +206,7 @@ class AuditContext:
         calls = CallTrace(self.run.device.type)
         self.operators = operators = OperatorTrace(self.run.model, calls)
         self.untraced: str | None = None
-        """Why operators could not be traced, where a model forbids it; None where they were."""
+        """Why operators could not be traced, if the model forbids it."""
 
         def record(phase: str, *, on: bool) -> None:
             if phase == "forward":
@@ -254,14 +254,14 @@ def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
 
 
 def _graph_breaks() -> Counter[str]:
-    """How often compiling was broken off in this process, by torch's reason in a line."""
+    """Graph breaks in this process, by torch's reason in one line."""
     dynamo: Any = sys.modules["torch._dynamo.utils"]
     breaks = dynamo.counters["graph_break"].items()
     return Counter({str(reason).splitlines()[0]: count for reason, count in breaks})
 
 
 def _throttle_counts() -> int:
-    """How often the system has slowed its processors down for heat; 0 where it does not say."""
+    """How often the system has throttled its processors; 0 if unknown."""
     files = (ROOT / "sys/devices/system/cpu").glob("cpu*/thermal_throttle/*_throttle_count")
     return sum(int(text) for file in files if (text := file.read_text().strip()).isdigit())
 
@@ -277,7 +277,7 @@ def _gpu_is_slowed(device: torch.device) -> bool:
 
 
 def trace_samples(source: MapSource) -> SampleTrace:
-    """Fetch some samples from all over the data as a loader does, and watch what it takes."""
+    """Fetch some samples from all over the data, as a loader does, and trace it."""
     indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
     source.fetch(indices[:1])
     calls = CallTrace("cpu")
@@ -292,7 +292,7 @@ def trace_samples(source: MapSource) -> SampleTrace:
 
 @contextmanager
 def _timing_decoders() -> Iterator[list[float]]:
-    """Add up the seconds inside PIL's and torchvision's decoders, where they are in use."""
+    """Add up the seconds spent in PIL's and torchvision's decoders, if they are loaded."""
     spent = [0.0]
     image_file, io = sys.modules.get("PIL.ImageFile"), sys.modules.get("torchvision.io")
     places: list[tuple[Any, str]] = [(image_file.ImageFile, "load")] if image_file else []

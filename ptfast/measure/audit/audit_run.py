@@ -1,4 +1,4 @@
-"""`ptfast audit`: what in a model, its data, its loop and the machine costs speed, and what mends it."""
+"""`ptfast audit`: what costs speed in a model, its data, its loop and the machine, and how to mend it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ptfast.report.terminal.display import build_display, is_terminal, say, stan
 ORDER = (0, 1, 1, 0)
 """The sides of a round, in the order they are measured: an even drift weighs on both alike."""
 STRETCH_S = 0.1
-"""Least time of a segment, next to which what begins and ends it counts for nothing."""
+"""Least time of a segment, beside which its overhead is negligible."""
 SHARE = 0.2
-"""Largest part of the budget that one finding in this process may take."""
+"""Largest part of the budget for one finding in this process."""
 MOST_ROUNDS = 20
 FIX = "--fix"
 
@@ -45,7 +45,7 @@ AREAS: dict[str, tuple[Callable[[AuditContext], Iterator[Finding]], dict[str, st
     "loop": (step_checks.check_loop, step_checks.LOOP_CHECKS),
     "machine": (step_checks.check_machine, step_checks.MACHINE_CHECKS),
 }
-"""What finds the findings of each area, and the names of its checks with what they find."""
+"""By area, the function that looks at it, and its checks with what they find."""
 
 
 def audit(
@@ -57,11 +57,11 @@ def audit(
     fix: Path | None,
     out: Path | None = None,
 ) -> int:
-    """Train for some steps, print what costs speed in them, and write a recipe with what overrides mend.
+    """Train for some steps, print what costs speed in them, and write a recipe with overrides that mend it.
 
     Args:
         budget_s: for measuring what findings cost; 0 measures none.
-        strict: return 8 where something is found that the run does not mend itself.
+        strict: return 8 if something is found that the run does not mend itself.
         fix: file of the recipe.
         out: folder of the receipt; None for a new one under `run.root`.
     """
@@ -132,7 +132,7 @@ def price_here(
 ) -> None:
     """Measure in this process what findings with a trial cost, and put the prices into `findings`.
 
-    Both sides of a trial have the same process with its memory and threads, so that no A/A run is needed.
+    Both sides of a trial share a process with its memory and threads, so no A/A run is needed.
     """
     tried = [(number, finding.trial) for number, finding in enumerate(findings) if finding.trial is not None]
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
@@ -161,7 +161,7 @@ def price_by_override(
 def _put(
     findings: list[Finding], results: Sequence[tuple[int, Effect | None, float]], verdicts: Sequence[Verdict]
 ) -> None:
-    """Put prices into findings, by their numbers: what an effect saves of a step of so many seconds."""
+    """Put prices into findings: what an effect saves of a step of so many seconds."""
     for (number, effect, step_s), verdict in zip(results, verdicts, strict=True):
         if effect is not None:
             ratios = effect.ratio, *effect.interval()
@@ -195,7 +195,7 @@ def _measure(trial: Trial, seconds: float, device_type: str) -> tuple[Effect | N
 
 
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:
-    """Write a recipe with the overrides that keep the result and were not found to gain nothing."""
+    """Write a recipe with the overrides that keep the result, unless a trial found no gain."""
     kept: list[Finding] = []
     left: list[Finding] = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""Calls of torch by Python code, and the operators of a forward pass: formulas by hand, float64."""
+"""Traces of an audit: calls of torch by Python code, and the operators of a forward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ptfast.core.tensors.trees import tensors_in, tree_leaves
 
 _PACKAGE = Path(__file__).parents[2]
 _PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
-"""Our own code that stands where a user's may."""
+"""Code of ours that stands in the place of a user's."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _VALUES = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero")
@@ -45,7 +45,7 @@ _DEVICES = (Tensor, str, torch.device, int)
 
 
 def code_place() -> str | None:
-    """The line of a user, a library or a model of ours that asks for what is at work, as `file.py:12`."""
+    """The calling line of a user, a library or a model of ours, as `file.py:12`."""
     frame = sys._getframe(1)
     while frame is not None:
         if not _is_framework(frame.f_code.co_filename):
@@ -56,7 +56,7 @@ def code_place() -> str | None:
 
 
 def source_place(thing: Any) -> str:
-    """Where a class or function is written, as `file.py:12`; its name where no file says it."""
+    """Where a class or function is defined, as `file.py:12`; its name if it has no file."""
     try:
         _, line = inspect.getsourcelines(thing)
         file = _shown(inspect.getsourcefile(thing) or "<>")
@@ -76,7 +76,7 @@ def _is_framework(file: str) -> bool:
 
 @cache
 def _shown(file: str) -> str | None:
-    """The name to show for a file of code; None for one of this package that is no part of a run."""
+    """The name to show for a file of code; None for files of this package that are no part of a run."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return str(path.relative_to(_PACKAGE.parent)) if any(map(path.is_relative_to, _PARTS)) else None
@@ -101,10 +101,10 @@ class Calls:
 
 
 class CallTrace(TorchFunctionMode):
-    """Records calls that cost speed, by place, while it is entered; they do what they do without it.
+    """Records calls that cost speed, by place, without changing what they do.
 
-    A call inside another of torch's is the outer one's. Only values read from a tensor on `device_type` make
-    the host wait.
+    A call that torch makes inside another counts to the outer one. Only values read from tensors on
+    `device_type` make the host wait.
 
     Cost: about 2 us for each call.
     """
@@ -114,7 +114,7 @@ class CallTrace(TorchFunctionMode):
         self._device_type = device_type
         self._on_host: Any = WeakIdKeyDictionary()
         self.reads: defaultdict[tuple[str, str], Calls] = defaultdict(Calls)
-        """Reads of values on the host, by what reads and the place."""
+        """Reads of values on the host, by kind and place."""
         self.moved: defaultdict[str, Calls] = defaultdict(Calls)
         """Tensors made on the host and moved to the device, by place."""
         self.copied: defaultdict[str, Calls] = defaultdict(Calls)
@@ -122,9 +122,9 @@ class CallTrace(TorchFunctionMode):
         self.arithmetic: defaultdict[str, Calls] = defaultdict(Calls)
         """Operations on float tensors of more than one element, by place."""
         self.with_gradients: str | None = None
-        """The first place of an operation while gradients are recorded."""
+        """The first place of an operation that records gradients."""
         self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
-        """Name, arguments and keywords of the call that is running."""
+        """Name, arguments and keywords of the running call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,7 +159,7 @@ class CallTrace(TorchFunctionMode):
         return result
 
     def _read(self, name: str, args: Any, kwargs: dict[str, Any]) -> str | None:
-        """What a call reads on the host, in words; None where it leaves all on the device."""
+        """What a call reads on the host, in words; None if it leaves everything on the device."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device.type != self._device_type:
             return None
@@ -178,7 +178,7 @@ class CallTrace(TorchFunctionMode):
             return "repeat_interleave" if isinstance(repeats, Tensor) else None
         masks = (index for index in tensors_in(args[1:2]) if index.dtype in (torch.bool, torch.uint8))
         if name in ("__getitem__", "__setitem__") and any(mask.dim() for mask in masks):
-            # One value for all that a mask selects is filled in without counting them.
+            # Filling in a single value does not need the number of selected elements.
             fills = name == "__setitem__" and (not isinstance(args[2], Tensor) or args[2].numel() == 1)
             return None if fills else "boolean mask"
         return None
@@ -186,9 +186,9 @@ class CallTrace(TorchFunctionMode):
 
 @contextmanager
 def cuda_syncs() -> Iterator[dict[str, int]]:
-    """Count by place what makes the host wait for a CUDA device inside, by torch's own debugging mode.
+    """Count by place what makes the host wait for a CUDA device, by torch's own debugging mode.
 
-    It sees waits inside torch's kernels, which have no name in Python; it does not say how long they take.
+    It also sees waits inside torch's kernels, which have no name in Python, but not how long they take.
     """
     found: defaultdict[str, int] = defaultdict(int)
     before = torch.cuda.get_sync_debug_mode()
@@ -217,7 +217,7 @@ _ELEMENTWISE = (
     *("mul_", "div_", "add_", "sub_", "masked_fill_"),
 )
 _SAMPLED = 4096
-"""Values by which a formula is told from others."""
+"""Number of values by which a formula is recognised."""
 
 
 class AttentionShape(NamedTuple):
@@ -248,7 +248,7 @@ class _Scores(NamedTuple):
 
 @dataclass(eq=False)
 class _Weights:
-    """What became of the result of one softmax of products."""
+    """The result of one softmax of products, and its use."""
 
     place: str
     depth: int
@@ -256,15 +256,15 @@ class _Weights:
     shape: AttentionShape | None = None
     """Once it was multiplied with values."""
     elsewhere: bool = False
-    """Something but a product with values has read it."""
+    """Something other than a product with values has read it."""
 
 
 class OperatorTrace(TorchDispatchMode):
-    """Records what operators of the forward pass show, while it is entered, and `calls` is entered too.
+    """Records the operators of the forward pass, while `calls` is entered as well.
 
     Formulas written by hand are followed from operator to operator: attention by its chain of product,
-    softmax and product of activations, where nothing else reads the weights; GELU by its values, once erf or
-    tanh have been shifted by one and multiplied.
+    softmax and product of activations, if nothing else reads the weights; GELU by its values, once erf or
+    tanh was shifted by one and multiplied.
 
     Cost: about 20 us for each operator.
     """
@@ -280,7 +280,7 @@ class OperatorTrace(TorchDispatchMode):
             self._roles[tensor] = "parameter"
         self._softmaxes: list[_Weights] = []
         self.recording = False
-        """Whether the forward pass is at work."""
+        """Whether the forward pass is running."""
         self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
         """Calls of GELU by hand, by place."""
         self.doubles: defaultdict[str, int] = defaultdict(int)
@@ -291,7 +291,7 @@ class OperatorTrace(TorchDispatchMode):
 
     @property
     def attentions(self) -> dict[str, list[tuple[str, AttentionShape]]]:
-        """Calls of attention by hand, where nothing else reads the weights, with their module, by place."""
+        """By place, calls of attention by hand whose weights nothing else reads, with their module."""
         found: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
         for weights in self._softmaxes:
             if weights.shape is not None and not weights.elsewhere:
@@ -300,7 +300,7 @@ class OperatorTrace(TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """Know which module of the model is at work inside."""
+        """Keep track of the running module."""
 
         def enter(module: nn.Module, inputs: Any) -> None:
             self._stack.append(self._names.get(module, ""))
@@ -314,7 +314,7 @@ class OperatorTrace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # What keeps the compiler out of a mode imports it, for three seconds; nothing is compiled in here.
+        # Keeping the compiler out would import it, which takes three seconds; nothing is compiled in here.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -335,7 +335,7 @@ class OperatorTrace(TorchDispatchMode):
             self.weighted += 1
         calling, _, keywords = self._calls.current
         whole = calling == "multi_head_attention_forward" and not keywords.get("need_weights", True)
-        # Torch's own attention may take these very operators.
+        # Torch's own attention may use the same operators.
         if not whole and calling != "scaled_dot_product_attention":
             role = self._attention(name, args, roles)
             role = role or self._gelu(name, args, given, roles, first)

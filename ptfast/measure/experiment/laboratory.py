@@ -1,4 +1,4 @@
-"""A session of trials: the warm parent, what is left of the budget, and blocks measured one after another."""
+"""A session of trials: the warm parent process, the budget left, and blocks measured one after another."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ LOST_CORES, MOST_AGAIN = 0.5, 0.25
 
 @dataclass
 class Measured:
-    """What a trial came to."""
+    """The result of a trial."""
 
     words: tuple[str, ...]
     time: float | None
-    """Logarithm of seconds per token or sample, less what the rounds of its block differed by."""
+    """Logarithm of seconds per token or sample, without the differences between rounds of its block."""
     why: str = ""
     """Why it gave no time."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ..."""
 
     def raise_failure(self) -> None:
-        """Raise what has ended it, if something has, as the user's own run would show it."""
+        """Raise the error that ended the trial, if any, as the user's own run would show it."""
         if self.why:
             line = self.facts.get("line") or f"ptfast: error: {self.why}"
             raise ReportedError(line, self.facts.get("exit_code", EXIT_BUG))
 
     def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
         facts = {name: value for name, value in self.facts.items() if name not in ("environment", "resolved")}
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
 
@@ -150,7 +149,7 @@ class Laboratory:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            # It ends its trials and clears its files away.
+            # It ends its trials and removes its files.
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
@@ -162,7 +161,7 @@ class Laboratory:
 
 @dataclass
 class Pair:
-    """Two configs, by their arguments."""
+    """Two configs to compare, given by their arguments."""
 
     name: str
     base: Sequence[str]
@@ -177,7 +176,7 @@ class Pair:
         return [times_of(block) for block in self.blocks]
 
     def effect(self) -> Effect | None:
-        """What the second gains, by the blocks of this pair alone."""
+        """The gain of the second config, from the blocks of this pair alone."""
         return fit_pairs([self.times])[0]
 
     def median(self, figure: str, of: int = 0) -> float:
@@ -187,12 +186,11 @@ class Pair:
         return statistics.median(run.facts[figure] for run in runs if figure in run.facts)
 
     def memory_ratio(self) -> float:
-        """How many times the memory that training takes above a built run, the first over the second."""
+        """Memory of training beyond that of a built run: the first config's over the second's."""
         taken = [self.median("peak_memory_bytes", of) - self.median("built_bytes", of) for of in (0, 1)]
         return taken[0] / max(taken[1], 1)
 
     def receipt(self, effect: Effect | None, verdict: Verdict) -> dict[str, Any]:
-        """Its figures as plain values."""
         low, high = effect.interval() if effect is not None else (None, None)
         figures = {"speedup": effect and effect.ratio, "low": low, "high": high, "verdict": verdict}
         runs = [[each.receipt() for each in block] for block in self.blocks]

@@ -1,7 +1,7 @@
-"""The plan of an experiment, in which every run informs every switch, and what its runs say of each.
+"""The plan of an experiment in which every run informs every switch, and the estimates from its runs.
 
 Runs come in blocks of four, two fold-over pairs: the second of a pair has every two-level switch the other
-way round. A block is measured at the same time, so that what drifts takes all four along and cancels.
+way round. The runs of a block are measured at the same time, so that drift affects all four and cancels.
 
 Times are logarithms of seconds per token or sample. Blocks, turns within them and main effects are fitted by
 least squares; errors are those between processes, which a process's own turns cannot show.
@@ -35,9 +35,9 @@ SPARE_DOF = 6
 """Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
 HUBER_K = 1.345
 LARGEST = 2
-"""Factors of the largest effects, beside which each other one may do more or less than alone."""
+"""Factors with the largest effects, which are checked for interactions with all others."""
 ENTERS = 0.1
-"""Chance that an effect is taken for clear where none is."""
+"""Chance of taking an effect for clear where there is none."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Factor:
 
     name: str
     levels: tuple[str, ...] = ("off", "on")
-    """By name, the one to compare with first."""
+    """Names, that of the baseline first."""
 
 
 def draw_blocks(
@@ -63,7 +63,7 @@ def draw_blocks(
         runs: list[Run] = []
         for _ in range(2):
             first, second = next(pairs)
-            # Random levels are changed on both sides until both runs are allowed.
+            # Random levels of the pair are swapped until both runs are allowed.
             for _ in range(_REDRAWS):
                 pair = tuple(first), tuple(second)
                 if all(map(is_allowed, pair)):
@@ -146,17 +146,17 @@ class Fit:
     effects: list[Effect | None]
     """Of each level, in the order of `columns`; None where no two runs of a block differ in it."""
     shrunk: list[float]
-    """Log ratios to expect, less what large estimates owe to luck."""
+    """Expected log ratios, less what large estimates owe to luck."""
     residual_sd: float
     """Between processes of one block, as a logarithm."""
     weights: list[float]
     """Of each run, block by block: below 1 where Huber's fit trusts it less."""
     pairs: list[tuple[Term, Term, float]]
-    """Any columns of one factor beside any of another, and how much faster both are than each alone."""
+    """Interactions of terms of two factors, and how much faster both are together than each alone."""
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
-    """The time of each of some processes measured in turns, what a round slowed taken out; logarithms."""
+    """The log time of each process measured in turns, with the effect of slow rounds removed."""
     values = np.asarray(times, np.float64)
     num_rounds, processes = values.shape
     of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
@@ -173,12 +173,12 @@ def fit(
 ) -> Fit:
     """Estimate the effect of each level of each factor.
 
-    What the largest do together but not alone is estimated with them where it is clear. With too few runs to
-    tell all effects apart, the clear ones are estimated together and each other one beside these, the rest
-    counted as noise: a wide interval rather than none.
+    Clear interactions of the largest effects are estimated with them. With too few runs to tell all effects
+    apart, the clear ones are estimated together and each other one beside these, with the rest counted as
+    noise: a wide interval rather than none.
 
     Args:
-        times: of the four runs of each block, logarithms; `nan` for one that gave none.
+        times: log times of the four runs of each block; `nan` for a failed run.
     """
     levels = np.array([[indicators(factors, run) for run in block] for block in blocks])
     values = np.asarray(times, np.float64)
@@ -218,7 +218,7 @@ def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]
     """How much faster the second of two configs is than the first, for some pairs of one workload.
 
     Args:
-        pairs: the blocks of each, with the logarithms for the first config, twice the second, the first.
+        pairs: the blocks of each, with log times of the first config, twice the second, and the first.
     """
     factors = [Factor(str(number)) for number in range(len(pairs))]
     bases = tuple(0 for _ in pairs)
@@ -231,10 +231,9 @@ def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]
 
 
 def shrink(effects: Sequence[Effect | None]) -> list[float]:
-    """Log ratios to expect of effects, the best of which owe a part of their lead to luck.
+    """Expected log ratios of effects: the best estimates owe a part of their lead to luck.
 
-    True log ratios are taken as normal around 0, with the variance by which the estimates exceed their
-    errors: the expectation is then that of empirical Bayes.
+    Empirical Bayes: true log ratios are normal around 0, with the variance of estimates beyond their errors.
     """
     known = [effect for effect in effects if effect is not None]
     if not known:
@@ -257,7 +256,7 @@ def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[
 
 
 def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats) -> list[tuple[Term, Term]]:
-    """Pairs of levels, or of any levels, of two factors, one of which has one of the largest effects."""
+    """Pairs of terms of two factors, one of which has one of the largest effects."""
     of_factor: dict[int, list[int]] = {}
     for column in seen.tolist():
         of_factor.setdefault(columns(factors)[column][0], []).append(column)

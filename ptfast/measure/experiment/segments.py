@@ -33,18 +33,18 @@ from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
 
 LEAST_STEPS = 2
-"""Steps of every warm-up, of which losses are compared."""
+"""Fewest steps of a warm-up, whose losses are compared."""
 WARM_STEPS, WARM_S = 5, 0.3
-"""Steps and seconds that a warm-up takes at least, where its limit allows so many."""
+"""Fewest steps and seconds of a warm-up before it can end because step times have settled."""
 STEADY = 0.97
-"""A step time that is no shorter than this part of the one before has settled."""
+"""Step times have settled once they are no shorter than this part of earlier ones."""
 ENDLESS = 2**31
 REST_S = 1.0
 """Longest wait for processes that read ahead, between segments."""
 LONG_TURN_S = 0.25
-"""Shortest turn where batches are prefetched, or several processes or a GPU have to fall into step."""
+"""Shortest turn where batches are prefetched, or several processes or a GPU must synchronise."""
 SHORT_S = 0.05
-"""Steps that take no longer are repeated once before a segment, for caches that went cold while idle."""
+"""Steps that take no longer are preceded by one that warms caches, which went cold while idle."""
 
 
 class Segments:
@@ -64,7 +64,7 @@ class Segments:
         self._memory: tuple[int, str] | None = None
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
-        # Steps whose batches may lie ready when a segment begins.
+        # Steps whose batches may be prefetched when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
         of_workers = -(-run.resolved.workers * trial.config.dataloader.prefetch // per_rank)
         self._prefetched_steps = self._lead_steps = of_workers + run.resolved.read_ahead
@@ -86,7 +86,7 @@ class Segments:
         while True:
             start_s = time.perf_counter()
             if not times:
-                # Compiling takes place in here.
+                # This compiles.
                 self._batches = self.trainer.warm_up(self._batches)
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
@@ -151,13 +151,13 @@ class Segments:
         return result
 
     def close(self) -> None:
-        """Close the run, whose memory is free once nobody holds this."""
-        # Its frame holds this object in turn.
+        """Close the run; its memory is free once nothing refers to this object."""
+        # The frame of the generator refers to this object.
         self._batches = iter(())
         self.run.close()
 
     def _take(self, num_steps: int) -> float:
-        """Train so many steps; returns their mean loss, for which the host waits for the device."""
+        """Train some steps and return their mean loss, waiting for the device."""
         window = self.trainer.window
         window.clear()
         self.trainer.train(self._batches, self.run.progress.step + num_steps)
@@ -166,7 +166,7 @@ class Segments:
         return loss
 
     def _rest(self) -> None:
-        """Leave processors and memory to the other runs, once processes that read ahead are done."""
+        """Free cached memory, and wait until processes that read ahead are idle."""
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()
         children = [child.pid for child in multiprocessing.active_children() if child.pid]
@@ -179,7 +179,7 @@ class Segments:
             time.sleep(0.02)
 
     def _counted(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """The same batches; their tokens are counted on the device, where there is padding."""
+        """The same batches; where texts are padded, their real tokens are counted on the device."""
         pad_id = self.run.info.pad_id
         counts = self.run.info.kind == "text" and pad_id is not None
         for batch in batches:
@@ -192,7 +192,7 @@ class Segments:
 
 
 def _needs_met(run: Run) -> list[Need]:
-    """Needs of techniques that depend on the model and the data, and are met here."""
+    """The needs of techniques that this model and data meet."""
     kinds = [type(module) for module in run.model.modules()]
     found: dict[Need, bool] = {
         "images": run.info.kind == "image",
@@ -204,22 +204,19 @@ def _needs_met(run: Run) -> list[Need]:
 
 
 def mean_over_ranks(value: float, run: Run) -> float:
-    """The mean of a figure above 0 over ranks, by which all of them decide alike."""
+    """The mean of a positive figure over ranks, so that all ranks decide alike."""
     return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)
 
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """Seconds so far, of which two readings give what a segment of time has cost.
-
-    Cost: about 0.2 ms for a reading.
-    """
+    """A reading of clocks, which takes about 0.2 ms; two of them tell what others took in between."""
 
     wall_s: float
     own_s: float
-    """Processor time of this process and of the processes that it has started."""
+    """Processor time of this process and its children."""
     busy_s: float | None
-    """Processor time of all processes on the CPUs that this one may use; None where nobody says."""
+    """Processor time of all processes on the CPUs that this one may use; None if unknown."""
     steal_s: float | None
     """Time that a hypervisor gave to others."""
 
@@ -229,9 +226,10 @@ class ProcessorTimes:
         return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
 
     def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
-        """How many cores others took on average: `others_cores` here, `steal_cores` on other machines.
+        """Cores that others took on average: processes here, and other virtual machines; None if unknown.
 
-        None for what the system does not say. `own_s` is the time of all processes of the measurement.
+        Args:
+            own_s: processor time of all processes of the measurement.
         """
         wall_s = max(later.wall_s - self.wall_s, 1e-9)
         others = steal = None

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 Verdict = Literal["faster", "slower", "no difference", "cannot tell", "not applicable"]
 EQUAL = 0.02
-"""Two variants whose times differ by no more than this part are as quick as each other."""
+"""Variants whose times differ by no more than this part count as equal."""
 ALPHA = 0.05
-"""Error of a family of verdicts."""
+"""Error of a family of verdicts, as a whole."""
 LEAST_ROUNDS = 4
 """Fewer rounds give no verdict."""
 _RESAMPLES = 2000
@@ -37,7 +37,7 @@ class Effect:
         return math.exp(self.log_ratio)
 
     def interval(self, level: float = 1 - ALPHA) -> tuple[float, float]:
-        """The interval of the speed-up that covers the true one in so large a part of all cases."""
+        """The confidence interval of the speed-up."""
         half = t_quantile((1 + level) / 2, self.dof) * self.se
         return math.exp(self.log_ratio - half), math.exp(self.log_ratio + half)
 
@@ -45,7 +45,6 @@ class Effect:
         return "{:.2f}x [{:.2f}-{:.2f}]".format(self.ratio, *self.interval())
 
     def receipt(self) -> dict[str, Any]:
-        """Its figures as plain values."""
         return {**asdict(self), "ratio": self.ratio, "interval": self.interval()}
 
     @property
@@ -75,7 +74,7 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
-    """For each hypothesis if it is rejected; `alpha` is the chance of any false rejection (Holm 1979).
+    """Whether each hypothesis is rejected; `alpha` is the chance of any false rejection (Holm 1979).
 
     The smallest of m p-values is compared with alpha / m, the next with alpha / (m - 1), up to the first that
     is larger.

@@ -38,7 +38,7 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
 ANSWER_S = 120.0
-"""Seconds that a trial may take to be built and to warm up, or for a turn, before it is given up."""
+"""Longest time for building and warming up a trial, or for a turn."""
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
 MOST_TURNS = 24
@@ -55,19 +55,18 @@ class Request:
     timed_s: float = 1.0
     """Seconds of training that are timed, in turns, there and back; 0 for none."""
     turn_s: float = 0.05
-    """How long a trial trains before the next one's turn, a step at least. The shorter turns are, the better
-    a machine's changes of speed cancel."""
+    """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better."""
     seed: int = 0
-    """Of the shift of each process's heap."""
+    """Seed of the shift of each process's heap."""
     warm_s: float = 1.0
     asks: bool = False
-    """Whether properties of the data are wanted."""
+    """Report properties of the data, too."""
 
 
 def _ask(trial: Processes, what: str, seconds: float = 0.0) -> dict[str, Any]:
-    """What a request of a trial came to, as the first rank has it; `error` holds why it came to nothing."""
+    """The first rank's answer to a request; `error` holds the reason where one has failed."""
     for _, connection in trial:
-        # One that has failed has answered already.
+        # A failed rank has already answered.
         with contextlib.suppress(ConnectionError):
             connection.send((what, seconds))
     answers: list[dict[str, Any]] = []
@@ -98,7 +97,7 @@ class WarmParent:
         trials: dict[int, Processes] = {}
 
         def ask(index: int, what: str, seconds: float = 0.0) -> None:
-            """Add the answer of a trial to what is found of it; one that failed is ended."""
+            """Ask a trial and keep its answer; a failed trial is ended."""
             answer = _ask(trials[index], what, seconds)
             for name in ("time", "waiting", "system"):
                 if name in answer:
@@ -143,11 +142,11 @@ class WarmParent:
         return start_ranks(_train_on_request, num_ranks, how, config, data, folder, seed)
 
     def _load(self, config: Config, device: torch.device) -> Data:
-        """The data of a config, which every trial of the same data shares."""
+        """The data of a config, shared by all trials of the same data."""
         sections = {name: repr(getattr(config, name)) for name in DATA_SECTIONS}
         loader = config.dataloader
         is_named = loader.kind != "auto" and (loader.kind != "workers" or loader.workers != "auto")
-        # Loaders given by name share samples that stay where they are, and those that are held.
+        # Loaders given by name share one data set that is read, and one whose samples are held.
         how = str(loader.kind in HELD) if is_named else repr(loader)
         key = json.dumps(sections | {"loader": how})
         if key not in self._data:
@@ -163,8 +162,8 @@ class WarmParent:
 def _train_on_request(
     connection: Connection, place: Place | None, config: Config, data: Data | None, folder: Path, seed: int
 ) -> None:
-    """A trial's process: builds the run when it is told to warm up, then trains turn after turn."""
-    # Forks share the layout of their parent's memory: each begins its own elsewhere.
+    """A trial's process: builds the run, then warms up and trains on request."""
+    # Forks share their parent's memory layout: each heap is shifted by a different amount.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
         segments = Segments(TrialRank(config, folder, join(place, config), data))
@@ -187,7 +186,7 @@ def _train_on_request(
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """What has ended a trial: in a clause, and as the line and the exit code of a run that it ends."""
+    """The error of a trial: a clause, and the line and exit code that a run would end with."""
     clause = "ran out of memory" if is_memory_error(error) else one_line(_REPORTED.sub("", str(error)))
     clause = clause or type(error).__name__
     return {"error": clause, "line": error_line(error), "exit_code": exit_code_of(error)}
@@ -214,9 +213,9 @@ def main() -> None:
     """Serve requests until the other side is closed."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
-    # In the middle of a block, too, its processes and files are cleared away.
+    # Processes and files are cleaned up even in the middle of a block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    # No pool of threads: one would be missing in every fork.
+    # No thread pool: its threads would not survive a fork.
     torch.set_num_threads(1)
     connection = Connection(descriptor)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
@@ -228,7 +227,7 @@ def main() -> None:
                     connection.send(server.measure(request))
                 except PtfastError as error:
                     connection.send(error)
-    # Some libraries write pages on the interpreter's own way out.
+    # Some libraries print pages when the interpreter exits normally.
     os._exit(EXIT_OK)
 
 

@@ -1,4 +1,4 @@
-"""`ptfast find batch`: the batch with the highest throughput that fits, which is seldom the largest."""
+"""`ptfast find batch`: the batch size with the highest throughput, which is seldom the largest that fits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ptfast.report.terminal.display import say, table
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
 TRIED = ("full", "selective", "every_n")
-"""Modes of activation checkpointing; a model that cannot have the first can have none."""
+"""Modes of activation checkpointing; a model without the first supports none."""
 WORTH = 1.02
-"""Gain in throughput below which computing again is not worth it."""
+"""Least gain in throughput for which recomputing activations is worth it."""
 LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
 """The suggestion where not even the smallest batch fits."""
 
@@ -45,15 +45,15 @@ def find_batch(
 ) -> int:
     """Measure the throughput of batch sizes, each in a child process, and say which is best.
 
-    Sizes double until they do not fit, or lose twice to the best; then sizes beside the best are tried, and
-    the best of all are measured again, in turns. Near a limit of memory, the best has to do all that a run
-    does with some memory to spare.
+    Sizes double until one does not fit or two in a row lose to the best; then sizes beside the best are
+    tried, and the best of all are measured again, in turns. Near the memory limit, the best also has to
+    evaluate and save with some memory to spare.
 
     Args:
         smallest, largest: of the sizes tried; multiples of the parts that a batch is cut into are taken.
         seconds: that a size is measured for.
-        checkpointing: try modes of activation checkpointing, too, which is done in any case where memory
-            ends the search while larger batches are still quicker.
+        checkpointing: try modes of activation checkpointing, too, as is done anyway if memory ends the search
+            while larger batches are still quicker.
         noise: train for `num_steps` optimizer steps, estimate the critical batch, and choose the size that
             should come to the same loss first.
         out: folder of the figures; None for a new one under `run.root`.
@@ -80,7 +80,6 @@ def find_batch(
         searches = [search]
         limited = search.too_large is not None
         if checkpointing or not search.seen or (limited and search.best() == max(search.seen)):
-            # Where memory ends the search while larger batches are still quicker, less memory may pay.
             searches += _with_checkpointing(search, first, largest)
         best = _choose(searches)
         if best is None:
@@ -105,10 +104,10 @@ def find_batch(
 
 
 def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[BatchSearch]:
-    """Searches that compute activations again, from about where the given one ended."""
+    """Searches with activation checkpointing, starting at about the size where the given one ended."""
     found: list[BatchSearch] = []
     start = max(search.seen, default=first)
-    # At sizes that fit without, computing again only takes longer.
+    # At smaller sizes, which fit without it, recomputing only takes longer.
     for mode in TRIED:
         if mode == search.mode or start > largest:
             continue
@@ -132,10 +131,10 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
 
 
 def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
-    """The search whose best size is the quickest, and that size, known to fit with memory to spare."""
+    """The search with the quickest size that fits with memory to spare, and that size."""
     best: tuple[BatchSearch, int] | None = None
     for search in searches:
-        # The first one is the config's own way, and others have to be clearly quicker.
+        # The first one is the config as given; others have to be clearly quicker.
         to_beat = WORTH * best[0].median(best[1]) if best is not None else 0.0
         if search.seen and search.median(search.best()) > to_beat:
             chosen = search.confirm()
@@ -150,7 +149,7 @@ def _write(
     """Write a recipe of the size, the rate that goes with it, and the checkpointing it was found with.
 
     Args:
-        lr_ratio: of SGD's rate to the config's, where the noise gives it.
+        lr_ratio: of SGD's best rate to the config's, if the noise tells it.
     """
     config, own = search.config, search.config.batch_size
     found: dict[str, Any] = {"batch_size": chosen}
@@ -172,7 +171,7 @@ def _write(
 
 
 def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
-    """Tables of what was measured, one for each mode of checkpointing, and what is best."""
+    """Print a table of sizes for each mode of checkpointing, and the best."""
     most = best.median(chosen)
     several = len(searches) > 1
     for search in searches:
@@ -183,7 +182,7 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
             rate = search.median(size)
             low, high = min(each["low"] for each in results), max(each["high"] for each in results)
             speed = f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{rate / most:.2f}"
-            # The peak of a child that tried larger sizes before is theirs.
+            # In a child that tried larger sizes before, the peak is theirs.
             memory = num_bytes(min(each["memory_bytes"] for each in results))
             rows.append([name, *speed, f"{1e3 * search.median(size, 'step_s'):,.1f}", memory])
         if rows:
@@ -198,7 +197,7 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
 
 
 def limit_of(search: BatchSearch) -> str:
-    """The memory that there is, and the error when it was not enough."""
+    """The memory limit, and the error when it was exceeded."""
     assert search.too_large is not None
     limit, name = memory_limit(search.config.device)
     said = search.too_large["no_room"]

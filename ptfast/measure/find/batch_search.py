@@ -30,17 +30,17 @@ from ptfast.training.fit import try_out
 TIE = 0.02
 """Sizes whose rates differ by less are as quick."""
 FINALISTS, ROUNDS = 3, 3
-"""The best so many are measured so many times, in turns."""
+"""So many of the best sizes are measured so many times, in turns."""
 WINDOWS = 5
 """Timed segments, of which the median counts: a neighbour's burst spoils one of them."""
 LOSES = 0.9
 """Part of the best throughput below which a size has lost; after two in a row no larger one is tried."""
 SPARE = 0.05
-"""Part of the memory that a run may take at most, which has to stay free."""
+"""Part of the memory limit that has to stay free."""
 
 
 class BatchSearch:
-    """Measures sizes, some of which may not fit in memory, each in a process of its own.
+    """Measures batch sizes in processes that may run out of memory.
 
     Args:
         seconds: that a size is measured for.
@@ -61,9 +61,9 @@ class BatchSearch:
         self.checkpointing = checkpointing
         self.mode = checkpointing or config.checkpointing.mode
         self.seen: dict[int, list[dict[str, Any]]] = {}
-        """Results, in the order they came in."""
+        """Results by size."""
         self.refused: dict[int, str] = {}
-        """The reasons why the data cannot be cut into batches of a size."""
+        """By size, why the data cannot be cut into such batches."""
         self.too_large: dict[str, Any] | None = None
         self.display = build_display()
         self._num_processes = 0
@@ -74,8 +74,8 @@ class BatchSearch:
         """Measure in a new process, on as many ranks as the config asks for.
 
         Returns:
-            The results, and the name of the signal that ended the process, if one did: the kernel kills a
-            process that it has no memory for.
+            The results, and the name of the signal that ended the process, if any: the kernel kills a process
+            for which it has no memory.
         """
         self._num_processes += 1
         folder, keywords = (
@@ -92,7 +92,7 @@ class BatchSearch:
         return statistics.median(result[figure] for result in self.seen[size])
 
     def multiple(self, size: int) -> int:
-        """The largest size up to `size` that can be cut into the parts of a batch, at least the smallest."""
+        """The largest multiple of a batch's parts up to `size`, at least one of them."""
         return max(size // self.parts, 1) * self.parts
 
     def ascend(self, first: int, largest: int) -> None:
@@ -101,7 +101,7 @@ class BatchSearch:
         while size <= largest and self.too_large is None and lost < 2:
             if self.seen and max(self.refused, default=0) > max(self.seen):
                 break
-            # Two at a time: each child builds the data anew, and the second may be one too many.
+            # Two at a time, since each child builds the data anew; the second may be one too many.
             self.measure([size, 2 * size] if 2 * size <= largest else [size])
             for tried in (size, 2 * size):
                 if tried in self.seen:
@@ -121,10 +121,9 @@ class BatchSearch:
             self.measure((ROUNDS - 1) * leaders)
 
     def confirm(self) -> int | None:
-        """The best size that does all that a run does with memory to spare; None where none does.
+        """The best size that also evaluates and saves with memory to spare; None if none does.
 
-        Only where the search has met a limit: memory that a single trial scraped through with may be missing
-        in one run of twenty.
+        Tried only if the search met a memory limit: a size that scrapes through one trial may fail in others.
         """
         while self.seen:
             size = self.best()
@@ -136,7 +135,7 @@ class BatchSearch:
         return None
 
     def measure(self, sizes: Sequence[int], *, rehearsed: bool = False) -> None:
-        """Measure `sizes` in turn, as `time_batches` does, up to the first that does not fit."""
+        """Measure `sizes` in turn in one process, up to the first that does not fit."""
         keywords = {"sizes": list(sizes), "seconds": self.seconds, "rehearsed": rehearsed}
         results, killed = self.run(time_batches, keywords, self._show)
         for result in results:
@@ -155,7 +154,7 @@ class BatchSearch:
             self.seen = {size: trials for size, trials in self.seen.items() if size < most}
 
     def best(self) -> int:
-        """The quickest size; of those that are as quick the smallest, which takes more steps."""
+        """The quickest size; among equals the smallest, which takes more steps."""
         least = (1 - TIE) * max(map(self.median, self.seen))
         return min(size for size in self.seen if self.median(size) >= least)
 
@@ -172,10 +171,10 @@ class BatchSearch:
 
 @contextlib.contextmanager
 def memory_to_spare(device: torch.device) -> Iterator[None]:
-    """Leave what is done inside a little less memory than there is.
+    """Leave the code inside a little less memory than there is.
 
-    Held is what counts against the limit: memory of the GPU, or addresses of this process under `ulimit`.
-    Pages of a machine or a container count when they are written: their peak is compared afterwards.
+    GPU memory, or addresses under `ulimit`, are held meanwhile. Pages of a machine or a container count only
+    when they are written, so their peak is compared afterwards.
     """
     limit, name = memory_limit(device.type)
     spare = int(SPARE * limit)
@@ -199,13 +198,13 @@ def time_batches(
     Args:
         sizes: samples of an optimizer step over all ranks.
         seconds: that the measurement of a size takes, warm-up and building left out.
-        rehearsed: evaluate, save and train on, too, with some memory held back all the while.
+        rehearsed: evaluate, save and train on, too, with some memory held back.
         checkpointing: mode in place of the config's.
     """
     section = with_mode(trial.config.checkpointing, checkpointing)
     for size in sizes:
         result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
-        # What grows is measured at its full size, at which it has to fit.
+        # Inputs that grow during training are measured at their full size.
         changes = {"batch_size": size, "curriculum": Curriculum(), "checkpointing": section}
         changed = replace(trial, config=trial.config.model_copy(update=changes))
         try:

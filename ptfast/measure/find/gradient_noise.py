@@ -26,16 +26,16 @@ from ptfast.training.build import build
 from ptfast.training.step import Trainer
 
 PARTS = 4
-"""Least micro-batches of a step: of two, the product of one pair would have to say what all of them share."""
+"""Fewest micro-batches of a step: with two, the estimate would rest on a single product."""
 READS = 10
 """Times that the figures are read from the device."""
 NUM_STEPS = 200
 LEAST_STEPS = 10
-"""Fewer steps say nothing about their own spread."""
+"""Fewest steps that tell their own spread."""
 NUM_SEGMENTS = 20
-"""About how many segments a run is cut into, within each of which gradients are taken to be equally long."""
+"""About how many segments a run is cut into; within each, gradients are taken to be equally long."""
 POINTS = 5
-"""Parts of the training for which the noise is shown apart, since it grows."""
+"""Parts of the training whose noise is shown separately, since it grows."""
 MOMENTS = ("signal", "noise", "square", "loss")
 
 
@@ -45,7 +45,7 @@ def train_for_noise(
     """Train a config from its start and report the moments of its gradients, some steps each.
 
     Args:
-        batch_size, micro_batches: that every step takes, over all ranks.
+        batch_size, micro_batches: of every step, over all ranks.
         num_steps: optimizer steps, or up to the end of the data or of the run.
         checkpointing: mode in place of the config's.
     """
@@ -97,7 +97,7 @@ def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str,
 
 
 class NoiseTrainer(Trainer):
-    """Takes the steps that `Trainer` takes, and keeps the norms of what its micro-batches would do alone.
+    """Takes the steps of `Trainer`, and keeps the norms of the gradients of single micro-batches.
 
     Cost: a second set of gradients, two passes over them for every micro-batch; among ranks, gradients cross
     after the backward passes and not during the last. No step makes the host wait.
@@ -108,7 +108,7 @@ class NoiseTrainer(Trainer):
         self.rows: list[tuple[Tensor, Tensor]] = []
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
-        """Keep the norms on the way to the gradient of the step."""
+        """Accumulate the gradient of the step, and keep the norms of its parts."""
         run, ranks, window, alone = self.run, self.run.ranks, self.window, self.statistics is None
         weight = self.item_weight(batch)
         zero = torch.zeros((), dtype=torch.float32, device=run.device)
@@ -140,13 +140,13 @@ class NoiseTrainer(Trainer):
                 whole = sums.setdefault(parameter, torch.zeros_like(parameter))
                 sum_over_ranks(whole, ranks).div_(ranks.num_ranks)
             parameter.grad = sums.get(parameter)
-        # The weight holds the ranks that gradients are averaged over: a rank's own are too long by as much.
+        # Gradients are weighted for averaging over ranks: those of one rank are too long by their number.
         figures = (
             *(squares / ranks.num_ranks**2, weighted / ranks.num_ranks**2, shares_squared, num_parts),
             *(window.loss_sum - loss_before, window.num_items - items_before),
             batch.num_samples / ranks.num_ranks,
         )
-        # A number goes to the device as an argument of the sum; a tensor of it would be copied there.
+        # Numbers reach the device as arguments of the sum; making them tensors would need a copy.
         self.rows.append((torch.stack([(zero + figure).float() for figure in figures]), self._square()))
 
     def read(self) -> dict[str, list[float]]:
@@ -167,7 +167,7 @@ class NoiseTrainer(Trainer):
         return found
 
     def _square(self) -> Tensor:
-        """The squared norm of the gradients that there are, without fp16's scale; on the device."""
+        """The squared norm of the current gradients, without fp16's scale; on the device."""
         norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
         return (norm if self.scaled is None else norm / self.scaled.scale).float() ** 2
 
@@ -183,8 +183,8 @@ def moments(
 ) -> tuple[float, float]:
     """Unbiased squared norm of the true gradient, and variance of a sample's, from one step's micro-batches.
 
-    With h_i the part that micro-batch i, a share f_i of the samples, adds to the step's gradient:
-    the products of different parts hold the true gradient alone, for their noise is independent.
+    Let micro-batch i, a share f_i of the samples, add h_i to the step's gradient. Products of different parts
+    estimate the true gradient alone, since their noise is independent.
 
     Args:
         square: |sum of h_i|^2.
@@ -193,8 +193,8 @@ def moments(
         shares_squared: sum of f_i^2.
         num_parts: micro-batches.
         num_samples: of the step.
-        num_train: samples that are drawn from without putting any back, which makes parts of one batch a
-            little less alike than chance would.
+        num_train: samples of the data; drawing them without replacement makes parts of one batch a little
+            less alike than chance would.
 
     Returns:
         |G|^2, which may come out negative, and tr(Sigma); not numbers where there is a single part.
@@ -213,11 +213,11 @@ class Critical:
     """A batch size at which a step is half as good as one with the true gradient."""
 
     batch: float | None
-    """In samples; None where noise swamps the true gradient."""
+    """In samples; None if noise swamps the true gradient."""
     error: float | None
     """Standard error of `batch`."""
     at_least: float | None
-    """Lower bound of `batch`, by two standard errors of the true gradient; None where there is none."""
+    """Lower bound of `batch`, by two standard errors of the true gradient; None if there is none."""
 
     def __str__(self) -> str:
         if self.batch is None:
@@ -284,10 +284,10 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
 
 @dataclass
 class NoiseForecast:
-    """The measured gradient noise of a config, and the forecast that it allows."""
+    """The measured gradient noise of a config, and the forecast from it."""
 
     batch_size: int
-    """Samples of each step that it was measured in."""
+    """Samples of each measured step."""
     total_steps: int = 0
     """Of the whole run."""
     moments: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
@@ -304,7 +304,7 @@ class NoiseForecast:
         return len(self.moments["loss"])
 
     def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
-        """Steps and samples to the loss at the end, and the time where a size was measured, by batch size."""
+        """For each size, steps and samples to the loss at the end, and the time if the size was measured."""
         critical, own = self.critical, self.batch_size
         if critical is None or critical.batch is None:
             return []
@@ -318,7 +318,7 @@ class NoiseForecast:
         return found
 
     def advise(self, search: BatchSearch) -> tuple[int, float] | None:
-        """The measured size that should come to the loss first, and the rate of SGD there to the config's."""
+        """The measured size that should reach the loss first, and SGD's best rate there to the config's."""
         timed = [row for row in self.rows(search) if row["time_s"] is not None]
         if not timed or self.critical is None:
             return None

@@ -1,4 +1,4 @@
-"""`ptfast find workers`: who loads the data quickest beside the training, and what memory that takes."""
+"""`ptfast find workers`: which loader feeds the training quickest, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ptfast.report.terminal.display import is_terminal, say, standard_output, ta
 RULE = 4
 """Workers of each rank by the rule of thumb, 4 for each GPU."""
 LEAST_LIMIT = 16
-"""Of workers; more processes than cores pay where samples come from far away."""
+"""Least limit on workers; more processes than cores pay off if samples come from far away."""
 CLOSE = 0.03
-"""Loaders that differ by no more are as quick; more workers that gain no more have gained nothing."""
+"""Loaders that differ by no more are equally quick; a smaller gain by more workers counts as none."""
 NOTHING = 0.02
-"""Share of the time spent on waiting that no loader needs to save."""
+"""Share of the time spent waiting that is not worth saving."""
 FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
 """So many of the quickest, within this part of the best, are measured in so many blocks together."""
 HOLD_S = 60.0
 """Decoding everything once is not tried where it would take longer."""
 NARROW = 100
-"""Columns of a terminal below which the table says less."""
+"""Terminals with fewer columns get a smaller table."""
 PASSES = 4
 
 
@@ -54,7 +54,7 @@ class LoaderSetup(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Config values by key, of those that mean something to this kind."""
+        """Config values by key, those that this kind uses."""
         found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
         if self.workers:
             found |= {
@@ -132,18 +132,18 @@ class LoaderSearch:
         self.most = most or 0
         self.blocks: list[list[tuple[LoaderSetup, Measured]]] = []
         self.failed: dict[LoaderSetup, str] = {}
-        """The reasons why loaders cannot be had."""
+        """Why loaders are not available."""
         self.named: dict[str, LoaderSetup] = {}
-        """The loaders that `auto` takes here and that the config asks for."""
+        """The loader that `auto` selects here, and that of the config."""
         self.data: dict[str, Any] = {}
-        """What decides which loaders make sense for the data."""
+        """Properties of the data that decide which loaders make sense."""
         self.notes: list[str] = []
         self.chosen = PLAIN
         self._cores = 1
         """Of each rank."""
 
     def run(self) -> None:
-        """Measure what may be the quickest loader, and what `auto` and the config would take; choose one."""
+        """Measure the promising loaders, that of `auto` and that of the config, and choose one."""
         configs = [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments]
         alone, *others = self.laboratory.look(configs, asks=True)
         alone.raise_failure()
@@ -169,7 +169,7 @@ class LoaderSearch:
         self.chosen = self.choose()
 
     def workers(self, count: int) -> LoaderSetup:
-        """`count` worker processes that read as far ahead as the config says; for 0 this process reads."""
+        """`count` worker processes with the config's prefetch; for 0, this process reads."""
         if not count:
             return PLAIN
         return LoaderSetup(
@@ -225,9 +225,9 @@ class LoaderSearch:
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
     def rivals(self) -> list[LoaderSetup]:
-        """Those that may be faster than the chosen one by more than counts, as far as the figures tell."""
+        """Loaders that may be faster than the chosen one by more than `CLOSE`, as far as the figures tell."""
         effects = self.effects(self.chosen)
-        # Each of them has had its chance to look slower than it is.
+        # Each of them had a chance to look slower than it is.
         level = 1 - ALPHA / max(len(effects), 1)
         return [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
 
@@ -255,7 +255,7 @@ class LoaderSearch:
         return ", ".join(words)
 
     def settings(self) -> dict[str, Any]:
-        """The values to set for the chosen loader, by key; a thread that nobody asked for is left out."""
+        """The values to set for the chosen loader, by key, without threads where neither side has any."""
         found = self.chosen.values
         if not (self.chosen.read_ahead or self.config.dataloader.read_ahead):
             del found["dataloader.read_ahead"]
@@ -277,7 +277,7 @@ class LoaderSearch:
             say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
 
     def _words(self, loader: LoaderSetup) -> list[str]:
-        # What grows is measured at its full size.
+        # Inputs that grow during training are measured at their full size.
         own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
         return merge(self.arguments, ["curriculum=none", *own])
 
@@ -300,7 +300,7 @@ class LoaderSearch:
             yield LoaderSetup("packed")
 
     def _ascend(self) -> None:
-        """Double the workers until that gains nothing twice, or memory ends."""
+        """Double the workers until that gains nothing twice in a row, or memory runs out."""
         most, useless = self.most, 0
         counts = [*(2**power for power in range(16) if 2**power < most), *([most] if most else [])]
         for start in range(0, len(counts), 2):
@@ -319,7 +319,7 @@ class LoaderSearch:
                 return
 
     def _has_room(self, count: int) -> bool:
-        """Return False where workers would take more memory than is free, by what others have taken."""
+        """Return False if workers would take more memory than is free, judging by earlier ones."""
         largest = max(self.seen, key=lambda loader: loader.workers)
         if not largest.workers:
             return True
@@ -333,7 +333,7 @@ class LoaderSearch:
         return needed <= free
 
     def _refine(self) -> None:
-        """Try what lies beside the best: counts in between, reading further ahead, threads."""
+        """Try variants of the best: counts in between, more prefetching, threads."""
         best = self.choose()
         beside: list[LoaderSetup] = []
         if best.workers:
@@ -384,7 +384,7 @@ def _show(search: LoaderSearch) -> None:
 
 
 def _marks(search: LoaderSearch) -> dict[LoaderSetup, str]:
-    """Remarks on some of the loaders."""
+    """Remarks in the table."""
     marks: dict[LoaderSetup, list[str]] = {search.chosen: ["chosen"]}
     for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
@@ -392,7 +392,7 @@ def _marks(search: LoaderSearch) -> dict[LoaderSetup, str]:
 
 
 def _remarks(search: LoaderSearch) -> Iterator[str]:
-    """Remarks on the figures."""
+    """Remarks below the table."""
     chosen = search.chosen
     if chosen != search.best():
         yield (
@@ -413,7 +413,7 @@ def _remarks(search: LoaderSearch) -> Iterator[str]:
 
 
 def _write(file: Path, search: LoaderSearch) -> None:
-    """A recipe of the chosen loader; what the arguments said of loaders is not carried into it."""
+    """Write a recipe with the chosen loader in place of what the arguments say of loaders."""
     own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
     others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
     rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))

@@ -73,7 +73,7 @@ def find_lr(
         return EXIT_FINDINGS
     draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
     if write is not None:
-        # A rate that is given for a reference batch is scaled to the batch once more.
+        # A rate for a reference batch is scaled to the batch again.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
         comment = [
             f"Learning rate {rate:g} for {name}, found by ptfast find lr",
@@ -85,7 +85,7 @@ def find_lr(
 
 
 def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The facts of test and trials, run in this process or on the ranks that the config asks for."""
+    """Run test and trials in this process or on the config's ranks, and return their figures."""
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder, killed, results = Path(name) / "lr", None, list[dict[str, Any]]()
         if config.parallel.strategy == "single":
@@ -159,7 +159,7 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def _advice(facts: dict[str, Any]) -> str:
-    """The advice where no rate makes the loss fall, or none trains."""
+    """The advice if no rate makes the loss fall, or none trains."""
     if facts["trials"]:
         rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
         return (
@@ -176,7 +176,7 @@ def _advice(facts: dict[str, Any]) -> str:
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
-    """Write a PNG of the losses over the learning rate, with the rates that it suggests and the trials."""
+    """Write a PNG of the loss over the learning rate, with the suggested rates and the trials."""
     with picture(path, 8, 4.5) as figure:
         axes = figure.add_subplot()
         lrs, losses, smoothed, chosen = facts["lrs"], facts["losses"], facts["smoothed"], facts["chosen"]
@@ -190,7 +190,7 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
         axes.axvline(chosen, color="k", lw=1.6, label=f"chosen: {chosen:.2g}")
         axes.set_xscale("log")
         spread = max(smoothed) - min(smoothed)
-        # A loss that diverges would flatten all that is of interest.
+        # Diverging losses would flatten the rest.
         lowest = min([*losses[: len(smoothed)], *(loss for _, loss in trials)])
         axes.set_ylim(lowest - 0.05 * spread, max(smoothed) + 0.25 * spread)
         axes.set_xlabel("learning rate")
@@ -216,7 +216,7 @@ def chart(
 
     Args:
         marks: rates, each by the letter drawn beneath it.
-        width, height: of the whole in characters and lines; less than 20 by 5 is taken for that.
+        width, height: of the whole in characters and lines, at least 20 by 5.
         plain: draw with ASCII alone.
     """
     low, high = min(losses), max(losses)

@@ -1,4 +1,4 @@
-"""The learning rate range test, whose rate rises step by step until the loss diverges, and single trials."""
+"""The learning rate range test, in which the rate rises until the loss diverges, and trials of one rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptfast.training.step import Trainer
 
 LOSS_DIVERGED = "the loss diverged"
 SMOOTHING = 0.85
-"""Weight in the smoothed loss of each step, relative to its neighbour's."""
+"""Weight of a step in the smoothed loss, relative to its neighbour's."""
 START_STEPS = 10
 """Steps at the lowest rates, which hardly change anything."""
 EXPLODED = 1.5
@@ -34,7 +34,7 @@ LEAST_STEPS = 10
 DIVERGED = 4.0
 """Training has diverged where the smoothed loss is so many times its lowest."""
 FACTOR = math.sqrt(10)
-"""Between neighbouring trials: half a decade. Within it the loss hardly depends on the rate."""
+"""Ratio of neighbouring trials: half a decade, within which the loss hardly depends on the rate."""
 MOST_TRIALS = 6
 REPLACED = ("schedule", "ema", "callbacks", "watchers", "progress", "figures", "best_figures")
 """Attributes of a run that are replaced during a trial."""
@@ -42,15 +42,15 @@ REPLACED = ("schedule", "ema", "callbacks", "watchers", "progress", "figures", "
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The steps of a test that count."""
+    """The steps of a test."""
 
     lrs: list[float]
     losses: list[float]
     """Mean item loss of each step over all ranks, before the step changed anything."""
     ended: str
-    """Why it ended: `at the highest rate`, `the loss diverged` or `the data ended`."""
+    """`at the highest rate`, `the loss diverged` or `the data ended`."""
     epochs: float | None
-    """Epochs that it took; None where that has no length."""
+    """None for data without a length."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
@@ -67,7 +67,7 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 
 def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     """Train one step at each rate, until the loss diverges, and leave the run as it was."""
-    # What grows during training is at its full size in the last steps.
+    # Inputs that grow during training have their full size in the last steps.
     first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
     taken: list[float] = []
     losses: list[float] = []
@@ -107,7 +107,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             means.append(total / weight)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             low, now = min(means), means[-1]
-            # Where losses come near to 0, four times the lowest is little.
+            # Near 0, four times the lowest loss is little.
             if step >= LEAST_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
                 ended = LOSS_DIVERGED
                 break
@@ -118,7 +118,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
 
 @contextlib.contextmanager
 def preserving_state(run: Run) -> Iterator[None]:
-    """Train `run` inside this, without callbacks, and find weights, optimizer, progress and draws as before.
+    """Train inside without callbacks; weights, optimizer, progress and random states are restored afterwards.
 
     Cost: a copy of weights and optimizer state on the device.
     """
@@ -151,7 +151,7 @@ def preserving_state(run: Run) -> Iterator[None]:
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Exponential means to both sides of each step, which unlike running ones do not lag behind.
+    """Two-sided exponential means, which unlike running ones do not lag behind.
 
     The curve ends before the first loss far above those of the start, which would hide its neighbours.
     """
@@ -194,12 +194,12 @@ def run_trials(
 ) -> dict[float, float]:
     """Train anew at single rates, beginning with `start`, until those beside the best one are worse.
 
-    A range test has a few steps at each rate, after all that the lower ones have taught the model: it finds
-    the decade. A trial trains at one rate from the start, and every trial on the same batches, so that
-    small differences count. The run is left as it was.
+    A range test takes few steps at each rate, with a model that lower rates have trained: it finds the
+    decade. Trials train at one rate from the start, on the same batches, so small differences count. The run
+    is left as it was.
 
     Args:
-        lowest, highest: rates that are not to be passed.
+        lowest, highest: bounds of the rates.
 
     Returns:
         The loss of each rate tried, infinite where it diverged.
@@ -221,9 +221,9 @@ def run_trials(
 def descend(
     loss_at: Callable[[float], float], start: float, lowest: float, highest: float
 ) -> dict[float, float]:
-    """Losses by rate, from `start` on towards the better neighbour until none is better."""
+    """Losses by rate, from `start` towards the better neighbour until none is better."""
     losses = {start: loss_at(start)}
-    # Above a rate at which the loss diverges there is nothing to find.
+    # Rates above one that diverges are not tried.
     for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
         here = start
         while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:
