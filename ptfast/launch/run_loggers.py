@@ -11,7 +11,7 @@ from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import described, name_of
 from ptfast.core.protocols import LOGGER_METHODS, StepBatch
-from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger, truncate_after
+from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger
 from ptfast.run import Run
 from ptfast.training.user_code import UserPart, constructing
 
@@ -41,9 +41,7 @@ def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
         ConfigError: C017 for one that raises.
         MachineError: E001 where metrics.jsonl cannot be written, E006 for a service that refuses.
     """
-    metrics = run.folder / METRICS_FILE
-    truncate_after(metrics, run.progress.step)
-    opened: list[Any] = [JsonlLogger(metrics)]
+    opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step)]
     # As it was written down: without secrets, and without values from the environment.
     config = read_yaml(run.folder / run_directory.CONFIG).data if loggers else {}
     for key, logger in loggers.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 import queue
 import secrets
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,16 +33,21 @@ class JsonlLogger:
 
     A figure that is not finite is written as null, since JSON has no name for it.
 
+    Args:
+        path: a file of an earlier attempt is continued.
+        last_step: drop its records after this step, which a resumed run will log again.
+
     Raises:
         MachineError: E002 when the disk is full, E001 when the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last_step: int = sys.maxsize) -> None:
         self.path = path
+        if path.is_file():
+            # This also drops a line that a kill has cut off.
+            kept = [record for record in read_records(path) if record.get("step", 0) <= last_step]
+            run_directory.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         try:
-            if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
-                # A kill has cut off the last line; the next record must not run into it.
-                os.truncate(path, content.rfind(b"\n") + 1)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise cannot_write(error, str(path)) from error
@@ -77,24 +82,11 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Drop the records beyond `step`, which a resumed run will log again. A missing file is left missing."""
-    if not path.is_file():
-        return
-    kept = [record for record in read_records(path) if record.get("step", 0) <= step]
-    rewritten = path.with_name(path.name + ".tmp")
-    try:
-        rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        rewritten.replace(path)
-    except OSError as error:
-        raise cannot_write(error, str(path)) from error
-
-
 class Csv:
     """The same records as a table, one column a figure.
 
     A new figure adds a column, and the file is rewritten. A resumed run's table is rebuilt from its
-    metrics.jsonl, so truncate that first.
+    metrics.jsonl.
 
     Args:
         path: file name, relative to the run directory.

@@ -24,7 +24,6 @@ from ptfast.report.loggers import (
     Wandb,
     read_records,
     settings_of,
-    truncate_after,
 )
 from ptfast.report.mlflow_logger import Mlflow
 
@@ -80,13 +79,11 @@ def test_jsonl_goes_on_behind_a_line_that_a_kill_cut_off(tmp_path: Path) -> None
     assert [json.loads(line) for line in path.read_text().splitlines()] == [train(1), train(2)]
 
 
-def test_truncate_after_keeps_what_the_resumed_step_has_logged(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_records_up_to_its_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    truncate_after(path, 3)
-    assert not path.exists()
     records = [train(step, loss=1 / step) for step in range(1, 6)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"st')
-    truncate_after(path, 3)
+    JsonlLogger(path, 3).close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == records[:3]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
