@@ -1,4 +1,4 @@
-"""One command line from words to exit code: finds the command, calls it, prints what goes wrong."""
+"""Run one command line: find the command, call it, print its error, return the exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ptfast.core.errors import (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; whatever goes wrong is printed, as one line."""
+    """Run one command line and return its exit code; errors are printed as one line."""
     words, code = list(arguments), EXIT_OK
     try:
         code = _dispatch(words)
@@ -67,7 +67,7 @@ def _dispatch(words: list[str]) -> int:
 
         flags = {}
         for command_name, command in COMMANDS.items():
-            # Of `find lr` those of lr.
+            # `find lr` has the flags of lr.
             chosen = next((command.kinds[word] for word in rest if word in command.kinds), command)
             flags[command_name] = [flag.name for flag in (*chosen.flags, *COMMON)]
         print("\n".join(complete(rest, flags, {name: c.kinds for name, c in COMMANDS.items() if c.kinds})))
@@ -103,7 +103,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
-    """What a command of this name is called, such as `find lr`, what it is, and its flags and words."""
+    """The full name of a command, such as `find lr`, its record, and its flags and words."""
     command = COMMANDS[name]
     if not command.kinds or words[:1] in (["--help"], ["-h"]):
         return name, command, parse(name, command, words)

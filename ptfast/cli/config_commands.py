@@ -20,7 +20,7 @@ from ptfast.core.units import duration, num_bytes
 from ptfast.report.terminal.display import build_display, table
 
 _OTHERS = ("words", "kind", "help", "traceback", "config_dir")
-"""Attributes of a command line that are no options of a search."""
+"""Attributes of a command line that are not options of a search."""
 
 
 def train(args: Namespace) -> int:
@@ -69,7 +69,7 @@ def train(args: Namespace) -> int:
 
 
 def _check_actions(args: Namespace) -> None:
-    """Refuse flags of which one would be ignored: all but `--config` are things to do."""
+    """Refuse flags that exclude each other: all but `--config` are actions."""
     given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
     if "--config" in given and (others := [flag for flag in ("--multirun", "--info") if flag in given]):
@@ -116,7 +116,7 @@ def find(args: Namespace) -> int:
 
 
 def ablate(args: Namespace) -> int:
-    """Measure what techniques are worth for a config, or what is claimed of them."""
+    """Measure what techniques are worth for a config, or compare what guides claim of them."""
     if args.claims:
         from ptfast.measure.hold_claims import hold_claims
 
@@ -182,7 +182,7 @@ def dry_run(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder = Path(name)
         run = build(config, ranks=Ranks(), folder=folder, display=display)
-        # What grows is measured at full size, which it has in the last steps.
+        # Growing batches and images are measured at full size, in the last steps.
         first = max(run.total_steps - TIMED_STEPS - 1, 0) if run.resolved.curriculum else 0
         run.progress.step = first
         batches = run.train_loader.steps(first, run.total_steps)
@@ -253,7 +253,7 @@ def read_typed(arguments: list[str], file: Path | None = None) -> Any:
 
 
 def saved_run(path: str, overrides: list[str]) -> Any:
-    """The state folder that a user's path means, and the config that it was saved with, raw and checked."""
+    """The state folder that a path means, and the config that it was saved with, raw and checked."""
     from ptfast.config.read import load_config
     from ptfast.core.run_directory import CONFIG
     from ptfast.core.tensors.saved_state import find_state

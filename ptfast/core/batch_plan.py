@@ -1,4 +1,4 @@
-"""Which samples make up which optimizer step: figures that grow in stages, and epochs of unequal length."""
+"""Which samples make up which optimizer step, with batch sizes that grow in stages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Stages(NamedTuple):
 def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
     """From `first` by the multiples of `multiple` to `last`, which begins with step `over_steps`.
 
-    Stages are equally long but for rounding. Few of them keep shapes few, of which each is searched for the
-    best kernels or compiled once.
+    Stages are equally long but for rounding. Few stages mean few shapes, for each of which kernels are
+    searched or compiled.
     """
     values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
     return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))

@@ -6,9 +6,7 @@ A switch that cannot run here is an `Unsupported`, an error before training; one
 
 from __future__ import annotations
 
-import contextlib
 import os
-import platform
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,15 +63,6 @@ def device_type(name: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def processor_name() -> str:
-    """The model of the CPU, as the system or, where that is silent, the platform calls it."""
-    with contextlib.suppress(OSError):
-        for line in CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def usable_type(name: str) -> str:

@@ -32,7 +32,7 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
     """Cores that this process may use: within its affinity, its container's quota and its SLURM job.
 
     Args:
-        hyperthreads: count every hyper-thread; by default those of one core are one.
+        hyperthreads: count every hyper-thread; by default, those of one core count once.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
@@ -52,12 +52,12 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
 
 
 def spare_cores(most: int = 8) -> int:
-    """Hyper-threads that this rank may use besides its own, 1 to `most`: its share of the machine's."""
+    """This rank's share of the machine's hyper-threads, 1 to `most`."""
     return max(1, min(most, usable_cores(hyperthreads=True) // _num_local_ranks()))
 
 
 def available_memory() -> int:
-    """Bytes of memory that this rank can take without swapping or being killed; 4 GiB where nothing says it.
+    """Bytes of memory that this rank can take without swapping or being killed; 4 GiB if unknown.
 
     The least of what the machine has, and of what the limits of its container and its SLURM job leave.
     """
@@ -68,7 +68,7 @@ def available_memory() -> int:
         limit = read_setting(group / "memory.max") or read_setting(group / "memory.limit_in_bytes")
         used = read_setting(group / "memory.current") or read_setting(group / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit():
-            # Files that the kernel keeps in memory for later count as used and give way.
+            # Cached files count as used, but the kernel frees them on demand.
             words = read_setting(group / "memory.stat").split()
             facts = dict(zip(words[::2], words[1::2], strict=False))
             files = facts.get("total_inactive_file") or facts.get("inactive_file", "0")
@@ -77,7 +77,7 @@ def available_memory() -> int:
 
 
 def shared_memory() -> int:
-    """Bytes that are free for processes to share, of which a container may have few; all memory elsewhere."""
+    """Free bytes of shared memory, which containers may limit; without /dev/shm, all memory."""
     try:
         found = os.statvfs(ROOT / "dev/shm")
     except (OSError, AttributeError):
@@ -106,8 +106,8 @@ def memory_limit(device: str = "auto") -> tuple[int, str]:
 def memory_of(pids: Iterable[int]) -> tuple[int, str]:
     """Bytes that processes take together, and how they are counted.
 
-    `PSS`: a page that several share, such as what a forked worker has of its parent, counts once. `RSS`,
-    where the system does not say that: it counts in each of them. Those that have ended count nothing.
+    `PSS`: a page that several share, such as a forked worker and its parent, counts once. `RSS`, if the
+    system has no PSS: it counts in each of them. Processes that have ended count nothing.
     """
     pids = list(pids)
     shares = [_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids]
@@ -125,7 +125,7 @@ def peak_memory_bytes(device_type: str) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated()
-    # The other figure begins with what the process that has started this one took by then.
+    # ru_maxrss starts at the memory of the parent when it started this process.
     if peak := _kilobytes(os.getpid(), "status", "VmHWM:"):
         return peak
     import resource
@@ -135,7 +135,7 @@ def peak_memory_bytes(device_type: str) -> int:
 
 
 def held_memory_bytes(device_type: str) -> int:
-    """Memory that is taken now: by torch on the GPU, or by this process on the host (0 where nobody says)."""
+    """Memory in use now: by torch on the GPU, or by this process on the host (0 if unknown)."""
     if device_type == "cuda":
         import torch
 
@@ -150,13 +150,13 @@ def processor_time_s() -> float:
 
 
 def processor_time_of(pid: int) -> float:
-    """Processor seconds of another process; 0 where it has ended or the system does not say."""
+    """Processor seconds of another process; 0 if it has ended or the system does not say."""
     fields = read_setting(ROOT / f"proc/{pid}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def machine_times(root: Path | None = None) -> tuple[float, float] | tuple[None, None]:
-    """Busy and stolen seconds so far of the CPUs that this process may use; None where nobody says.
+    """Busy and stolen seconds so far of the CPUs that this process may use; None if unknown.
 
     Cost: about 0.1 ms.
     """
@@ -175,13 +175,13 @@ def machine_times(root: Path | None = None) -> tuple[float, float] | tuple[None,
 
 
 def watch_others() -> None:
-    """Begin anew to measure what `others_cores` tells."""
+    """Restart the measurement of `others_cores`."""
     global _watched
     _watched = time.perf_counter(), machine_times()[0], processor_time_s()
 
 
 def others_cores(num_local_ranks: int = 1) -> float:
-    """Cores that other processes have kept busy since this one began; 0 where nobody says.
+    """Cores that other processes have kept busy since this one began; 0 if unknown.
 
     Args:
         num_local_ranks: processes of this run, which take a core each as they start.
@@ -207,7 +207,7 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def network_error(error: BaseException | None) -> BaseException | None:
-    """The innermost of `error` and those behind it that says that something could not be fetched, or None."""
+    """The innermost error, of `error` and its causes, about something that could not be fetched; or None."""
     found = None
     while error is not None:
         package = type(error).__module__.partition(".")[0]
@@ -218,12 +218,10 @@ def network_error(error: BaseException | None) -> BaseException | None:
 
 
 def process_age_s() -> float:
-    """Seconds since this program was started, to a hundredth; 0 where the system does not say.
+    """Seconds since this program started, to a hundredth; 0 if unknown. Call it before starting processes.
 
-    To be asked before it starts processes of its own. What the system keeps is when the process was made,
-    and `exec` leaves that as it was: the minutes that a shell script has installed for before it becomes
-    Python are not Python's. Such a shell has waited for processes, which a program that has just begun has
-    not.
+    The system records when the process was created, which `exec` does not change: the minutes that a shell
+    script ran before it became Python would count. Unlike a fresh program, it has waited for child processes.
     """
     try:
         import resource
@@ -254,7 +252,7 @@ def _num_local_ranks() -> int:
 
 
 def _slurm_memory() -> int | None:
-    """Bytes of this job on this node, whichever way they were asked for."""
+    """Bytes of this job on this node, requested per node or per CPU."""
     megabytes = {
         name: int(os.environ[name])
         for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
@@ -291,8 +289,8 @@ def read_setting(path: Path) -> str:
 def cache_folder() -> Path:
     """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
 
-    A user of whom neither HOME nor the machine knows a home gets a place that no one can write to: facts are
-    computed anew, and downloads refused.
+    A user without a home folder gets a path that cannot be written: facts are computed again, and downloads
+    refused.
     """
     if named := os.environ.get("PTFAST_CACHE"):
         return Path(named).expanduser()

@@ -21,8 +21,8 @@ LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
 class Display:
     """Lines of text without escape codes, for pipes, files and continuous integration; none without a stream.
 
-    Every method takes plain host values; none of them raises because of the terminal. Progress is thinned out
-    to a line a second at first and one in half a minute in long runs.
+    Methods take plain host values and never raise because of the terminal. Progress is limited to a line a
+    second at first, and to one in half a minute in long runs.
 
     Args:
         stream: None for ranks other than the first, which show nothing.
@@ -111,7 +111,7 @@ class Display:
             self._stream.flush()
 
     def _estimate(self, step: int) -> float | None:
-        """Seconds to the last step, from a running mean over the calls so far that favours the latest."""
+        """Seconds to the last step, from a running mean that favours the latest steps."""
         now, steps = self._now(), step - self._mark_step
         if steps > 0:
             latest = (now - self._mark_s) / steps
@@ -125,7 +125,7 @@ class Display:
     def _fields(
         self, step: int, epoch: float, figures: Mapping[str, Any], eta_s: float | None
     ) -> dict[str, str]:
-        """The parts of a progress line by name, each as wide as it ever was: columns stay put."""
+        """The parts of a progress line by name, each as wide as it ever was, so that columns stay put."""
         fields = {"where": self._where(step, epoch)}
         fields |= {name: labelled(name, value) for name, value in figures.items()}
         if eta_s is not None:
@@ -145,7 +145,7 @@ class Display:
 
 
 def ledger(budget: Mapping[str, float]) -> Rows:
-    """Rows of what the time went to, the most first; what took less than a hundredth is one row."""
+    """Rows of the time by cause, the largest first; causes below 1 % share a row."""
     total_s = sum(budget.values())
     if total_s <= 0:
         return []
@@ -160,7 +160,7 @@ def ledger(budget: Mapping[str, float]) -> Rows:
 
 
 def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Title, rows and warnings of the closing summary; what is not known is left out."""
+    """Title, rows and warnings of the closing summary; unknown figures are left out."""
     rows: list[tuple[str, str]] = []
     pace = [f"{grouped(summary['steps'])} steps"] if summary.get("steps") is not None else []
     if (rate := summary.get("train_samples_per_s")) is not None:

@@ -26,10 +26,9 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Facts about the data for the model and the task; models take these as keywords of the same name.
+    """Facts about the data for the model and the task.
 
-    A model's constructor keyword that has the name of a field here and is not set in the config is filled
-    from it.
+    A model's constructor keyword with the name of a field here is filled from it, unless the config sets it.
     """
 
     kind: str
@@ -54,12 +53,12 @@ class DataInfo:
     task_reason: str = ""
     """The labels' trait that implies the task, in words for the panel; empty where nothing was guessed."""
     target_kind: Literal["whole", "mask", "map", "unknown"] = "whole"
-    """The extent of a target: the input as a whole (a class, a figure), each pixel of an image (a `mask` of
-    classes, a `map` of figures), or who knows what, such as boxes, which would move with the pixels."""
+    """A target describes the whole input (a class, a figure), each pixel of an image (a `mask` of classes, a
+    `map` of figures), or something `unknown`, such as boxes, which would move with the pixels."""
     ignore_index: int = IGNORE_INDEX
     """The label of pixels that do not count, in masks."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Facts by which `predict` reads new inputs the same way (vocabulary, normalisation), for JSON."""
+    """Facts that `predict` needs to read new inputs the same way (vocabulary, normalisation), for JSON."""
 
 
 class MicroBatch(NamedTuple):
@@ -69,15 +68,15 @@ class MicroBatch(NamedTuple):
     """In the form that the task takes, on the device: `(inputs, targets)` for the built-in tasks, where mixed
     samples have `Mixed` for targets."""
     num_samples: int
-    """Samples that count; 0 for an empty share, whose one stand-in sample keeps the ranks in step."""
+    """0 for a rank without samples, which runs a dummy sample so that every rank joins the collectives."""
 
 
 Watched = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
-"""Passes batches on, and may break off the wait for one."""
+"""Passes batches on, and may interrupt the wait for one."""
 
 
 class Mixed(NamedTuple):
-    """Targets of samples of which each is mixed out of two."""
+    """Targets of samples that are each mixed from two."""
 
     targets: Tensor
     """Of the first sample of each pair, in the order of the batch."""
@@ -88,7 +87,7 @@ class Mixed(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """Sequences side by side in the rows of a batch, of which each is to be seen by itself."""
+    """Several sequences in each row of a batch, which must not attend to each other."""
 
     tokens: Tensor
     """(batch, length)."""
@@ -97,7 +96,7 @@ class PackedTokens(NamedTuple):
 
 
 class LinearLogits(NamedTuple):
-    """Logits that have not been computed: hidden @ weight.T, for a loss that takes them piece by piece."""
+    """Logits not yet computed, hidden @ weight.T, for a loss that computes them in chunks."""
 
     hidden: Tensor
     """(..., width)."""
@@ -171,8 +170,8 @@ class Callback:
     """A user's own code in the loop: subclass it, name it under `callbacks`, override any of its methods.
 
     Runs on every rank, on the host, between steps: reading a tensor's value here makes the host wait for
-    the device. What it remembers is saved with the run, and restored on every rank, if it has `state_dict()`
-    (of tensors and plain values; asked for on the first rank) and `load_state_dict(state)`.
+    the device. With `state_dict()` (tensors and plain values; called on the first rank) and
+    `load_state_dict(state)` (called on every rank), its state is saved with the run and restored.
     """
 
     def on_start(self, run: Any) -> None:
@@ -208,7 +207,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
-    """The methods `name` of those callbacks that have one of their own."""
+    """The method `name` of every callback that overrides it."""
     methods = [getattr(callback, name, None) for callback in callbacks]
     idle = getattr(Callback, name)
     return [method for method in methods if method and getattr(method, "__func__", None) is not idle]

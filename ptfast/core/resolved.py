@@ -1,4 +1,4 @@
-"""What `auto` became in a run, and how far the run is: what is written, saved and read again."""
+"""What `auto` became in a run, and how far the run is, as saved and restored."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Resolved:
 
     task: str = ""
     task_reason: str = ""
-    """The labels' trait that implies it; empty where the config names the task."""
+    """The labels' trait that implies it; empty if the config names the task."""
     device: str = ""
     """Its type."""
     num_ranks: int = 0
     micro_batches: int = 0
     threads: int = 0
     threads_reason: str = ""
-    """Why `auto` took fewer than there are cores; empty where it did not."""
+    """Why `auto` took fewer threads than there are cores; empty if it did not."""
     interop_threads: int = 0
     cudnn_benchmark: bool | None = None
     deterministic: bool = False
@@ -70,10 +70,10 @@ class Resolved:
 
     @classmethod
     def read(cls, folder: Path, facts: Mapping[str, Any] | None = None) -> Resolved:
-        """Read from a run directory; nothing is resolved without a file, and unknown keys are passed over.
+        """Read from a run directory; without a file nothing is resolved, and unknown keys are ignored.
 
         Args:
-            facts: of a state of that run, which repeats the file and stands in where it is gone.
+            facts: of a state of that run, which repeat the file and replace it if it is gone.
         """
         known = {each.name for each in fields(cls)}
         found = run_directory.read_json(folder / run_directory.RESOLVED) or (facts or {}).get("resolved", {})
@@ -99,7 +99,7 @@ class Progress:
     best_step: int | None = None
     evaluations_without_gain: int = 0
     timed_steps: int = 0
-    """Steps that its speed is computed from, over all attempts: none that warm up or that are measured."""
+    """Steps that its speed is computed from, over all attempts, without warm-up and measured steps."""
     timed_samples: int = 0
     timed_s: float = 0.0
     """Seconds that those steps took."""

@@ -202,6 +202,8 @@ def environment(command_line: list[str]) -> dict[str, Any]:
     """What bit-equal results depend on: versions, device, cores, threads, commit, command line."""
     import torch
 
+    models = devices.cpu_facts("model name")
+    processor = models[0] if models else platform.processor() or platform.machine()
     commit = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         words = ["git", "rev-parse", "HEAD"]
@@ -212,7 +214,7 @@ def environment(command_line: list[str]) -> dict[str, Any]:
         "started": datetime.now().isoformat(),
         **versions(),
         "platform": platform.platform(),
-        "processor": devices.processor_name(),
+        "processor": processor,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),

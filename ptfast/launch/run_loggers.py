@@ -35,14 +35,14 @@ def build_loggers(config: Config) -> dict[str, Any]:
 
 
 def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
-    """Open the loggers of a run, once what it will log again is cut off its earlier records.
+    """Open the loggers of a run; its records after the step that it resumes from are dropped.
 
     Raises:
         ConfigError: C017 for one that raises.
         MachineError: E001 where metrics.jsonl cannot be written, E006 for a service that refuses.
     """
     opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step)]
-    # As it was written down: without secrets, and without values from the environment.
+    # As written: without secrets and values from the environment.
     config = read_yaml(run.folder / run_directory.CONFIG).data if loggers else {}
     for key, logger in loggers.items():
         with constructing(key, name_of(logger), "open"):

@@ -1,4 +1,4 @@
-"""Processes that begin with everything imported: forked from one that has done nothing else."""
+"""Processes that start with everything imported: forked from a server that has done nothing else."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def warm_process(
     """A process, to be started by `start_process`, that calls `act` and exits with what it returns.
 
     It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and nothing
-    of this process in it, so that it computes what one that was started afresh would. On systems other than
-    Linux it is started afresh: there, what torch has loaded does not survive a fork.
+    of this process in it, so that it computes what a fresh process would. Systems other than Linux start a
+    fresh process, because there torch does not survive a fork.
 
     Args:
         act: a function of a module, as `arguments` pickled.
@@ -57,14 +57,14 @@ def warm_process(
 
 
 def start_process(process: BaseProcess) -> None:
-    """Start a process of `warm_process`; what ends this one by a signal does so before or afterwards."""
-    # joblib's workers have one that is of no other process; the new one is told of it.
+    """Start a process of `warm_process`; signals that end this process take effect before or afterwards."""
+    # joblib's workers have a start method that only they know; the new process would inherit it.
     multiprocessing.set_start_method(None, force=True)
     # It unblocks signals as it starts.
     resource_tracker.ensure_running()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The server is left alone by signals to all processes of a job or a terminal, or its children would die.
+    # Signals to all processes of a job or terminal must not reach the server, or its children would die.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         process.start()
@@ -75,7 +75,7 @@ def start_process(process: BaseProcess) -> None:
 def _main(
     act: Callable[..., int], arguments: tuple[Any, ...], environment: dict[str, str], output: Path | None
 ) -> None:
-    """Become a process like one that was started afresh, and act."""
+    """Become like a fresh process, and act."""
     exit_code = EXIT_INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

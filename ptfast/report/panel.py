@@ -98,7 +98,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
 
 
 def _task(run: Run) -> str:
-    """The task, and the fact of the labels that it is inferred from where nobody has named it."""
+    """The task, and the trait of the labels that implies it unless the config names it."""
     info, name, reason = run.info, run.resolved.task, run.resolved.task_reason
     count = info.vocab_size if name == "language_modelling" else info.num_classes
     units = {"language_modelling": "token", "multilabel": "label", "regression": "figure"}
@@ -109,7 +109,7 @@ def _task(run: Run) -> str:
 
 
 def _batch(run: Run, batching: sampling.Batching) -> str:
-    """The batch, and the parts that it is cut into."""
+    """The batch, and the parts into which it is divided."""
     if (budget := batching.batch_tokens) is not None:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"

@@ -1,4 +1,4 @@
-"""Tensors that lie on several ranks (DTensors) or in several files in parts: a rank's own, and the whole."""
+"""Tensors split over ranks (DTensors) or files: a rank's own part, and the whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def local_parts(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def norm_over_ranks(norm: Tensor) -> Tensor:
-    """Euclidean norm of what lies on all ranks, from that of each rank's part: 0-d, on the device."""
+    """Euclidean norm over all ranks, from that of each rank's part: 0-d, on the device."""
     square = norm.square()
     torch.distributed.all_reduce(square)
     return square.sqrt()
@@ -37,7 +37,7 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor on disk, each of whose files holds some of its rows; no more is read than what is asked for.
+    """A tensor on disk, split by rows over several files; only the rows that are asked for are read.
 
     Args:
         parts: slices of safetensors (`safe_open(...).get_slice(name)`), in the order of the rows.
@@ -73,10 +73,10 @@ def is_sharded_by_rows(tensor: Any) -> bool:
 
 
 def shard_like(tensor: Any, value: Any) -> Any:
-    """`value`, which every rank has or can read, shared out as `tensor` is.
+    """`value`, which every rank has or can read, sharded like `tensor`.
 
-    Of a `SavedTensor` only this rank's rows are read. What is of another shape, or no tensor, is left whole;
-    so is everything where `tensor` is not sharded.
+    Only this rank's rows of a `SavedTensor` are read. Values of another shape or type stay whole, as does
+    everything if `tensor` is not sharded.
     """
     if not is_sharded(tensor) or is_sharded(value) or getattr(value, "shape", None) != tensor.shape:
         return whole(value)
@@ -95,11 +95,11 @@ def shard_like(tensor: Any, value: Any) -> Any:
 def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
     """`nest` for JSON, and the tensors by name that this rank has to write.
 
-    Of a tensor that is shared out, each rank writes its rows, from the memory where they are; what is whole
-    is written by the first, from a copy. Each object in the JSON has one key, which says what it stands for:
-    the items of a `dict`, a `tuple`, `bytes` in hexadecimal, a whole `tensor` or the `rows` of one, by name.
+    Each rank writes its rows of sharded tensors, from the memory where they are; the first rank writes whole
+    tensors, from a copy. Each object in the JSON has one key, which says what it stands for: the items of a
+    `dict`, a `tuple`, `bytes` in hexadecimal, a whole `tensor` or the `rows` of one, by name.
 
-    To be called on all ranks, with nests that differ at most in what is not shared out.
+    To be called on all ranks, with nests that differ at most in what is not sharded.
 
     Raises:
         ConfigError: C017 for a value that is neither a tensor nor plain.
@@ -152,7 +152,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def unpack(packed: Any, files: Sequence[Path]) -> dict[str, Any]:
-    """What `pack` was given, with a `SavedTensor` in place of each tensor that was shared out.
+    """What `pack` was given, with a `SavedTensor` in place of each sharded tensor.
 
     Args:
         files: of all ranks that have written, in their order.

@@ -1,4 +1,4 @@
-"""The pieces of a self-contained HTML page: frame, tiles and tables; every text is escaped here."""
+"""The pieces of a self-contained HTML page: frame, head and tables; every text is escaped here."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ def header(title: str, status: str | None, *subs: str) -> str:
     return f'<h1>{escape(title)}{badge}</h1><p class="sub">{lines}</p>'
 
 
-def tiles(figures: Sequence[tuple[str, str]]) -> str:
-    """Key figures (name, value) in a row of tiles."""
-    cells = (
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in figures
-    )
-    return f'<div class="tiles">{"".join(cells)}</div>'
-
-
 def html_table(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -65,9 +56,3 @@ def html_table(
         lines.append("".join(cells))
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="card"><table>{body}</table></div>'
-
-
-def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """A table of names and what they are."""
-    lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f'<div class="card tall facts"><table>{lines}</table></div>'

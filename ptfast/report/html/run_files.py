@@ -70,15 +70,6 @@ class RunFiles:
         """The last step that was logged."""
         return max((step for record in self.records if is_finite(step := record.get("step"))), default=0)
 
-    @cached_property
-    def knots(self) -> list[tuple[float, float, float]]:
-        """(step, epoch, seconds of training) of the training records, by step."""
-        seconds = training_times(self.records)
-        epochs = {
-            record["step"]: record["epoch"] for record in self.records if is_finite(record.get("epoch"))
-        }
-        return [(step, epochs.get(step, 0.0), s) for step, s in sorted(seconds.items()) if step]
-
     def figures(self, split: str) -> dict[str, Any]:
         """Figures of `train`, `val`, `test` or `best`: the summary's, or else the last ones logged."""
         in_summary = self.summary.get(split)
@@ -91,7 +82,7 @@ class RunFiles:
 def training_times(records: Sequence[Record]) -> dict[int, float]:
     """Seconds of training up to each step that was logged, 0 among them, by the speed of each segment.
 
-    Evaluations, saving and starting up are left out; untimed first steps count as the others.
+    Evaluations, saving and start-up are left out; untimed first steps count like the others.
     """
     windows = [r for r in records if r.get("split") == "train" and is_finite(r.get("step"))]
     known_s = [record["step_s"] for record in windows if is_finite(record.get("step_s"))]
@@ -104,7 +95,7 @@ def training_times(records: Sequence[Record]) -> dict[int, float]:
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read what there is of a run."""
+    """Read the files of a run, as far as they exist."""
     config_text = ""
     with contextlib.suppress(OSError):
         config_text = (run_dir / CONFIG).read_text(encoding="utf-8", errors="replace")

@@ -11,8 +11,8 @@ from ptfast.core.clock import CAUSES, label
 from ptfast.core.errors import cannot_write
 from ptfast.core.run_directory import METRICS, read_json
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
-from ptfast.report.html.html_page import facts, header, html_table, page, tiles
-from ptfast.report.html.run_files import RunFiles, is_finite, read_run
+from ptfast.report.html.html_page import header, html_table, page
+from ptfast.report.html.run_files import RunFiles, is_finite, read_run, training_times
 from ptfast.report.html.svg_charts import (
     LEFT,
     SCRIPT_FILE,
@@ -72,19 +72,22 @@ def _render(run: RunFiles) -> str:
     body = [head]
     if error := run.summary.get("error"):
         body.append(f'<p class="card error">{escape(str(error))}</p>')
-    body.append(tiles(_key_figures(run)))
+    body.append(_tiles(run))
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
-    charts = ""
+    charts, last_step = "", run.last_step
     for name in chart_order(run.curves):
         # A test figure is one point at the end, and stands in the table.
         splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
         colors = {"train": 0, "val": 1, "test": 2}
         series = [Series(split, points, colors.get(split, 3)) for split, points in splits.items()]
-        charts += line_chart(name, series, run.last_step)
+        charts += line_chart(name, series, last_step)
     if charts:
-        knots = run.knots[:: len(run.knots) // MOST_KNOTS + 1] + run.knots[-1:]
-        controls = curve_controls(run.last_step, knots)
+        epochs = {r["step"]: r["epoch"] for r in run.records if is_finite(r.get("epoch"))}
+        seconds = sorted(training_times(run.records).items())
+        knots = [(step, epochs.get(step, 0.0), s) for step, s in seconds if step]
+        knots = knots[:: len(knots) // MOST_KNOTS + 1] + knots[-1:]
+        controls = curve_controls(last_step, knots)
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
     # The figures of `test` come last.
     files = sorted((run.run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
@@ -110,7 +113,8 @@ def _versions(run: RunFiles) -> str:
     return " · ".join([*named, *commit])
 
 
-def _key_figures(run: RunFiles) -> list[tuple[str, str]]:
+def _tiles(run: RunFiles) -> str:
+    """Key figures in a row of tiles."""
     summary = run.summary
     shown: list[tuple[str, str]] = []
     for split in ("test", "best", "val"):
@@ -128,7 +132,10 @@ def _key_figures(run: RunFiles) -> list[tuple[str, str]]:
         shown.append(("steps", grouped(summary["steps"])))
     if summary.get("peak_memory_bytes"):
         shown.append(("peak memory", num_bytes(summary["peak_memory_bytes"])))
-    return shown
+    tiles = (
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in shown
+    )
+    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def headline(figures: Mapping[str, Any]) -> str | None:
@@ -249,7 +256,9 @@ def _settings(run: RunFiles) -> str:
                 text = ", ".join(f"{key} {item}" for key, item in value.items())
             if value is not None:
                 rows.append((name.replace("_", " "), text))
-        columns.append(f"<section><h2>Environment</h2>{facts(rows)}</section>")
+        lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows)
+        table = f'<div class="card tall facts"><table>{lines}</table></div>'
+        columns.append(f"<section><h2>Environment</h2>{table}</section>")
     return f'<div class="columns">{"".join(columns)}</div>' if columns else ""
 
 

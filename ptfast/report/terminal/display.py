@@ -31,7 +31,7 @@ UNREAD_S = 0.5
 
 
 def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
-    """The display that suits `stream` (standard output if not given); a silent one for ranks other than 0."""
+    """The display for `stream`, standard output by default; a silent one for ranks other than 0."""
     if rank != 0:
         return Display()
     stream = stream or standard_output()
@@ -41,12 +41,12 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
 
 
 def terminal_display() -> Display:
-    """The display of a terminal; a silent one where output is no terminal, or JSON for a program."""
+    """The display of a terminal; a silent one if output is not a terminal, such as JSON for a program."""
     return build_display() if is_terminal(standard_output()) else Display()
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Print lines at once; on a terminal each is broken between words, and goes on further to the right."""
+    """Print lines at once; a terminal gets them wrapped between words, with continuation lines indented."""
     stream = stream or standard_output()
     text = "\n".join(map(one_line, text.split("\n")))
     if is_terminal(stream):
@@ -63,7 +63,7 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def standard_output() -> TextIO:
-    """Standard output; a buffer nobody reads where the process has none."""
+    """Standard output; an unread buffer if the process has none."""
     return sys.stdout or io.StringIO()
 
 
@@ -182,7 +182,7 @@ def _least_width(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _longest_word(column: Sequence[str]) -> int:
-    """The longest part that is not broken: a word, a number with its unit, a short header such as `95 %`."""
+    """The longest part that must not be broken: a word, a number with its unit, a short header."""
     header, *cells = column
     words = [word for cell in cells for word in ([cell] if are_numbers([cell]) else cell.split())]
     return max(map(len, [*words, *([header] if len(header) < 12 else header.split())]), default=0)
