@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.image_decoding import Decoder, Pixels, read_file, resize_shorter
@@ -25,9 +24,8 @@ _MOST_IMAGES = 4096
 """Of a piece, however small they are."""
 
 
-class _ImageJob(NamedTuple):
-    paths: list[str]
-    labels: list[int]
+_ImageJob = tuple[list[str], list[int]]
+"""Paths of images and their labels."""
 
 
 def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Plan:
@@ -46,10 +44,10 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
     files, num_bytes, newest_ns, listing = stat_files(paths, root)
     facts = SourceFacts(str(root.resolve()), files, num_bytes, newest_ns, newest_folder(root), listing)
     mean_bytes = num_bytes / files if jpeg else _mean_pixels(listings["train"][0], size)
-    # A piece of files is decoded too, to see whether they are whole: one at a time, so memory is no matter.
+    # Files that are kept are decoded too, to check them, but one at a time: they need no memory together.
     per_piece = max(1, min(_MOST_IMAGES, int(PIECE_BYTES / max(mean_bytes, 1))))
     jobs = [
-        (split, _ImageJob(split_paths[i : i + per_piece], labels[i : i + per_piece]))
+        (split, (split_paths[i : i + per_piece], labels[i : i + per_piece]))
         for split, (split_paths, labels) in listings.items()
         for i in range(0, len(split_paths), per_piece)
     ]
@@ -101,7 +99,7 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
     data: list[bytes | memoryview] = []
     rows: list[tuple[Any, ...]] = []
     skipped: list[dict[str, str]] = []
-    for path, label in zip(job.paths, job.labels, strict=True):
+    for path, label in zip(*job, strict=True):
         try:
             content = read_file(path)
             pixels, converted = decoder.decode(content, path)
@@ -116,9 +114,13 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
             pixels = shrink(pixels, size)
         stored = content if jpeg else np.ascontiguousarray(pixels).data.cast("B")
         data.append(stored)
-        rows.append((len(stored), *pixels.shape[:2], height, width, label, converted, *_sums(pixels)))
+        by_row = pixels.reshape(len(pixels), -1)
+        # Whole rows are added up first, which keeps the inner loop long; squares of bytes fit into 16 bits.
+        sums = by_row.sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
+        squares = np.square(by_row, dtype=np.uint16).sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
+        rows.append((len(stored), *pixels.shape[:2], height, width, label, converted, sums, squares))
     return Piece(
-        b"".join(data), np.array(rows, ROW).tobytes(), len(rows), len(job.paths), {"skipped": skipped}
+        b"".join(data), np.array(rows, ROW).tobytes(), len(rows), len(job[0]), {"skipped": skipped}
     )
 
 
@@ -127,22 +129,14 @@ def shrink(pixels: Pixels, size: int) -> Pixels:
     return pixels if min(pixels.shape[:2]) <= size else resize_shorter(pixels, size).numpy()
 
 
-def _sums(pixels: Pixels) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sums and sums of squares per channel, exact."""
-    rows = pixels.reshape(len(pixels), -1)
-    # The square of a byte fits into 16 bits; adding up whole rows first keeps the inner loop long.
-    sums, squares = rows.sum(0, dtype=np.int64), np.square(rows, dtype=np.uint16).sum(0, dtype=np.int64)
-    return sums.reshape(-1, 3).sum(0), squares.reshape(-1, 3).sum(0)
-
-
 def _mean_pixels(paths: Sequence[str], size: int | None) -> float:
-    """Mean bytes of an image once decoded and shrunk, of a few."""
+    """Mean bytes of an image once decoded and shrunk, by a sample of the files."""
     decoder, found = Decoder(), []
     for path in paths[:: max(1, len(paths) // _PROBES)][:_PROBES]:
         try:
             pixels = decoder(path).pixels
         except DataError:
-            continue  # said when its turn comes
+            continue  # reported when it is converted
         height, width, _ = pixels.shape
         scale = 1 if size is None else min(1.0, size / min(height, width))
         found.append(height * width * 3 * scale**2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -199,34 +199,25 @@ def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
     """
     manifest = read_manifest(folder, key)
     if manifest is not None:
-        once_per_machine(lambda: _check(folder, manifest, key))
+        once_per_machine(lambda: _check_quickly(folder, manifest, key))
     return manifest
 
 
-def _check(folder: Path, manifest: Manifest, key: str) -> None:
-    check_sizes(folder, manifest)
+def _check_quickly(folder: Path, manifest: Manifest, key: str) -> None:
     for name, split in manifest.splits.items():
-        path = folder / f"{name}.index"
-        if hashlib.sha256(path.read_bytes()).hexdigest() != split.index_sha256:
-            raise _damaged(path, "does not have the checksum that the manifest says", manifest, folder)
-    if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
-        check_data(folder, manifest)
-    check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
-
-
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise DataError D007 unless every file is there at its size."""
-    for name, split in manifest.splits.items():
-        for path, expected in {
-            folder / f"{name}.bin": split.bytes,
-            folder / f"{name}.index": split.index_bytes,
-        }.items():
+        index = folder / f"{name}.index"
+        for path, expected in ((folder / f"{name}.bin", split.bytes), (index, split.index_bytes)):
             found = path.stat().st_size if path.is_file() else None
             if found is None:
                 raise _damaged(path, "is missing from its pack", manifest, folder)
             if found != expected:
                 what = f"has {found:,} bytes where the manifest says {expected:,}"
                 raise _damaged(path, what, manifest, folder)
+        if hashlib.sha256(index.read_bytes()).hexdigest() != split.index_sha256:
+            raise _damaged(index, "does not have the checksum that the manifest says", manifest, folder)
+    if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
+        check_data(folder, manifest)
+    check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
 
 
 def check_data(
@@ -265,8 +256,14 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
     if not whole and folders_ns == before.folders_ns:
         return
     try:
+        if manifest.kind == "tokens":
+            found = [str(path)]
+        else:
+            from ptfast.data.sources.class_folders import list_tree
+
+            found = (file for paths, _ in list_tree(path)[1].values() for file in paths)
         root = path.parent if path.is_file() else path
-        files, num_bytes, newest_ns, listing = stat_files(source_files(path, manifest), root)
+        files, num_bytes, newest_ns, listing = stat_files(found, root)
     except (DataError, OSError):
         files, num_bytes, newest_ns, listing = 0, 0, 0, ""
     changes = [f"{files:,} files instead of {before.files:,}"] * (files != before.files)
@@ -278,17 +275,6 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
         what = f"was packed from {path}, which has changed since: {', '.join(changes)}"
         hint = f"Pack it again with {_command(folder, manifest)}, or use {key}={path}"
         raise DataError("D007", what, key=key, value=folder, suggestion=hint)
-
-
-def source_files(path: Path, manifest: Manifest) -> Iterator[str]:
-    """The files that a pack of `path` would be made from now."""
-    if manifest.kind == "tokens":
-        yield str(path)
-        return
-    from ptfast.data.sources.class_folders import list_tree
-
-    for paths, _ in list_tree(path)[1].values():
-        yield from paths
 
 
 def stat_files(paths: Iterable[str], root: Path) -> tuple[int, int, int, str]:
@@ -310,14 +296,11 @@ def newest_folder(root: Path) -> int:
     """Latest change of a folder in the tree, two levels deep, in nanoseconds; of `root` if it is a file."""
     folders = level = [root]
     for _ in range(2):
-        level = [inside for folder in level for inside in _subfolders(folder)]
+        # Entries know whether they are folders: the thousands of files are not asked.
+        entries = [entry for folder in level if folder.is_dir() for entry in os.scandir(folder)]
+        level = [Path(entry) for entry in entries if entry.is_dir()]
         folders = folders + level
     return max(folder.stat().st_mtime_ns for folder in folders)
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    # Entries know what they are: nothing is asked about thousands of files.
-    return [Path(entry) for entry in os.scandir(folder) if entry.is_dir()] if folder.is_dir() else []
 
 
 def read_header(folder: Path) -> dict[str, Any]:

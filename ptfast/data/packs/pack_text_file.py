@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.text_tokenizer import BUILT_IN, HubTokenizer, Tokenizer, Vocabulary, encode_anew
@@ -23,6 +23,8 @@ _BLANK = b" \t\r\n"
 
 
 class _TextJob(NamedTuple):
+    """Bytes of a file."""
+
     path: str
     start: int
     stop: int
@@ -79,9 +81,8 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
     assert text is not None
     if not split.bytes:
         raise DataError("D002", "holds no text", key="SRC", value=manifest.source.path)
-    facts = replace(
-        text, dtype=split.facts[0]["dtype"], text_bytes=sum(piece["text_bytes"] for piece in split.facts)
-    )
+    text_bytes = sum(piece["text_bytes"] for piece in split.facts)
+    facts = replace(text, dtype=split.facts[0]["dtype"], text_bytes=text_bytes)
     return replace(manifest, splits={_SPLIT: split.split(folder / f"{_SPLIT}.index")}, text=facts)
 
 
@@ -107,28 +108,22 @@ def _read(job: _TextJob) -> str:
 
 
 def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_TextJob]:
+    """Pieces of at least `piece_bytes` up to the end of a line; with `blank_lines`, to the end of blank ones."""
     size, start = path.stat().st_size, 0
     if not size:
         raise DataError("D002", "holds no text", key="SRC", value=path)
     with path.open("rb") as file:
         while start < size:
-            stop = _cut(file, start + piece_bytes, size, blank_lines=blank_lines)
+            file.seek(start + piece_bytes)
+            # The rest of the line that the seek has hit is skipped: it may look blank.
+            file.readline()
+            stop = file.tell()
+            if blank_lines:
+                while (line := file.readline()) and line.strip(_BLANK):
+                    pass
+                stop = file.tell()
+                while (line := file.readline()) and not line.strip(_BLANK):
+                    stop = file.tell()
+            stop = min(stop, size)
             yield _TextJob(str(path), start, stop)
             start = stop
-
-
-def _cut(file: BinaryIO, place: int, size: int, *, blank_lines: bool) -> int:
-    """The first place from `place` on behind a line; with `blank_lines`, before the next text behind some."""
-    if place >= size:
-        return size
-    file.seek(place)
-    # A line that is cut through here is no blank one, whatever is left of it.
-    file.readline()
-    if blank_lines:
-        while (line := file.readline()) and line.strip(_BLANK):
-            pass
-        place = file.tell()
-        while (line := file.readline()) and not line.strip(_BLANK):
-            place = file.tell()
-        return place
-    return file.tell()

@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 from ptfast.core.errors import ConfigError, DataError, MachineError, cannot_write
 from ptfast.core.machine import die_with_parent
+from ptfast.core.units import num_bytes
 from ptfast.data.packs.pack_reader import (
     JOURNAL,
     MANIFEST,
@@ -106,13 +107,27 @@ def make(
         MachineError: E001 where it cannot be written, E002 without the space, E003 while another process
             writes it.
     """
-    with _one_thread(), _naming(folder), _Writer(folder, plan) as writer:
-        _check_space(plan, folder, writer)
-        report(writer.seen)
-        for split, piece in _converted(plan, writer.jobs_done, workers):
-            writer.append(split, piece)
+    threads = torch.get_num_threads()
+    # Threads of this process would not survive in the processes that it forks.
+    torch.set_num_threads(1)
+    try:
+        with _Writer(folder, plan) as writer:
+            written_bytes = sum(written.bytes for written in writer.written.values())
+            missing, free = plan.estimated_bytes - written_bytes, shutil.disk_usage(folder).free
+            if missing > free:
+                what = f"needs about {num_bytes(missing)}, and {num_bytes(free)} are free"
+                hint = "Choose a folder on another disk, a smaller --size, or --jpeg"
+                raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
             report(writer.seen)
-        return writer.finish()
+            for split, piece in _converted(plan, writer.jobs_done, workers):
+                writer.append(split, piece)
+                report(writer.seen)
+            return writer.finish()
+    except OSError as error:
+        hint = "Give the same command again to resume"
+        raise cannot_write(error, "DST", folder, suggestion=hint) from error
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piece]]:
@@ -158,10 +173,6 @@ class _Writer:
         self._folder, self._plan = folder, plan
         self.written = {split: Written() for split, _ in plan.jobs}
         self.jobs_done = self.seen = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(written.bytes for written in self.written.values())
 
     def __enter__(self) -> _Writer:
         folder = self._folder
@@ -228,7 +239,7 @@ class _Writer:
         self.jobs_done += 1
 
     def _read_journal(self) -> None:
-        """Take over the pieces whose bytes are as they were written, and delete all other lines."""
+        """Take over the pieces whose bytes are still as written, and delete all other lines."""
         header = json.dumps(self._plan.header) + "\n"
         self._journal.seek(0)
         found = self._journal.readlines()
@@ -238,7 +249,12 @@ class _Writer:
                 break
             try:
                 line = json.loads(text)
-                whole = line["split"] == split and self._holds(line)
+                written, data = self.written[split], self._folder / f"{split}.bin"
+                whole = (
+                    line["split"] == split
+                    and Part(**line["part"]).is_at(data, written.bytes)
+                    and Part(**line["index"]).is_at(data.with_suffix(".index"), written.index_bytes)
+                )
             except (ValueError, KeyError, TypeError):
                 break  # a kill cut it short
             if not whole:
@@ -249,14 +265,6 @@ class _Writer:
             self._journal.truncate(0)
             self._journal.write("".join(valid))
             self._journal.flush()
-
-    def _holds(self, line: dict[str, Any]) -> bool:
-        """Return True if the bytes of a line of the journal are there."""
-        data, written = self._folder / f"{line['split']}.bin", self.written[line["split"]]
-        return Part(**line["part"]).is_at(data, written.bytes) and Part(**line["index"]).is_at(
-            data.with_suffix(".index"), written.index_bytes
-        )
-
 
 def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
     """The pack in `folder` if it is whole and made by the same command; None where it is still to be made.
@@ -285,34 +293,3 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
         what = f"holds a pack of {manifest.source.path}"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     return manifest
-
-
-def _check_space(plan: Plan, folder: Path, writer: _Writer) -> None:
-    from ptfast.core.units import num_bytes
-
-    missing, free = plan.estimated_bytes - writer.bytes, shutil.disk_usage(folder).free
-    if missing > free:
-        what = f"needs about {num_bytes(missing)}, and {num_bytes(free)} are free"
-        hint = "Choose a folder on another disk, a smaller --size, or --jpeg"
-        raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Threads of this process would not live on in those that are forked."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Say of a failed write which folder it was, and what is wrong with it."""
-    try:
-        yield
-    except OSError as error:
-        hint = "Give the same command again to resume"
-        raise cannot_write(error, "DST", folder, suggestion=hint) from error

@@ -29,11 +29,8 @@ class PackedImages(ImageSource):
     any size opens at once and needs no decoder. Images of one size are one array, and a batch is one gather.
 
     Args:
-        folder: of the pack.
-        split: its name.
-        manifest: of the pack.
-        image_size: side of the square that images are brought to as they are fetched, as `ImageFolder` does;
-            None where all have one size.
+        image_size: side of the square that images are brought to as they are fetched; None where all have one
+            size.
     """
 
     columns = ("targets", "_rows", "_ends", "_numbers")
@@ -47,13 +44,12 @@ class PackedImages(ImageSource):
         self.targets = torch.from_numpy(self._rows["label"].astype(np.int64))
         shape = tuple(facts.shape or ())
         self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
-        """Of every image as it is stored, where it is fetched so and all are of one."""
+        """Of every image, if all are fetched as they are stored, in one size."""
         self._decoder = Decoder()
         self._bytes: Pixels | None = None
 
     @property
     def held_bytes(self) -> int | None:
-        """Size of all images once held in memory, each at the size that it is fetched in."""
         if self.image_size is not None:
             return len(self) * self.image_size**2 * 3
         return self.original_bytes
@@ -63,7 +59,7 @@ class PackedImages(ImageSource):
         return 3 * int((self._rows["height"].astype(np.int64) * self._rows["width"]).sum())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process maps the file for itself; pickling the map would copy all of it.
+        # Each process maps the file itself; pickling the map would copy all of it.
         return {**self.__dict__, "_bytes": None}
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
@@ -117,8 +113,8 @@ class PackedImages(ImageSource):
 
     def _mapped(self) -> Pixels:
         if self._bytes is None:
-            # Writable to this process alone, since torch knows no other arrays; a plain array, since the
-            # indexing of memmap's own class takes several times as long.
+            # Copy on write, because torch has no read-only tensors; a plain array, because indexing numpy's
+            # memmap class takes several times as long.
             mapped = np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c")
             self._bytes = mapped.view(np.ndarray)
         return self._bytes
@@ -144,14 +140,10 @@ def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None)
     info = image_info((shape[2], shape[0], shape[1]), class_names=tuple(manifest.class_names))
     checksums = " ".join(split.index_sha256 for split in manifest.splits.values())
     key = f"{folder.resolve()} {image_size} {checksums}"
-    return Splits.of(info, sources, _note(manifest), cache_key=lambda: key)
-
-
-def _note(manifest: Manifest) -> str:
     stored = "JPEG" if manifest.kind == "jpeg" else "pixels"
     words = [f"packed as {stored}" + (f" at {manifest.size}" if manifest.size else "")]
     if converted := sum(split.converted for split in manifest.splits.values()):
         words.append(f"{converted:,} images that are not 8-bit RGB were converted")
     if count := len(manifest.skipped):
         words.append(f"without {count:,} file{'s' * (count > 1)} that could not be read")
-    return ", ".join(words)
+    return Splits.of(info, sources, ", ".join(words), cache_key=lambda: key)
