@@ -1,4 +1,4 @@
-"""Decoding image files to uint8 RGB, with the checks that a decoder leaves out."""
+"""Decoding image files to uint8 RGB, with checks that decoders do not make."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ptfast.data.transforms.resized_crops import resize
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MAX_PIXELS = 100_000_000
-"""A header that promises more is taken for a decompression bomb."""
+"""An image whose header promises more is refused as a decompression bomb."""
 AS_RGB = 3
 """`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
-"""Where the size of nearly every JPEG stands, behind a thumbnail even; PIL looks further for the rest."""
+"""They hold the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
 REMEDY = "Replace the file, or remove it"
 
 Pixels = NDArray[np.uint8]
 
 
 class Decoded(NamedTuple):
-    """One image and whether it was something else than 8-bit RGB."""
+    """One image, and whether it had to be converted to 8-bit RGB."""
 
     pixels: Pixels
     converted: bool
@@ -52,7 +52,6 @@ class Decoder:
         return {**self.__dict__, "_decode_jpeg": None}
 
     def __call__(self, path: str) -> Decoded:
-        """Decode one file."""
         return self.decode(read_file(path), path)
 
     def decode(self, content: bytes, name: str) -> Decoded:
@@ -68,7 +67,7 @@ class Decoder:
             if shape is not None:
                 _check_pixels(shape[0] * shape[1], name)
             if shape is not None and shape[2] in (1, 3):
-                return Decoded(self._jpeg(content, name).pixels, shape[2] == 1)
+                return Decoded(self._jpeg(content, name), shape[2] == 1)
             return _by_pil(content, name)
         except DataError:
             raise
@@ -79,33 +78,39 @@ class Decoder:
             what = f"is damaged or truncated: {reason.rstrip('.')}"
             raise DataError("D005", what, key=name, suggestion=REMEDY) from None
 
-    def _jpeg(self, content: bytes, name: str) -> Decoded:
+    def _jpeg(self, content: bytes, name: str) -> Pixels:
+        """A JPEG decoded by torchvision; by PIL where torchvision has no decoder. The pixels are the same."""
         if self._decode_jpeg is None:
-            self._decode_jpeg = _jpeg_decoder()
+            try:
+                import torchvision.io  # noqa: F401 - registers the operator
+
+                # `torchvision.io.decode_jpeg` would warn of its retirement at each call, which takes 30 us in
+                # which no other thread decodes.
+                self._decode_jpeg = torch.ops.image.decode_jpeg
+            except (ImportError, AttributeError):
+                self._decode_jpeg = False
         if self._decode_jpeg is False:
-            return _by_pil(content, name)
+            return _by_pil(content, name).pixels
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        image = self._decode_jpeg(buffer, AS_RGB, False)
-        return Decoded(image.permute(1, 2, 0).numpy(), False)
+        return self._decode_jpeg(buffer, AS_RGB, False).permute(1, 2, 0).numpy()
 
 
 def size_of(path: str) -> tuple[int, int]:
-    """Height and width of an image by what the beginning of its file says."""
+    """Height and width of an image, read from the beginning of its file."""
     in_tar = path if isinstance(path, InTar) else None
     try:
-        shape = jpeg_shape(in_tar.read(_HEADER_BYTES) if in_tar is not None else _header(path))
-        if shape is not None:
+        if in_tar is not None:
+            header = in_tar.read(_HEADER_BYTES)
+        else:
+            with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
+                header = file.read(_HEADER_BYTES)
+        if (shape := jpeg_shape(header)) is not None:
             return shape[:2]
         with _opened(path if in_tar is None else io.BytesIO(in_tar.read()), path) as image:
             return image.height, image.width
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
-
-
-def _header(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
-        return file.read(_HEADER_BYTES)
 
 
 def read_file(path: str) -> bytes:
@@ -144,20 +149,6 @@ def resize_shorter(
     return resize(torch.from_numpy(np.ascontiguousarray(pixels)), *shape)
 
 
-def _jpeg_decoder() -> Callable[..., Tensor] | Literal[False]:
-    """torchvision's decoder, or False where it was built without or no longer has one.
-
-    The operator below `torchvision.io.decode_jpeg`, which announces its retirement at each call: that takes
-    30 us in which no other thread decodes. Without it PIL decodes the same pixels.
-    """
-    try:
-        import torchvision.io  # noqa: F401 - registers the operator
-
-        return torch.ops.image.decode_jpeg
-    except (ImportError, AttributeError):
-        return False
-
-
 def jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
     """(height, width, components) by the frame header of a JPEG; None for anything else."""
     if content[:3] != b"\xff\xd8\xff":
@@ -194,7 +185,7 @@ def _opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
     """The PIL image in `file`, none of whose pixels have been read."""
     from PIL import Image, UnidentifiedImageError
 
-    # The size is checked by ourselves; PIL's own guard warns at a size that is legitimate.
+    # The size is checked here; PIL's own limit warns at legitimate sizes.
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with Image.open(file) as image:
@@ -218,7 +209,7 @@ Result = TypeVar("Result")
 def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
     """`work(0)` to `work(count - 1)`, by as many threads as torch has here.
 
-    Decoding and resizing run outside of the interpreter, so that threads of one process do them side by side.
+    Decoding and resizing release the interpreter lock, so that threads run in parallel.
     """
     results: list[Any] = [None] * count
     errors: dict[int, Exception] = {}

@@ -21,13 +21,12 @@ _END = b"\xff\xd9"
 class NvJpegFiles(ImageFiles):
     """Images whose random resized crops are made on the GPU, from files that go there as they are.
 
-    A batch of JPEG files is a few megabytes and a batch of pixels many times that; hardware decoders and
-    thousands of cores have decoded it before a few cores of the host would have. Only crops for training are
-    made there: evaluation and statistics read the pixels that the host decodes. Pixels differ from these by a
-    level or two, which is how far decoders differ.
+    A batch of JPEG files is a few megabytes, and a batch of pixels many times that; the GPU decodes it faster
+    than a few cores of the host. Only crops for training are made there: evaluation and statistics read
+    pixels decoded by the host, which differ by a level or two, as between any decoders.
 
-    Files that are no whole JPEG in colour are decoded on the host, and so is every batch with one that the
-    GPU refuses: what is wrong with a file is said, or skipped, as it is without a GPU.
+    Files that are not whole JPEGs in colour are decoded on the host, and so is every batch with a file that
+    the GPU refuses. Broken files are reported or skipped as without a GPU.
 
     Source: NVIDIA's nvJPEG, by torchvision's `decode_jpeg(..., device="cuda")`.
     """
@@ -54,8 +53,12 @@ class NvJpegFiles(ImageFiles):
 
     def _on_device(self, paths: list[str], device: torch.device) -> list[Tensor]:
         """uint8 (3, height, width) of each file, on the device."""
-        contents = {path: read_file(path) for path in paths}
-        plain = [path for path, content in contents.items() if _is_plain(content)]
+        contents, plain = {path: read_file(path) for path in paths}, list[str]()
+        for path, content in contents.items():
+            height, width, components = jpeg_shape(content) or (0, 0, 0)
+            # A whole JPEG in color of a plausible size.
+            if components == 3 and height * width <= MAX_PIXELS and content.endswith(_END):
+                plain.append(path)
         buffers = [torch.frombuffer(bytearray(contents[path]), dtype=torch.uint8) for path in plain]
         images = dict(zip(plain, decode_on_device(buffers, device), strict=True)) if plain else {}
         for path, content in contents.items():
@@ -99,9 +102,3 @@ def check_decoder() -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         what, hint = f"the GPU decodes no JPEG here: {reason}", "Use data.decoder=cpu"
         raise MachineError("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint) from None
-
-
-def _is_plain(content: bytes) -> bool:
-    """Return True if it is a JPEG in three components, of a size to be believed, that does not break off."""
-    height, width, components = jpeg_shape(content) or (0, 0, 0)
-    return components == 3 and height * width <= MAX_PIXELS and content.endswith(_END)

@@ -69,7 +69,6 @@ class Vocabulary:
             raise DataError("D005", what, key="data") from None
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the tokens `ids`, with single spaces between words."""
         return ("" if self.kind == "characters" else " ").join(self.entries[i] for i in ids)
 
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -90,7 +89,7 @@ class Vocabulary:
         return ids, np.fromiter(map(len, texts), np.int64, len(texts))
 
     def describe(self) -> dict[str, Any]:
-        """JSON-serialisable; `read_tokenizer` makes it a vocabulary again."""
+        """A JSON-serialisable description, from which `read_tokenizer` builds the vocabulary again."""
         return {"kind": self.kind, "entries": self.entries, "unknown_id": self.unknown_id}
 
 
@@ -102,7 +101,7 @@ class HubTokenizer:
         self.source = source
         try:
             if source.endswith(".json") or Path(source).is_file():
-                # No name on the hub: asking there would only take its time.
+                # It is not a name on the hub, so the hub is not asked.
                 self._tokenizer = tokenizers.Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
             else:
                 self._tokenizer = tokenizers.Tokenizer.from_pretrained(source)
@@ -113,14 +112,8 @@ class HubTokenizer:
             raise DataError("D005", what, key="data.tokenizer", value=source, suggestion=hint) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.pad_id = next(
-            (
-                i
-                for name in ("[PAD]", "<pad>", "<|endoftext|>")
-                if (i := self._tokenizer.token_to_id(name)) is not None
-            ),
-            0,
-        )
+        ids = (self._tokenizer.token_to_id(name) for name in ("[PAD]", "<pad>", "<|endoftext|>"))
+        self.pad_id = next((each for each in ids if each is not None), 0)
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
@@ -130,17 +123,15 @@ class HubTokenizer:
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the tokens `ids`, without special ones."""
         return self._tokenizer.decode(ids)
 
     def encode_all(self, texts: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids of the tokens of `texts`, one after another, and how many each has; on all cores."""
-        # Without a word on it, the package warns of its threads when a process is forked later on.
+        # If this is not set, the package warns of its threads when a process is forked later.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return _joined([encoding.ids for encoding in self._tokenizer.encode_batch(texts)])
 
     def describe(self) -> dict[str, Any]:
-        """JSON-serialisable; `read_tokenizer` makes it a tokenizer again."""
         return {"kind": "hub", "source": self.source, "content": self._tokenizer.to_str()}
 
 
@@ -224,10 +215,9 @@ class Encoded(NamedTuple):
 def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     """The token ids of `texts`.
 
-    A tokenizer needs microseconds for a word, and a text is read at the start of every run on it. So what
-    it makes of more than a million characters is stored in the cache folder, under the hash of texts and
-    tokenizer: another text, or another vocabulary, is another entry. A damaged entry is made anew. Of several
-    ranks the first of each machine hashes and tokenises; the others read what it has stored.
+    Ids of more than a million characters are stored in the cache folder, under the hash of texts and
+    tokenizer, because every run on a text needs them at its start. A damaged entry is made anew. The first
+    rank of each machine hashes and tokenises; the others read what it has stored.
 
     Raises:
         DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
@@ -246,7 +236,7 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
         return path
 
     path = once_per_machine(store)
-    # A cache folder that cannot be written holds nothing.
+    # Nothing was stored if the cache folder cannot be written.
     return encoded or _stored(path) or encode_anew(texts, tokenizer)
 
 

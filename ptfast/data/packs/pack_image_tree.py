@@ -119,9 +119,7 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
         sums = by_row.sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
         squares = np.square(by_row, dtype=np.uint16).sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
         rows.append((len(stored), *pixels.shape[:2], height, width, label, converted, sums, squares))
-    return Piece(
-        b"".join(data), np.array(rows, ROW).tobytes(), len(rows), len(job[0]), {"skipped": skipped}
-    )
+    return Piece(b"".join(data), np.array(rows, ROW).tobytes(), len(rows), len(job[0]), {"skipped": skipped})
 
 
 def shrink(pixels: Pixels, size: int) -> Pixels:

@@ -108,7 +108,7 @@ def _read(job: _TextJob) -> str:
 
 
 def _jobs(path: Path, piece_bytes: int, *, blank_lines: bool) -> Iterator[_TextJob]:
-    """Pieces of at least `piece_bytes` up to the end of a line; with `blank_lines`, to the end of blank ones."""
+    """Pieces of at least `piece_bytes` up to the end of a line; with `blank_lines`, up to the next text."""
     size, start = path.stat().st_size, 0
     if not size:
         raise DataError("D002", "holds no text", key="SRC", value=path)

@@ -266,6 +266,7 @@ class _Writer:
             self._journal.write("".join(valid))
             self._journal.flush()
 
+
 def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
     """The pack in `folder` if it is whole and made by the same command; None where it is still to be made.
 
