@@ -11,8 +11,9 @@ import stand_ins
 from running import summary, train
 from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, trial_of, words_of
 
-from ptfast.config.catalogue import CATALOGUE, Need, Technique
+from ptfast.config.catalogue import CATALOGUE
 from ptfast.core.errors import MachineError
+from ptfast.core.sections.section import Need, Technique
 
 TEXT = ("data=text_tsv", "data.root=FILES", "batch_size=8")
 RUNNING_TEXT = ("data=text_file", "data.path=FILES/text.txt", "data.context_length=16", "batch_size=8")

@@ -30,10 +30,11 @@ from trials import (
     words_of,
 )
 
-from ptfast.config.catalogue import CATALOGUE, PROMISES, Need, Technique
+from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.files import paths
 from ptfast.core.devices import multiplies_bf16
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.section import PROMISES, Need, Technique
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.training.step import Trainer

@@ -127,7 +127,7 @@ def ablate(args: Namespace) -> int:
         return hold_claims(budget_s=args.budget, out=args.out)
     from ptfast.config.catalogue import technique_named
 
-    only = [technique_named(name, "--only") for name in args.only.split(",")] if args.only else []
+    only = [technique_named(name) for name in args.only.split(",")] if args.only else []
     composed, config = read_typed(args.words)
     with composed.naming_places():
         from ptfast.measure.ablate_run import ablate

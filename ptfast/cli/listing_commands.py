@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptfast.cli.arguments import WIDTH
-from ptfast.config.catalogue import CATALOGUE, PROMISES, Technique, ThisMachine, plain_name, verdict
+from ptfast.config.catalogue import CATALOGUE, ThisMachine, plain_name, verdict
 from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, did_you_mean
+from ptfast.core.sections.section import PROMISES, Technique
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
 
 

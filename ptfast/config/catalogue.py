@@ -12,7 +12,7 @@ from ptfast import models, optim
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.machine import spare_cores
-from ptfast.core.sections.section import PROMISES, Family, Kind, Need, Technique
+from ptfast.core.sections.section import Family, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.techniques import (
     backend,
@@ -28,8 +28,6 @@ from ptfast.techniques import (
     rewrites,
     schedule,
 )
-
-__all__ = ["CATALOGUE", "FAMILIES", "PROMISES", "Kind", "Need", "Technique"]
 
 PARTS = (
     *(loaders, sampling, decoding, debug, optim, schedule, gradients),
@@ -47,21 +45,17 @@ def plain_name(name: str) -> str:
     return name.lower().replace("-", " ").replace("_", " ").strip()
 
 
-def technique_named(name: str, key: str | None = None) -> Technique:
-    """The technique of a name, in words or joined by hyphens.
-
-    Args:
-        key: that gave it, such as `--only`.
+def technique_named(name: str) -> Technique:
+    """The technique of a name that `--only` gave, in words or joined by hyphens.
 
     Raises:
         ConfigError: C003 when there is none.
     """
-    names = {technique.name: technique for technique in CATALOGUE}
-    found = {plain_name(known): technique for known, technique in names.items()}.get(plain_name(name))
-    if found is None:
-        hint = did_you_mean(name, names) or "ptfast techniques lists them"
-        raise ConfigError("C003", "no such technique", key=key or name, value=key and name, suggestion=hint)
-    return found
+    names = {plain_name(technique.name): technique for technique in CATALOGUE}
+    if plain_name(name) not in names:
+        hint = did_you_mean(name, [each.name for each in CATALOGUE]) or "ptfast techniques lists them"
+        raise ConfigError("C003", "no such technique", key="--only", value=name, suggestion=hint)
+    return names[plain_name(name)]
 
 
 _GPU_FILES = ("dev/nvidia0", "dev/kfd", "dev/dxg")
@@ -113,37 +107,29 @@ class ThisMachine:
 
     def lacks(self, need: Need) -> str | None:
         """Why `need` is not met here, as a clause; None where it is, or is no matter of the machine."""
-        if need == "cuda":
-            return None if self.device == "cuda" else "no CUDA device is visible"
-        if need == "nvidia_tf32":
-            lack = devices.lack_of_precision("tf32", self.device)
-            return lack.what if lack else None
-        if need == "float8":
-            lack = devices.lack_of_float8(self.device)
-            return lack.what if lack else None
-        if need == "bf16":
-            fast = devices.multiplies_bf16(self.device)
-            return None if fast else f"bfloat16 is no faster on this {self._device_name}"
-        if need == "half":
-            fast = self.device == "cuda" or devices.multiplies_bf16(self.device)
-            return None if fast else f"neither half-width type is faster on this {self._device_name}"
-        if need == "fp16":
-            return None if self.device == "cuda" else f"float16 is no faster on this {self._device_name}"
-        if need == "compiler":
-            lack = devices.lack_of_compiler(self.device)
-            return lack.what if lack else None
-        if need == "ranks":
-            here = f"{self.num_gpus} GPU" if self.num_gpus else f"one {self._device_name}"
-            return None if self.num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
+        if need in OF_THE_RUN:
+            return None
         if need == "cores":
             return None if spare_cores() > 1 else "no core is to spare"
         if need == "schedulefree":
             return None if find_spec(need) else f"the package {need} is not installed"
-        return None
-
-    @property
-    def _device_name(self) -> str:
-        return "CPU" if self.device == "cpu" else "GPU"
+        device = self.device
+        name = "CPU" if device == "cpu" else "GPU"
+        if need == "cuda":
+            return None if device == "cuda" else "no CUDA device is visible"
+        if need == "ranks":
+            here = f"{self.num_gpus} GPU" if self.num_gpus else f"one {name}"
+            return None if self.num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
+        if need in ("bf16", "fp16", "half"):
+            types = {"bf16": "bfloat16 is", "fp16": "float16 is", "half": "neither half-width type is"}
+            fast = need != "bf16" and device == "cuda"
+            fast = fast or (need != "fp16" and devices.multiplies_bf16(device))
+            return None if fast else f"{types[need]} no faster on this {name}"
+        if need == "nvidia_tf32":
+            lack = devices.lack_of_precision("tf32", device)
+        else:
+            lack = devices.lack_of_float8(device) if need == "float8" else devices.lack_of_compiler(device)
+        return lack.what if lack else None
 
 
 def verdict(technique: Technique, machine: ThisMachine) -> Applicability:

@@ -20,7 +20,6 @@ _TIME = re.compile(
     rf"(?:({NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({NUMBER})\s*(?:seconds?|secs?|s))?",
     re.IGNORECASE | re.ASCII,
 )
-_TIME_FACTORS = (86400, 3600, 60, 1)
 
 
 def read_number(text: str) -> float | None:
@@ -82,18 +81,15 @@ class Duration:
         """
         if isinstance(text, Duration):
             return text
-        if isinstance(text, bool) or not isinstance(text, (int, float, str)):
-            raise ValueError(f"expected a duration such as {_example(default_unit)}")
-        if isinstance(text, (int, float)):
+        if isinstance(text, (int, float)) and not isinstance(text, bool):
             return cls(text, default_unit)
-        if (number := read_number(text)) is not None:
+        stripped = text.strip() if isinstance(text, str) else ""
+        if (number := read_number(stripped)) is not None:
             return cls(number, default_unit)
-        stripped = text.strip()
         if stripped.startswith("-") and _read(stripped[1:].strip()):
             raise DurationRangeError("a duration cannot be negative")
-        found = _read(stripped)
-        if found is None:
-            raise ValueError(f"expected a duration such as {_example(default_unit)}")
+        if (found := _read(stripped)) is None:
+            raise ValueError(f"expected a duration such as {_EXAMPLES[default_unit]}")
         return cls(*found)
 
     def steps(
@@ -151,27 +147,19 @@ class Duration:
 def _read(text: str) -> tuple[float, Unit] | None:
     """Value and unit of a text without a sign that names its unit, or None if it is no duration."""
     if match := _LENGTH.fullmatch(text):
-        number, unit = match.groups()
-        return float(number), _full_unit(unit)
+        unit = match[2].lower().removesuffix("s")
+        return float(match[1]), "percent" if unit in ("%", "percent") else cast("Unit", f"{unit}s")
     match = _TIME.fullmatch(text)
     if match and any(match.groups()):
-        parts = zip(match.groups(), _TIME_FACTORS, strict=True)
+        parts = zip(match.groups(), (86400, 3600, 60, 1), strict=True)
         return sum(float(part) * factor for part, factor in parts if part), "seconds"
     return None
 
 
-def _full_unit(unit: str) -> Unit:
-    unit = unit.lower()
-    if unit in ("%", "percent"):
-        return "percent"
-    return cast("Unit", unit if unit.endswith("s") else unit + "s")
-
-
-def _example(unit: Unit) -> str:
-    return {
-        "steps": "100steps, 2epochs or 10%",
-        "epochs": "2epochs, 100steps or 10%",
-        "samples": "500samples or 10%",
-        "percent": "10% or 500samples",
-        "seconds": "90s, 5m or 1h30m",
-    }[unit]
+_EXAMPLES: dict[Unit, str] = {
+    "steps": "100steps, 2epochs or 10%",
+    "epochs": "2epochs, 100steps or 10%",
+    "samples": "500samples or 10%",
+    "percent": "10% or 500samples",
+    "seconds": "90s, 5m or 1h30m",
+}

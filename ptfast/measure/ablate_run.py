@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ptfast.config.catalogue import CATALOGUE, OF_THE_RUN, Need, Technique, ThisMachine, verdict
+from ptfast.config.catalogue import CATALOGUE, OF_THE_RUN, ThisMachine, verdict
 from ptfast.config.files.frozen import redact
 from ptfast.config.files.overlay import check_overlay
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_OK, ConfigError, name_some
+from ptfast.core.sections.section import Need, Technique
 from ptfast.core.units import duration, num_bytes
 from ptfast.measure.ablation import Ablation
 from ptfast.measure.experiment.laboratory import Laboratory

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from ptfast.config.catalogue import CATALOGUE, Technique
+from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
+from ptfast.core.sections.section import Technique
 from ptfast.measure.experiment.laboratory import Laboratory, Measured, times_of
 from ptfast.measure.experiment.plan import SPARE_DOF, Block, Factor, Fit, Run, columns, draw_blocks, fit
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge

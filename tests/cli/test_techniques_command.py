@@ -15,9 +15,10 @@ from conftest import ROOT
 from ptfast.cli import listing_commands
 from ptfast.cli.command_line import run
 from ptfast.config import catalogue
-from ptfast.config.catalogue import CATALOGUE, Need, Technique, ThisMachine, verdict
+from ptfast.config.catalogue import CATALOGUE, ThisMachine, verdict
 from ptfast.config.editors.completion import complete
 from ptfast.core import devices
+from ptfast.core.sections.section import Need, Technique
 
 Capture = pytest.CaptureFixture[str]
 

@@ -17,9 +17,10 @@ import pytest
 from running import WITH_TESTS
 
 from ptfast.cli.command_line import run
-from ptfast.config.catalogue import CATALOGUE, Need, ThisMachine, technique_named
+from ptfast.config.catalogue import CATALOGUE, ThisMachine, technique_named
 from ptfast.config.read import read_config
 from ptfast.core.errors import EXIT_INTERRUPTED
+from ptfast.core.sections.section import Need
 from ptfast.measure import ablate_run
 from ptfast.measure.ablate_run import COMPILES, choose
 from ptfast.measure.experiment.laboratory import Laboratory, Measured

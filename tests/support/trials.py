@@ -23,7 +23,6 @@ from PIL import Image
 from running import train, weights
 from torch import Tensor, nn
 
-from ptfast.config.catalogue import Need, Technique
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, apply, compose, finish
 from ptfast.config.files import paths
@@ -32,6 +31,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Callback
+from ptfast.core.sections.section import Need, Technique
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.run import Run

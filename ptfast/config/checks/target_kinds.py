@@ -11,161 +11,19 @@ from typing import Any
 
 from ptfast.core.errors import ConfigError, did_you_mean, nearest
 from ptfast.core.protocols import HOOKS, LOGGER_METHODS, Callback
-from ptfast.core.sections.targets import (
-    is_torch_scheduler,
-    keywords,
-    signature,
-)
+from ptfast.core.sections.targets import is_torch_scheduler, keywords, signature
 
-
-def check_kind(found: Any, path: str, section: str) -> None:
-    """Raise a C009 unless `found` can be called for what the section needs."""
-    if isinstance(found, ModuleType):
-        raise ConfigError("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))
-    if not callable(found):
-        raise ConfigError("C009", f"is a value of type {type(found).__name__}, not a class or function")
-    if not section:
-        return
-    if not inspect.isclass(found) and not _is_python_function(found):
-        raise ConfigError("C009", f"is a built-in function, not {_WANTED[section]}")
-    if (getattr(found, "__module__", None) or "").split(".")[0] in sys.stdlib_module_names:
-        raise ConfigError("C009", f"is part of Python's standard library, not {_WANTED[section]}")
-    if section == "callbacks" and inspect.isclass(found):
-        _check_hooks(found)
-    if section == "logger" and inspect.isclass(found):
-        _check_logger(found)
-    if not _FITS[section](found):
-        raise ConfigError("C009", f"is not {_WANTED[section]}")
-
-
-def _check_hooks(found: type) -> None:
-    """Raise a C009 for a method that is named like a hook and never called, or not so."""
-    for name in dir(found):
-        method = inspect.getattr_static(found, name)
-        if not name.startswith("on_") or not inspect.isfunction(method):
-            continue
-        if name not in HOOKS:
-            hint = f"{did_you_mean(_in_our_words(name), HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
-            raise ConfigError("C009", f"its method {name} would never be called", suggestion=hint.strip())
-        _check_call(method, name, list(inspect.signature(getattr(Callback, name)).parameters)[1:])
-
-
-def _check_call(method: Callable[..., Any], name: str, takes: Iterable[str]) -> None:
-    """Raise a C009 for a method that cannot be called with `self` and what it is given."""
-    try:
-        inspect.signature(method).bind("self", *takes)
-    except TypeError as error:
-        called = f"{name}({', '.join(['self', *takes])})"
-        raise ConfigError("C009", f"its method {name} cannot be called as {called}: {error}") from error
-
-
-def _check_logger(found: type) -> None:
-    """Raise a C009 for a class that lacks a method of loggers, or has one that is not called so."""
-    calls = [f"{name}({', '.join(takes)})" for name, takes in LOGGER_METHODS.items()]
-    for name, takes in LOGGER_METHODS.items():
-        if not hasattr(found, name):
-            hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
-            raise ConfigError("C009", f"is not a logger: it has no method {name}", suggestion=hint)
-        method = inspect.getattr_static(found, name)
-        if inspect.isfunction(method):
-            _check_call(method, name, takes)
-
-
-def _in_our_words(name: str) -> str:
-    """The name of a hook of other frameworks by what it is about, without its moment."""
-    for theirs, ours in _OTHER_HOOKS.items():
-        if theirs in name:
-            return ours
-    return name
-
-
-def _is_python_function(found: Any) -> bool:
-    if inspect.ismethod(found):
-        return inspect.isclass(found.__self__)
-    return inspect.isfunction(found) or isinstance(found, functools.partial)
-
-
-def _class_in_reach(module: ModuleType, path: str) -> str | None:
-    """The class that was meant by the module of the same name: `torch.optim.SGD` for `torch.optim.sgd`."""
-    before, _, name = path.rpartition(".")
-    around = {"": module, before: sys.modules.get(before)}
-    for prefix, place in ((before, around[before]), (path, module)):
-        classes = [key for key, value in vars(place or module).items() if inspect.isclass(value)]
-        if found := nearest(name, classes):
-            return f"Did you mean {prefix}.{found}?"
-    return None
-
-
-def _fits_optimizer(found: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer
-
-
-def _fits_model(found: Any) -> bool:
-    from torch import nn
-
-    if inspect.isclass(found):
-        return issubclass(found, nn.Module)
-    called = signature(found)
-    returned = called.return_annotation if called else None
-    if returned is inspect.Signature.empty:
-        return True
-    return not inspect.isclass(returned) or issubclass(returned, nn.Module)
-
-
-def _fits_data(found: Any) -> bool:
-    if not inspect.isclass(found):
-        return True
-    return any(hasattr(found, name) for name in ("__getitem__", "__iter__", "load")) and not _is_network_part(
-        found
-    )
-
-
-def _is_network_part(found: type) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and issubclass(found, (torch.nn.Module, torch.optim.Optimizer))
-
-
-def _fits_schedule(found: Any) -> bool:
-    if is_torch_scheduler(found):
-        _check_schedule(found)
-        return True
-    return hasattr(found, "factor") if inspect.isclass(found) else bool(keywords(found))
-
-
-def _check_schedule(found: type) -> None:
-    """Raise a C009 for a scheduler of torch's whose rates are no function of the step."""
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-    if issubclass(found, ReduceLROnPlateau):
-        what = "depends on figures of the run, but a schedule is a function of the step only"
-        hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
-        raise ConfigError("C009", what, suggestion=hint)
-
-
-def _fits_callback(found: Any) -> bool:
-    if not inspect.isclass(found):
-        return False
-    return issubclass(found, Callback) or any(hasattr(found, name) for name in HOOKS)
-
-
-def _fits_task(found: Any) -> bool:
-    return not inspect.isclass(found) or hasattr(found, "loss") or hasattr(found, "step")
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "data": _fits_data,
-    "model": _fits_model,
-    "optimizer": _fits_optimizer,
-    "schedule": _fits_schedule,
-    "logger": lambda found: True,
-    "sampling": lambda found: not inspect.isclass(found) or hasattr(found, "__iter__"),
-    "callbacks": _fits_callback,
-    "metrics": lambda found: (
-        not inspect.isclass(found) or (hasattr(found, "update") and hasattr(found, "compute"))
-    ),
-    "task": _fits_task,
+_WANTED = {
+    "data": "a data set (a class with __getitem__ or __iter__, or a function that returns one)",
+    "model": "a torch.nn.Module, nor a function that returns one",
+    "optimizer": "a torch.optim.Optimizer",
+    "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
+    "ptfast.techniques.schedule.lr_schedules.Shape)",
+    "logger": "a logger (a class with open, log and close)",
+    "sampling": "an order of samples (a function such as order(seed, epoch, num_samples), or a Sampler)",
+    "callbacks": "a ptfast.core.protocols.Callback",
+    "metrics": "a metric (a class with update and compute, or a function of outputs and targets)",
+    "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
 }
 _OTHER_HOOKS = {
     "val": "on_evaluation",
@@ -182,15 +40,118 @@ _OTHER_HOOKS = {
     "end": "on_end",
 }
 """Words of other frameworks' hooks, the telling ones first, and our hook of that kind."""
-_WANTED = {
-    "data": "a data set (a class with __getitem__ or __iter__, or a function that returns one)",
-    "model": "a torch.nn.Module, nor a function that returns one",
-    "optimizer": "a torch.optim.Optimizer",
-    "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
-    "ptfast.techniques.schedule.lr_schedules.Shape)",
-    "logger": "a logger (a class with open, log and close)",
-    "sampling": "an order of samples (a function such as order(seed, epoch, num_samples), or a Sampler)",
-    "callbacks": "a ptfast.core.protocols.Callback",
-    "metrics": "a metric (a class with update and compute, or a function of outputs and targets)",
-    "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
-}
+
+
+def check_kind(found: Any, path: str, section: str) -> None:
+    """Raise a C009 unless `found` can be called for what the section needs."""
+    if isinstance(found, ModuleType):
+        raise ConfigError("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))
+    if not callable(found):
+        raise ConfigError("C009", f"is a value of type {type(found).__name__}, not a class or function")
+    if not section:
+        return
+    is_class = inspect.isclass(found)
+    is_method = inspect.ismethod(found) and inspect.isclass(found.__self__)
+    if not (is_class or is_method or inspect.isfunction(found) or isinstance(found, functools.partial)):
+        raise ConfigError("C009", f"is a built-in function, not {_WANTED[section]}")
+    if (getattr(found, "__module__", None) or "").split(".")[0] in sys.stdlib_module_names:
+        raise ConfigError("C009", f"is part of Python's standard library, not {_WANTED[section]}")
+    if section == "callbacks" and is_class:
+        _check_hooks(found)
+    if section == "logger" and is_class:
+        _check_logger(found)
+    if not _fits(found, section):
+        raise ConfigError("C009", f"is not {_WANTED[section]}")
+
+
+def _fits(found: Any, section: str) -> bool:
+    """Return True if a class or function is, or makes, what a section needs."""
+    is_class = inspect.isclass(found)
+    if section == "optimizer":
+        from torch.optim import Optimizer
+
+        return is_class and issubclass(found, Optimizer) and found is not Optimizer
+    if section == "model":
+        from torch import nn
+
+        if is_class:
+            return issubclass(found, nn.Module)
+        called = signature(found)
+        made = called.return_annotation if called else inspect.Signature.empty
+        return made is inspect.Signature.empty or not inspect.isclass(made) or issubclass(made, nn.Module)
+    if section == "data":
+        # Nothing is imported to tell: a part of a network has come with torch.
+        torch = sys.modules.get("torch")
+        networks = (torch.nn.Module, torch.optim.Optimizer) if torch else ()
+        methods = ("__getitem__", "__iter__", "load")
+        return not is_class or (_has_any(found, methods) and not issubclass(found, networks))
+    if section == "schedule":
+        if is_torch_scheduler(found):
+            _refuse_plateau(found)
+            return True
+        return hasattr(found, "factor") if is_class else bool(keywords(found))
+    if section == "callbacks":
+        return is_class and (issubclass(found, Callback) or _has_any(found, HOOKS))
+    if section == "metrics":
+        return not is_class or (hasattr(found, "update") and hasattr(found, "compute"))
+    if section == "task":
+        return not is_class or _has_any(found, ("loss", "step"))
+    return section == "logger" or not is_class or hasattr(found, "__iter__")
+
+
+def _has_any(found: type, methods: Iterable[str]) -> bool:
+    return any(hasattr(found, name) for name in methods)
+
+
+def _refuse_plateau(found: type) -> None:
+    """Raise a C009 for the scheduler of torch's whose rates are no function of the step."""
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    if issubclass(found, ReduceLROnPlateau):
+        what = "depends on figures of the run, but a schedule is a function of the step only"
+        hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
+        raise ConfigError("C009", what, suggestion=hint)
+
+
+def _check_hooks(found: type) -> None:
+    """Raise a C009 for a method that is named like a hook and never called, or not so."""
+    for name in dir(found):
+        method = inspect.getattr_static(found, name)
+        if not name.startswith("on_") or not inspect.isfunction(method):
+            continue
+        if name not in HOOKS:
+            ours = next((ours for theirs, ours in _OTHER_HOOKS.items() if theirs in name), name)
+            hint = f"{did_you_mean(ours, HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
+            raise ConfigError("C009", f"its method {name} would never be called", suggestion=hint.strip())
+        _check_call(method, name, list(inspect.signature(getattr(Callback, name)).parameters)[1:])
+
+
+def _check_logger(found: type) -> None:
+    """Raise a C009 for a class that lacks a method of loggers, or has one that is not called so."""
+    calls = [f"{name}({', '.join(takes)})" for name, takes in LOGGER_METHODS.items()]
+    for name, takes in LOGGER_METHODS.items():
+        if not hasattr(found, name):
+            hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
+            raise ConfigError("C009", f"is not a logger: it has no method {name}", suggestion=hint)
+        method = inspect.getattr_static(found, name)
+        if inspect.isfunction(method):
+            _check_call(method, name, takes)
+
+
+def _check_call(method: Callable[..., Any], name: str, takes: Iterable[str]) -> None:
+    """Raise a C009 for a method that cannot be called with `self` and what it is given."""
+    try:
+        inspect.signature(method).bind("self", *takes)
+    except TypeError as error:
+        called = f"{name}({', '.join(['self', *takes])})"
+        raise ConfigError("C009", f"its method {name} cannot be called as {called}: {error}") from error
+
+
+def _class_in_reach(module: ModuleType, path: str) -> str | None:
+    """The class that was meant by the module of the same name: `torch.optim.SGD` for `torch.optim.sgd`."""
+    before, _, name = path.rpartition(".")
+    for prefix, place in ((before, sys.modules.get(before, module)), (path, module)):
+        classes = [key for key, value in vars(place).items() if inspect.isclass(value)]
+        if found := nearest(name, classes):
+            return f"Did you mean {prefix}.{found}?"
+    return None
