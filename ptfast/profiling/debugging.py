@@ -1,4 +1,4 @@
-"""Debugging aids that slow training down and are off unless asked for."""
+"""Debugging aids (`debug=...`), which slow training down."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, NumericsError
+from ptfast.core.machine import held_memory_bytes, peak_memory_bytes
 from ptfast.core.tensors.trees import tree_leaves, tree_map
 from ptfast.profiling.step_phases import PHASES, Phases, SavedForBackward, watched
 from ptfast.run import Run
@@ -28,16 +29,16 @@ TRACE, PROFILE = "trace.json", "profile.txt"
 MEMORY, SNAPSHOT = "memory.txt", "memory.pickle"
 """Files in the run directory: a table and, on a GPU, a snapshot for pytorch.org/memory_viz."""
 TOP = 10
-"""Operators, and kinds of tensors, that the terminal shows."""
+"""Operators, or kinds of tensors, that the terminal shows."""
 SAMPLE_S = 0.001
 """Sampling interval of memory."""
 NUM_SAMPLES, NUM_DIRECTIONS = 4, 3
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Lengths of a finite difference, relative to the weights. Short ones are exact until rounding shows; which
-is best depends on what the model computes in float32 whatever it is given."""
+"""Lengths of a finite difference, relative to the weights. Short ones are exact until rounding shows. Which
+is best depends on what the model computes in float32 although it is given float64."""
 WRONG_GRADIENT = "Look for a custom backward, .data or .detach() in the model or the loss"
 TOLERANCE = 1e-3
-"""Largest relative error of a right gradient; wrong ones differ in the first digits."""
+"""Largest relative error of a correct gradient; wrong ones differ in the first digits."""
 
 
 @contextmanager
@@ -51,22 +52,22 @@ def debugging(
     torch_check: TorchCheck = "none",
     operators: bool = False,
 ) -> Iterator[None]:
-    """Train inside this to have the checks of `mode`.
+    """A context in which training is checked or recorded as `mode` says.
 
-    `anomaly` stops at the first backward function that yields NaN and names it; the traceback of the forward
-    call that made it goes to standard error. Cost: several times slower.
+    `anomaly` stops at the first backward function that returns NaN and names it; the traceback of its forward
+    call goes to standard error. Cost: steps take several times as long.
 
     `profiler` records operators in some steps: a trace for chrome://tracing or ui.perfetto.dev, and a table.
-    Cost: those steps take up to twice as long, the others nothing.
+    Cost: those steps take up to twice as long, others are unaffected.
 
-    `nvtx` marks the phases of every step for NVIDIA's Nsight Systems. Cost: a few microseconds a phase;
-    `operators` marks every operator of forward and backward too, at some microseconds for each.
+    `nvtx` marks the phases of every step for NVIDIA's Nsight Systems; `operators` also marks every operator
+    of forward and backward. Cost: some microseconds for each mark.
 
     `gradcheck` compares the gradient of the loss with finite differences before training starts, in float64
     on a few samples. Cost: some thirty forward passes of those samples. `torch_check` adds torch's checks.
 
     `memory` reports how much memory the phases of some steps take, and what the forward pass keeps for the
-    backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that looks
+    backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that samples
     every millisecond, and a Python call for every tensor that is kept.
 
     Args:
@@ -74,7 +75,7 @@ def debugging(
         wait: steps before `profiler` and `memory` start, in which caches fill.
         warmup: further steps, in which the profiler runs without recording.
         active: steps that are recorded.
-        torch_check: torch's own checks to add; `gradgradcheck` makes both.
+        torch_check: torch's own checks to add; `gradgradcheck` runs both.
     """
     if mode == "anomaly":
         try:
@@ -119,7 +120,7 @@ def debugging(
 @contextmanager
 def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]:
     """Record operators in steps `wait + warmup` to `wait + warmup + active` of what is trained inside."""
-    # Its library writes to standard error when it starts, stops, and finds no GPU.
+    # The profiler's library writes to standard error when it starts, stops, and finds no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch import profiler
 
@@ -156,7 +157,7 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
 
 
 def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
-    """Lines of the terminal: the phases, then the operators that take most of the time."""
+    """Lines for the terminal: the phases, then the operators that take the most time."""
     phases = {event.key: event.cpu_time_total for event in averages if event.key in PHASES}
     whole = sum(phases.values()) or 1
     operators = [event for event in averages if event.key not in PHASES and "ProfilerStep" not in event.key]
@@ -171,7 +172,7 @@ def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
 
 
 class _Memory(Phases):
-    """The peak memory of each phase, and what forward keeps for backward, in `active` steps after `wait`."""
+    """Samples the peak memory of each phase, and what forward keeps for backward, in some steps."""
 
     def __init__(self, run: Run, wait: int, active: int) -> None:
         super().__init__(self._enter, self._leave)
@@ -179,30 +180,26 @@ class _Memory(Phases):
         self.peaks: Counter[str] = Counter()
         self.saved = SavedForBackward(run.model)
         self.kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
-        self.looking = False
+        self.sampling = False
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._look, daemon=True)
-        self._start_if_due(run.progress.step)
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self.on_step(run, run.progress.step)
 
     def on_step(self, run: Any, step: int) -> None:
-        if self.looking and step >= self.last:
+        if self.sampling and step >= self.last:
             self.close()
-        self._start_if_due(step)
-
-    def _start_if_due(self, step: int) -> None:
-        if step != self.first or self.ended.is_set():
-            return
-        self.looking = True
-        if self.run.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=200_000)
-        self.thread.start()
+        if step == self.first and not self.ended.is_set():
+            self.sampling = True
+            if self.run.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(max_entries=200_000)
+            self.thread.start()
 
     def _enter(self, name: str) -> None:
-        if self.looking and name == "forward":
+        if self.sampling and name == "forward":
             self.saved.__enter__()
 
     def _leave(self, name: str) -> None:
-        if not self.looking:
+        if not self.sampling:
             return
         self._note(name)
         if name == "forward":
@@ -212,19 +209,24 @@ class _Memory(Phases):
                 kinds[dtype, shape] += size
             self.kinds = max(self.kinds, kinds, key=Counter.total)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self.ended.wait(SAMPLE_S):
             if (name := self.name) is not None:
                 self._note(name)
 
     def _note(self, name: str) -> None:
-        self.peaks[name] = max(self.peaks[name], _memory_bytes(self.run.device))
+        if self.run.device.type == "cuda":
+            used_bytes = torch.cuda.memory_allocated(self.run.device)
+        else:
+            # Not every system reports what a process holds now.
+            used_bytes = held_memory_bytes("cpu") or peak_memory_bytes("cpu")
+        self.peaks[name] = max(self.peaks[name], used_bytes)
 
     def close(self) -> None:
         """Stop sampling, and write and show the results. Safe to call twice."""
-        if not self.looking:
+        if not self.sampling:
             return
-        self.looking = False
+        self.sampling = False
         self.ended.set()
         self.thread.join()
         lines = [f"memory: peaks of {self.last - self.first} steps, by phase"]
@@ -245,24 +247,12 @@ class _Memory(Phases):
             self.run.display.note(line)
 
 
-def _memory_bytes(device: torch.device) -> int:
-    """Bytes in use now: of the GPU's memory by tensors, or of the machine's by this process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def check_gradients(run: Run) -> float:
     """The largest relative error of the loss's derivative along random directions, by finite differences.
 
-    It runs on a copy of the model and the next training batch, with fixed dropout: the run is not touched.
+    It uses a copy of the model and the next training batch, with fixed dropout; the run does not change.
 
-    Cost: 30 forward passes of 4 samples; where the gradient is wrong, 10 more for every parameter.
+    Cost: 30 forward passes of 4 samples; if the gradient is wrong, 10 more for every parameter.
     Source: the directional form of torch.autograd.gradcheck (its fast mode).
     """
     loss, names, parameters = _float64_loss(run)
@@ -287,8 +277,8 @@ def check_gradients(run: Run) -> float:
 def check_by_torch(run: Run, *, twice: bool) -> None:
     """Check the derivative of the loss by each parameter with torch's own functions, in float64.
 
-    Directions through all parameters at once may hide a small error in one. `twice` checks second derivatives
-    too, which gradient penalties need. A model that computes in float32 whatever it is given is too coarse.
+    A direction through all parameters at once may hide a small error in one. `twice` also checks second
+    derivatives, which gradient penalties need. Models that always compute in float32 are too coarse for this.
 
     Cost: about three forward and backward passes of 4 samples for every parameter, second derivatives twice.
     Source: torch.autograd.gradcheck and gradgradcheck, in their fast mode.
@@ -297,7 +287,7 @@ def check_by_torch(run: Run, *, twice: bool) -> None:
     checks = {"gradcheck": torch.autograd.gradcheck, "gradgradcheck": torch.autograd.gradgradcheck}
     for name, check in list(checks.items())[: 2 if twice else 1]:
         try:
-            # Parameters are perturbed in place: the loss sees it without being given them.
+            # Parameters are perturbed in place, so the loss need not be given them.
             check(lambda *_: loss(), parameters, fast_mode=True, check_undefined_grad=False)
         except RuntimeError as error:
             said = " ".join(str(error).split())
@@ -306,7 +296,7 @@ def check_by_torch(run: Run, *, twice: bool) -> None:
 
 
 def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tuple[Tensor, ...]]:
-    """The loss of a copy of the model on a few samples, and the names and parameters that it depends on."""
+    """The loss of a float64 copy of the model on a few samples, and the parameters that it depends on."""
     step = min(run.progress.step, run.total_steps - 1)
     batches = run.train_loader.steps(step, step + 1)
     data, _ = next(micro_batch for micro_batch in next(batches).micro_batches if micro_batch.num_samples)
@@ -327,7 +317,7 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
 
     def loss() -> Tensor:
         for module, name, before in kept:
-            # New ones: an earlier forward pass, yet to be differentiated, may have kept the last.
+            # A copy each time: an earlier forward pass may have kept the last one for its backward pass.
             setattr(module, name, before.clone())
         run.seed_step(run.seed, step, 0)
         return run.task.loss(model, data)[0]
@@ -336,7 +326,7 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
 
 
 def _direction(parameters: Sequence[Tensor], draws: torch.Generator) -> list[Tensor]:
-    """Normal numbers, of each parameter's own size."""
+    """Random normal numbers, scaled to each parameter's own size."""
     sizes = (p.detach().square().mean().sqrt().clamp(min=1e-3) for p in parameters)
     drawn = (torch.randn(p.shape, generator=draws, dtype=torch.float64).to(p.device) for p in parameters)
     return [d * size for d, size in zip(drawn, sizes, strict=True)]
@@ -348,10 +338,10 @@ def _error(
     slopes: Sequence[Tensor],
     direction: Sequence[Tensor],
 ) -> float:
-    """Relative error of the derivative along `direction`: of the finite difference that fits best."""
+    """Relative error of the derivative along `direction`, by the finite difference that fits best."""
     products = [slope * d for slope, d in zip(slopes, direction, strict=True)]
     derivative = float(sum(product.sum() for product in products))
-    # By chance the sum may be small; its terms tell what is small here.
+    # The sum may be small by chance; the size of its terms says what counts as small.
     scale = max(abs(derivative), float(sum(product.square().sum() for product in products)) ** 0.5)
     start = [parameter.detach().clone() for parameter in parameters]
     errors = []

@@ -1,4 +1,4 @@
-"""The operators of training steps: which, of which shapes and types, and how often, without their values."""
+"""The operators of training steps: which ones, on which shapes and types, and how often."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptfast.techniques.compile.compilation import num_compiled
 
 COUNTED = ("forward", "backward", "optimizer")
 MANY_LENGTHS = 8
-"""Steps that are counted where sequences come in many lengths, and one is not like another."""
+"""Steps that are counted if sequences come in many lengths, so that one step is not like another."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class TensorMeta:
 
 @dataclass(eq=False)
 class Operator:
-    """Calls of one operator that agree in everything but the values of tensors."""
+    """Calls of one operator that differ only in the values of tensors."""
 
     op: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    """By name; tensors, there and in `args`, are `TensorMeta`, and lists are tuples."""
+    """By name; here and in `args`, tensors are `TensorMeta` and lists are tuples."""
     outputs: Any
     count: int = 0
 
@@ -58,7 +58,7 @@ class Operator:
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that run inside it, decomposed and with kernels chosen, while `recording`.
+    """Records the operators that run inside it while `recording`: decomposed, by the kernels chosen.
 
     Cost: some 20 us on the host for each call.
     """
@@ -72,7 +72,7 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # What keeps the compiler out of a mode imports it, for three seconds; nothing is compiled in here.
+        # Skipping the compiler would import it, for three seconds; nothing is compiled in here.
         return False
 
     def __iter__(self) -> Iterator[Operator]:
@@ -82,7 +82,7 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         if self.recording and isinstance(func, OpOverload) and "c10d" not in func.namespace:
-            # A tensor of a user's class may lack what is read here: training continues.
+            # Tensors of a user's class may lack attributes read here: training continues.
             with contextlib.suppress(Exception):
                 self._note(func, args, kwargs, outputs)
         return outputs
@@ -93,7 +93,7 @@ class Operators(TorchDispatchMode):
         try:
             known = self.found.get(key)
         except TypeError:
-            # An argument that is no plain value, such as a generator of random numbers.
+            # An argument cannot be hashed, such as a generator of random numbers.
             key, known = object(), None
         if known is None:
             known = self.found[key] = Operator(*call, _shaped(outputs))
@@ -126,7 +126,7 @@ def flops(operator: Operator) -> int:
     packet = operator.op.overloadpacket
     formula = flop_registry.get(packet)
     if formula is None and operator.name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        # Older versions of torch have none of its own.
+        # Older versions of torch have no formula for it.
         formula = flop_registry.get(getattr(torch.ops.aten, operator.name.replace("_for_cpu", "")))
     if formula is None:
         return 0
@@ -146,19 +146,19 @@ class Counted:
     operators: list[Operator]
     steps: int
     kept_bytes: int
-    """Of tensors that forward saves for backward, weights left out."""
+    """Of tensors that forward saves for backward, without weights."""
     batch_bytes: int
-    """Of the batches, as the model takes them."""
+    """Of the batches, as the model receives them."""
 
 
 class StepCounter:
-    """Counts the operators of a process's second step, which trains as it would have without.
+    """Counts the operators of a process's second step, which trains to the same bits as it would otherwise.
 
-    The first step is left to itself: kernels are chosen in it and caches fill. A compiled model shows no
-    operators: one step of it runs uncompiled before training, and is undone.
+    In the first step kernels are chosen and caches fill. A compiled model shows no operators: one step of it
+    runs uncompiled before training, and is undone.
 
-    Cost: some 20 us for each operator of one step, or of eight where sequences have many lengths; booked as
-    `measuring`, with that step.
+    Cost: some 20 us for each operator of one step, or of eight if sequences have many lengths; booked as
+    `measuring`, together with that step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -177,13 +177,13 @@ class StepCounter:
         if not self.first_counted <= step < self._last or self.why_not or self.compiled:
             return False
         if num_compiled() > self._graphs:
-            # Its compiled parts would run as they were written, and round in other places.
+            # Its compiled parts would run uncompiled in a counted step, and round differently.
             self.why_not = "the model compiles parts of itself"
         return self.why_not is None
 
     @contextmanager
-    def counting(self, batches: Iterator[StepBatch], steps: int = 1) -> Iterator[Iterator[StepBatch]]:
-        """Count the steps that are taken inside with what this gives in place of `batches`."""
+    def counting(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch]]:
+        """A context in which one step is counted; it is to be taken with the batches that this yields."""
         run = self.run
         with run.clock.gathering("measuring"):
             if not run.ranks.is_first:
@@ -194,26 +194,26 @@ class StepCounter:
                 yield look.weighed(batches)
             self.counted = found = self.counted or Counted([], 0, 0, 0)
             found.operators += look.operators
-            found.steps += steps
+            found.steps += 1
             found.kept_bytes += look.kept_bytes
             found.batch_bytes += look.batch_bytes
 
     @contextmanager
     def uncompiled(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch] | None]:
-        """A context in which a step of a compiled model, taken as it was written, is counted.
+        """A context in which one step of a compiled model runs uncompiled and is counted.
 
-        Gives None where there might not be enough memory: a compiled step takes less.
+        Yields None if there might not be enough memory: a compiled step takes less.
         """
         if self.why_not or not self._has_room():
             self.why_not = self.why_not or "a step that is not compiled might not fit into memory"
             yield None
             return
-        # Later batches are not weighed.
+        # Later batches do not count.
         with self.run.uncompiled(), self.counting(islice(batches, 1)) as weighed:
             yield chain(weighed, batches)
 
     def _has_room(self) -> bool:
-        """True if there is as much memory again as was ever taken; all ranks agree."""
+        """True if the free memory is as large as the peak so far; all ranks agree."""
         device = self.run.device
         taken = peak_memory_bytes(device.type)
         if device.type == "cuda":
@@ -224,17 +224,17 @@ class StepCounter:
 
 
 class _Look(Phases):
-    """One look at a step: its operators by phase, and what is kept for backward."""
+    """What is counted in one step: operators, bytes kept for backward, bytes of batches."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(self._enter, self._leave)
         self.operators = Operators(recording=False)
         self.kept_bytes = self.batch_bytes = 0
-        # The memory of sharded weights comes and goes.
+        # Sharded weights cannot be told from activations: their memory comes and goes.
         self._saved = None if run.sharded else SavedForBackward(run.model)
 
     def weighed(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """The same batches, whose bytes are added up."""
+        """The same batches; adds up their bytes."""
         for batch in batches:
             tensors = tensors_in([data for data, _ in batch.micro_batches])
             self.batch_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)

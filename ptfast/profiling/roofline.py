@@ -1,4 +1,4 @@
-"""The speed of light of a run: what its step would take at the machine's limits, and what it took."""
+"""The speed of light of a run: the time of its step at the machine's limits, beside the time it took."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from ptfast.core.clock import STEP
 from ptfast.core.errors import MachineError
 from ptfast.core.machine import cache_folder, is_memory_error
 from ptfast.core.run_directory import read_json, write_json
+from ptfast.core.tensors.dtensors import local_part
 from ptfast.core.units import short_time
 from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, flops
 from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import set_float32
 
 TRY_S = 0.15
-"""Seconds of tries, short ones: some go undisturbed even where a neighbour is busy."""
+"""Seconds of trying each rate. Tries are short, so that some go undisturbed even beside a busy neighbour."""
 COST_S = 1.2
-"""About how long all of it takes."""
+"""About how long all measurements take."""
 _SIZES = {"cuda": 8192, "mps": 2048}
 _SIZE = 512
 _BYTES = {"cuda": 2**28}
 _STREAMED_BYTES = 32 * 2**20
 _SETTINGS = {"tf32": "high", "fp32_high": "high", "fp32_medium": "medium"}
-"""Number formats that are float32 at another of torch's settings of matrix products."""
+"""Torch's settings of matrix products for number formats that are float32 in memory."""
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most that a machine was seen to do."""
+    """The highest rates measured on a machine."""
 
     flops_per_s: dict[str, float]
     """Of square matrix products, by number format: `fp32`, `bf16`, ..."""
     bytes_per_s: float
     """Read and written, of tensors larger than the cache."""
     op_s: float
-    """A small operator, one after another."""
+    """Seconds of one small operator among many."""
     transfer_bytes_per_s: float | None = None
-    """From page-locked memory to the device; None where they are one."""
+    """From page-locked memory to the device; None if the device has no memory of its own."""
     seconds: float = field(default=0.0, compare=False)
-    """That measuring took; 0 when it was known."""
+    """That measuring took; 0 for known peaks."""
 
 
 def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | None:
-    """The peaks measured of this device before, with these threads and this torch; None if one is missing."""
+    """The peaks measured before of this device, with these threads and this torch; None if one is missing."""
     found = read_json(_path(device))
     try:
         peaks = Peaks(**{name: value for name, value in found.items() if name != "of"})
@@ -67,7 +68,7 @@ def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | No
 def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> Peaks:
     """Measure this machine's products in `formats`, memory and overhead, and remember them on disk.
 
-    The quickest of many tries counts, and the best ever measured. The random state stays as it is.
+    The quickest of all tries counts, earlier measurements included. The random state does not change.
 
     Cost: about a second, once for a device, a number of threads and a version of torch.
     """
@@ -94,7 +95,7 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
     )
     found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
     of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    # What cannot be remembered is measured again.
+    # If the file cannot be written, the next run measures again.
     with contextlib.suppress(OSError, MachineError):
         (path := _path(device)).parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"of": of, **found})
@@ -102,7 +103,7 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """The name of this device, as its maker calls it."""
+    """The maker's name of this device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = devices.cpu_facts("model name", "CPU part")
@@ -149,7 +150,7 @@ def _path(device: torch.device) -> Path:
 
 
 SMALL = 0.25
-"""The part of a step below which no limit is said to hold it back."""
+"""The share of a step below which a limit is not said to bound it."""
 PAYS_AFTER = 50
 """A run measures the machine if it trains this many times as long as that takes."""
 SHORT_S = 10
@@ -163,9 +164,9 @@ class Work:
     flops: dict[str, float]
     """Floating-point operations of products and convolutions, by number format."""
     moved_bytes: float
-    """That have to go to memory or come from there: of weights, gradients, optimizer state, activations."""
+    """Bytes read and written of weights, gradients, optimizer state and activations."""
     calls: float
-    """Operators that are called."""
+    """Calls of operators."""
     batch_bytes: float = 0.0
 
     @property
@@ -176,7 +177,7 @@ class Work:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step as it was: how long it took, and what it would take at each of the machine's limits."""
+    """The time that a step took, and the time it would take at each of the machine's limits."""
 
     seconds: float
     rows: Mapping[str, float]
@@ -188,17 +189,17 @@ class MeasuredStep:
 
     @property
     def bound(self) -> str:
-        """The largest bound: a limit of the machine, or something that it waits for."""
+        """What bounds the step: a limit of the machine, or something that it waits for."""
         waits = {"data": "data", "transfer": "transfer", "gradient_sync": "sync"}
         candidates = {name: self.rows.get(row, 0.0) for row, name in waits.items()}
         candidates |= {name: self.floors[name] for name in ("compute", "memory", "overhead")}
         largest = max(candidates, key=candidates.__getitem__)
-        # None of them: small operators, which reach neither of the peaks.
+        # Else small operators, which reach none of the peaks.
         return largest if candidates[largest] >= SMALL * self.seconds else "operators"
 
     @property
     def mfu(self) -> float:
-        """The part of the step that its operations would take at the measured peak."""
+        """Model FLOPs utilisation: the share of the step that its operations would take at the peak."""
         return self.floors["compute"] / self.seconds
 
 
@@ -211,8 +212,8 @@ def count_work(run: Run, counted: Counted) -> Work:
             totals[_format(run, operator)] += operator.count / steps * count
     weights = _bytes(p for group in run.optimizer.param_groups for p in group["params"])
     state = _bytes(value for kept in run.optimizer.state.values() for value in kept.values())
-    # Read: weights by forward, backward and the step, gradients and state by the step. Written: gradients by
-    # backward, weights and state by the step.
+    # Weights are read by forward, backward and the optimizer, which also reads gradients and state; gradients
+    # are written by backward, weights and state by the optimizer.
     moved = 6 * weights + 2 * state + 2 * counted.kept_bytes / steps
     calls = sum(operator.count for operator in counted.operators) / steps
     return Work(dict(totals), moved, calls, counted.batch_bytes / steps)
@@ -274,13 +275,8 @@ def _format(run: Run, operator: Operator) -> str:
 
 
 def _bytes(values: Iterable[Any]) -> int:
-    """Bytes of tensors on this rank; of sharded ones, its part."""
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            local = getattr(value, "_local_tensor", value)
-            total += local.numel() * local.element_size()
-    return total
+    """Bytes of the tensors among `values`, or of this rank's part of sharded ones."""
+    return sum(local_part(value).nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def flop(number: float) -> str:
@@ -292,10 +288,10 @@ def flop(number: float) -> str:
 
 
 def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
-    """The entry `speed_of_light` of summary.json; None where the run was too short to say anything.
+    """The entry `speed_of_light` of summary.json; None if the run was too short to say anything.
 
-    The machine's limits are measured when training is over, and once for a machine: another run finds them in
-    the cache folder. A run of less than a minute measures nothing.
+    The machine's limits are measured after training, and once for a machine: later runs find them in the
+    cache folder. A run of less than a minute measures nothing.
 
     Cost: a second, the first time; 0.2 s otherwise. Booked as `measuring`.
     """
@@ -303,7 +299,7 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
     counted, seconds = counter.counted, run.clock.ledger()
     steps = run.progress.step - counter.first_counted - (counted.steps if counted is not None else 0)
     if counter.compiled and counted is not None:
-        steps += counted.steps  # of none that was trained
+        steps += counted.steps  # the counted step was undone
     train_s = sum(seconds[name] for name in STEP)
     if steps < 1 or train_s < SHORT_S:
         return None
@@ -316,7 +312,7 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
         peaks = known_peaks(run.device, work.flops)
         pays = may_measure and train_s >= PAYS_AFTER * COST_S
         if peaks is not None and pays and weigh(work, peaks, seconds, steps).mfu > 1:
-            peaks = None  # taken while something else kept the machine busy
+            peaks = None  # measured while something else kept the machine busy
         if peaks is None and pays:
             peaks = _measure(run, work)
             cost["measuring_s"] = peaks.seconds if peaks is not None else 0.0
@@ -334,7 +330,7 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
 
 
 def _measure(run: Run, work: Work) -> Peaks | None:
-    """The machine's limits; None where training has left no memory for it."""
+    """Measure the machine's limits; None if training has left no memory for it."""
     try:
         with run.display.status("measuring this machine's peak rates"):
             return measured_peaks(run.device, work.flops)

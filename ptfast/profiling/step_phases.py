@@ -1,4 +1,4 @@
-"""Phases of a step, reported to watchers, and the tensors that forward saves for backward."""
+"""The phases of a step, and the tensors that forward saves for backward."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ptfast.core.protocols import Callback
 from ptfast.run import Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""Causes of a run's clock that are phases."""
+"""The phases, by the names of the run's clock."""
 PARTS = ("transfer", "gradient_sync")
-"""Causes counted to the phase that they interrupt: NVTX ranges end in the thread in which they began, and the
-wait for gradients is reported by another."""
+"""Times that count to the phase they interrupt: NVTX ranges must end in the thread in which they began, and
+another thread reports the wait for gradients."""
 
 
 class Phases(Callback):
-    """The phase of a step: `data`, `forward`, `backward` or `optimizer`, or None between steps.
+    """Follows the phases of a step: `data`, `forward`, `backward` and `optimizer`, None between steps.
 
     Args:
-        enter: called with the name of a phase as it begins.
-        leave: called with its name as it ends.
+        enter: called with the name of a phase when it begins.
+        leave: called with its name when it ends.
     """
 
     def __init__(self, enter: Callable[[str], Any], leave: Callable[[str], Any]) -> None:
@@ -31,7 +31,7 @@ class Phases(Callback):
         self.name: str | None = None
 
     def to(self, name: str | None) -> None:
-        """End the phase that is open, and begin `name`."""
+        """End the current phase, and begin `name`."""
         if self.name is not None:
             self.leave(self.name)
         self.name = name
@@ -41,9 +41,9 @@ class Phases(Callback):
 
 @contextmanager
 def watched(run: Run, phases: Phases) -> Iterator[None]:
-    """Report the phases of every step of `run`, by the marks of its clock."""
+    """A context in which `phases` follows every step of `run`, by the marks of its clock."""
     clock, to = run.clock, run.clock.to
-    # Another may be watching already.
+    # Another one may be watching already.
     around = vars(clock).get("to")
 
     def report(cause: str | None) -> None:
@@ -65,7 +65,7 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
 
 
 class SavedForBackward:
-    """A context that notes what autograd saves for the backward pass; weights are left out."""
+    """A context that notes what autograd saves for the backward pass, except weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.tensors: dict[int, tuple[torch.dtype, tuple[int, ...], int]] = {}
