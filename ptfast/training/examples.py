@@ -1,4 +1,4 @@
-"""What a trained model says of held-out samples, for its report: class by class, and some in full."""
+"""Predictions of a trained model for held-out samples, for its report: accuracy by class, and examples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHARE, MOST_S = 0.02, 30.0
-"""Part of the time of the run so far, and seconds, that this may take beyond a first batch."""
+"""Share of the run's time so far, and seconds, that this may take beyond a first batch."""
 MOST_SAMPLES, MOST_MISTAKES = 12, 8
 PIXELS = 64
 """Longer side of a picture, at most."""
@@ -32,15 +32,15 @@ PIXELS = 64
 
 @torch.inference_mode()
 def examples(run: Run) -> dict[str, Any]:
-    """Predictions for `val`, or `test` where there is no `val`, as plain values for JSON.
+    """Predictions for `val`, or else `test`, as plain values for JSON; empty if there is nothing to show.
 
-    Of single labels, figures and masks only; of other tasks there is nothing. This rank's share of the split
-    is gone through for as long as `SHARE` says.
+    Only single labels, numbers and masks are shown. This goes through this rank's share of the split for as
+    long as `SHARE` allows.
 
     Returns:
-        `split`, `num_samples`, `classes` (rows of name, samples, hits, and what else they were taken for most
-        often) and `samples` (`target`, `prediction`, `probability`, and `image` or `text`; of masks
-        `pixels`, the part of them that is right).
+        `split`, `num_samples`, `classes` (rows of name, samples, hits, and the classes they were most often
+        mistaken for) and `samples` (`target`, `prediction`, `probability`, and `image` or `text`; for masks
+        `pixels`, the share of pixels that are right).
     """
     split = next((name for name in ("val", "test") if name in run.eval_loaders), None)
     if split is None or run.sharded:
@@ -66,9 +66,16 @@ def examples(run: Run) -> dict[str, Any]:
 
 
 def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dict[str, Any]]:
-    """Target and prediction of each sample of a batch; none where they are neither values nor masks."""
+    """Target and prediction of each sample of a batch; empty if they are neither values nor masks."""
     if records and "mask" in records[0]:
-        return _masks(run, records, targets.long().cpu())
+        masks = targets.long().cpu()
+        predicted = torch.tensor([record["mask"] for record in records])
+        counts = (masks >= 0) & (masks < (run.info.num_classes or 0))
+        hits = ((predicted == masks) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)
+        return [
+            {"place": place, "target": None, "prediction": None, "pixels": right, "masks": (target, mask)}
+            for place, (right, target, mask) in enumerate(zip(hits.tolist(), masks, predicted, strict=True))
+        ]
     if targets.dim() != 1 or not records:
         return []
     values = targets.tolist()
@@ -92,19 +99,8 @@ def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dic
     return []
 
 
-def _masks(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dict[str, Any]]:
-    """Target and predicted mask of each image of a batch, and the part of the pixels that are right."""
-    predicted = torch.tensor([record["mask"] for record in records])
-    counts = (targets >= 0) & (targets < (run.info.num_classes or 0))
-    hits = ((predicted == targets) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)
-    return [
-        {"place": place, "target": None, "prediction": None, "pixels": right, "masks": (target, mask)}
-        for place, (right, target, mask) in enumerate(zip(hits.tolist(), targets, predicted, strict=True))
-    ]
-
-
 def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The surest mistakes, or largest errors, and the least sure hits."""
+    """The most confident mistakes and the least confident hits; of numbers and masks the largest errors."""
     if "pixels" in pairs[0]:
         return sorted(pairs, key=lambda pair: pair["pixels"])[:MOST_SAMPLES]
     if "probability" not in pairs[0]:
@@ -116,7 +112,7 @@ def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _shown(run: Run, pair: dict[str, Any], sample: Tensor) -> dict[str, Any]:
-    """A pair with its input as a picture, its masks below it, or as a text; alone where it is neither."""
+    """A pair with its input: an image, with its masks below, or a text; without it for other inputs."""
     if run.info.kind == "image" and sample.dim() == 3 and sample.shape[0] in (1, 3):
         masks = [
             mask_picture(torch.where(mask < 0, 255, mask)).convert("RGB") for mask in pair.pop("masks", ())
@@ -129,7 +125,7 @@ def _shown(run: Run, pair: dict[str, Any], sample: Tensor) -> dict[str, Any]:
 
 
 def _picture(image: Tensor, masks: Sequence[Image]) -> str:
-    """A PNG, or a JPEG of what is larger than icons are, as a data URI; from darkest to brightest."""
+    """A data URI of `image`, stretched to the full range of brightness: PNG if small, else JPEG."""
     from PIL import Image
 
     low, high = image.amin(), image.amax()
