@@ -149,11 +149,16 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
     Raises:
         SavedStateError: S003, naming the changes.
     """
-    changed = [
-        f"{what}{_shown(before, now)}"
-        for name, what in _MUST_AGREE.items()
-        if (before := getattr(saved, name)) != (now := getattr(found, name)) and before is not None
-    ]
+    changed: list[str] = []
+    for name, what in _MUST_AGREE.items():
+        before, now = getattr(saved, name), getattr(found, name)
+        if before is None or before == now:
+            continue
+        if isinstance(before, int) and isinstance(now, int):
+            what += f" ({before:,}, now {now:,})"
+        elif isinstance(before, tuple) and isinstance(now, tuple) and len(before) <= 4 >= len(now):
+            what += f" ({_list(before)}, now {_list(now)})"
+        changed.append(what)
     if saved.extra.get("tokenizer") != found.extra.get("tokenizer"):
         changed.append("the vocabulary")
     before, now = (info.extra.get("contents", {}) for info in (saved, found))
@@ -201,14 +206,6 @@ def as_known(known: DataInfo, found: DataInfo) -> DataInfo:
         token_bytes=found.token_bytes,
         num_train=found.num_train,
     )
-
-
-def _shown(before: Any, now: Any) -> str:
-    if isinstance(before, int) and isinstance(now, int):
-        return f" ({before:,}, now {now:,})"
-    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) <= 4 >= len(now):
-        return f" ({_list(before)}, now {_list(now)})"
-    return ""
 
 
 def _list(items: tuple[Any, ...] | None) -> str:

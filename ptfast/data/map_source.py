@@ -232,9 +232,6 @@ class TensorSource(MapSource):
     def held_bytes(self) -> int:
         return self.inputs.numel() * self.inputs.element_size()
 
-    def hold(self, holder: Holder | None = None) -> TensorSource:
-        return self
-
     def contents(self) -> list[Any]:
         return describe_part(len(self), "samples", self.inputs.numpy(), self.targets.numpy())
 

@@ -37,13 +37,13 @@ class Dataloader(Section):
 
 
 FEW, FEW_PER_CORE = 64, 4
-"""Threads, or processes, that a machine bears for some time, and those that its cores do."""
+"""Threads or processes that any machine bears, and those that it bears for each core."""
 PACK_FILES = ("manifest.json", "pack.unfinished")
-"""Of which a pack has one, whole or not."""
+"""One of which every pack has, finished or not."""
 
 
 def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | None:
-    """Refuse data that is to be read from a pack, and is none."""
+    """Refuse data that is no pack for `dataloader.kind=packed`."""
     if dataloader.kind != "packed":
         return None
     target = data.target
@@ -55,7 +55,7 @@ def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | N
         what, hint = "only image folders and text files are packed", "Use dataloader=auto"
         return ConfigError("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
     path = Path(str(target.kwargs[key])).expanduser()
-    # What is missing or unfinished is reported when it is opened.
+    # A missing or unfinished pack is reported when it is opened.
     if not path.exists() or any((path / name).is_file() for name in PACK_FILES):
         return None
     what, pack = f"data.{key}={path} is no pack", f"{path}-packed"
@@ -63,27 +63,20 @@ def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | N
     return ConfigError("C011", what, key="dataloader.kind", value="packed", suggestion=hint)
 
 
-def memory_to_pin(dataloader: Dataloader, device: str) -> PtfastError | None:
-    """Refuse pinned memory where nothing is copied to a CUDA device."""
-    if dataloader.pin is not True or devices.usable_type(device) == "cuda":
-        return None
-    what, hint = "pinned memory is for copies to a CUDA device, and none is used", "Use dataloader.pin=auto"
-    return MachineError("E005", what, key="dataloader.pin", value=True, suggestion=hint)
-
-
-def thread_for_a_cpu(dataloader: Dataloader, device: str) -> PtfastError | None:
-    """Refuse a thread that reads ahead where a side stream does it."""
-    if not dataloader.read_ahead or devices.usable_type(device) == "cpu":
-        return None
-    what, hint = (
-        "reading ahead in a thread is for training on a CPU",
-        "Use dataloader.side_stream=true, which does the same for a GPU",
-    )
-    return ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
+def transfers_of_the_device(dataloader: Dataloader, device: str) -> Iterator[PtfastError]:
+    """Refuse pinned memory without a CUDA device, and a thread that reads ahead for a GPU."""
+    if dataloader.pin is True and devices.usable_type(device) != "cuda":
+        what = "pinned memory is for copies to a CUDA device, and none is used"
+        hint = "Use dataloader.pin=auto"
+        yield MachineError("E005", what, key="dataloader.pin", value=True, suggestion=hint)
+    if dataloader.read_ahead and devices.usable_type(device) != "cpu":
+        what = "reading ahead in a thread is for training on a CPU"
+        hint = "Use dataloader.side_stream=true, which does the same for a GPU"
+        yield ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
 def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> PtfastError | None:
-    """Refuse a thread that asks for an order which may draw from the generators of the training."""
+    """Refuse a thread beside an order of the user's, which may draw from the training's generators."""
     target = sampling.target
     if not dataloader.read_ahead or target is None or target.path.startswith("ptfast."):
         return None
@@ -295,7 +288,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="dataloader",
     rules=(data_of_a_pack, thread_beside_own_order),
-    machine_rules=(memory_to_pin, thread_for_a_cpu, crowded_cores),
+    machine_rules=(transfers_of_the_device, crowded_cores),
     unused=(
         Unused.unless(
             "dataloader.kind",

@@ -17,7 +17,7 @@ from ptfast.data.dataset import Source
 from ptfast.data.loaders.device_loader import free_bytes
 from ptfast.data.map_source import MapSource
 from ptfast.data.sources.custom_dataset import DatasetSource
-from ptfast.data.streams.iterable import IterableSource, check_kind
+from ptfast.data.streams.iterable import IterableSource
 
 HELD = ("memory", "device")
 """Kinds that have the whole data decoded once."""
@@ -124,7 +124,9 @@ def _of_stream(
     train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
 ) -> Choice:
     """Workers for a data set that shares itself out; a second reader of the whole stream gains nothing."""
-    check_kind(kind)
+    if kind not in ("auto", "plain", "workers"):
+        what, hint = "iterable data is read in order and cannot be held in memory", "Use dataloader=auto"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind == "plain":
         return Choice(kind, before or "as the config says", 0)
     shared = train.shared_by != "none"

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from torch.utils.data import IterableDataset
 
-from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.errors import DataError
 from ptfast.core.tensors.torch_internals import data_worker
 from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
@@ -144,13 +144,6 @@ class IterableSource(BaseSource):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
             yield from self.dataset
-
-
-def check_kind(kind: str) -> None:
-    """Raise ConfigError C011 for a kind of loader that iterable data cannot have."""
-    if kind not in ("auto", "plain", "workers"):
-        what, hint = "iterable data is read in order and cannot be held in memory", "Use dataloader=auto"
-        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
 
 
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:

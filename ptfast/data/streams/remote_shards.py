@@ -40,13 +40,13 @@ from ptfast.data.streams.shard_index import Shard, index_shard
 _AT_ONCE = 8
 _TIMEOUT_S = 20
 _MOST_FAILURES = 5
-"""In a row, none of which has got further than those before it."""
+"""In a row without any progress."""
 _WAIT_S = 0.5
 """After the first failure; after each further one twice as long."""
 _BLOCK_BYTES = 2**16
 _REPORT_S = 10.0
 _REFUSALS = (401, 403, 404, 410)
-"""Answers of HTTP that trying again does not change."""
+"""HTTP answers that retrying does not change."""
 _UNKNOWN_USER = (401, 403)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ROOM = "Set PTFAST_CACHE to a folder that can be written and has room"
@@ -59,22 +59,22 @@ class _Answer(NamedTuple):
     start: int
     """The byte of the whole file that comes first."""
     size_bytes: int | None
-    """Of the whole file; None where the end of the answer is marked instead."""
+    """Of the whole file; None if unknown, as in chunked answers."""
     version: str | None
-    """By which a server knows whether the rest is still of the same file; None where it sends no parts."""
+    """Tells whether the rest is still of the same file; None if the server sends no parts."""
 
 
 def is_url(place: str) -> bool:
-    """Return True for what is not a path on this machine."""
+    """Return True for a URL, False for a path."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", place) is not None
 
 
 def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
     """The file and the index of each shard, of those at URLs once they are in the cache folder.
 
-    A shard that is there, and whole, is not asked for again. The processes of a machine fetch each once:
-    whoever comes later waits. Lost connections are resumed, five in a row given up. An incomplete file is
-    never there under its name, and one that `index_shard` refuses is removed.
+    A whole shard in the cache is not requested again. The processes of a machine fetch each shard once: later
+    ones wait. Lost connections are resumed, up to five failures in a row. An incomplete file never has the
+    name of its shard, and one that `index_shard` refuses is removed.
 
     Args:
         places: paths, and URLs of HTTP, or of any protocol that fsspec has a package for.
@@ -84,7 +84,7 @@ def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
     missing = [place for place in places if is_url(place) and not _in_cache(place).is_file()]
     stop, begun_s = Event(), time.monotonic()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        # The first that is fetched asks for the room that all take.
+        # The first download checks that there is room for all.
         counts = [len(missing) if place in missing[:1] else 1 for place in places]
         shards = [pool.submit(_open, *each, stop) for each in zip(places, counts, strict=True)]
         pending = {*shards}
@@ -94,23 +94,21 @@ def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
                 for shard in done:
                     shard.result()
                 if pending and os.environ.get("LOCAL_RANK", "0") == "0":
-                    _report(len(shards) - len(pending), len(shards), time.monotonic() - begun_s)
+                    count, elapsed_s = len(shards) - len(pending), time.monotonic() - begun_s
+                    eta = f"  eta {clock(elapsed_s / count * len(pending))}" if count else ""
+                    text = f"fetched {count:,} of {len(shards):,} shards{eta}"
+                    print(text, file=sys.stderr, flush=True)
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
     return [shard.result() for shard in shards]
 
 
-def _report(count: int, total: int, elapsed_s: float) -> None:
-    eta = f"  eta {clock(elapsed_s / count * (total - count))}" if count else ""
-    print(f"fetched {count:,} of {total:,} shards{eta}", file=sys.stderr, flush=True)
-
-
 def _in_cache(url: str) -> Path:
-    """The place of a shard in the cache folder, whoever fetches it."""
+    """The place of a shard in the cache folder, the same for every user of the URL."""
     parts = urlsplit(url)
     name = re.sub(r"[^\w.-]", "_", PurePosixPath(parts.path).name).strip(".") or "shard.tar"
-    # Of a query nothing is left out: what looks like a signature may name the file.
+    # The whole query counts: a part that looks like a signature may name the file.
     whole = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     return cache_folder() / "urls" / hashlib.sha256(whole.encode()).hexdigest()[:32] / name
 
@@ -126,30 +124,26 @@ def _open(place: str, num_missing: int, stop: Event) -> tuple[Path, Shard]:
         if locked:
             for abandoned in target.parent.glob("*.partial"):
                 abandoned.unlink()
-        _download(place, target, num_missing, stop)
+        # Without locks, processes on several machines may have the same id.
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
+        try:
+            with partial.open("wb") as sink:
+                _receive(place, sink, num_missing, stop)
+            partial.replace(target)
+        except OSError as error:
+            raise cannot_write(error, str(target.parent), suggestion=_ROOM) from None
+        finally:
+            partial.unlink(missing_ok=True)
         try:
             return target, index_shard(target)
         except DataError as error:
-            # One made anew is to be fetched anew.
+            # A repaired shard is then fetched again.
             target.unlink(missing_ok=True)
             raise DataError(**{**error.parts, "key": hide_credentials(place)}) from None
 
 
-def _download(url: str, target: Path, num_missing: int, stop: Event) -> None:
-    # Where nothing can be locked, containers of several machines may have processes of one id.
-    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with partial.open("wb") as sink:
-            _receive(url, sink, num_missing, stop)
-        partial.replace(target)
-    except OSError as error:
-        raise cannot_write(error, str(target.parent), suggestion=_ROOM) from None
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
-    """Write what is at `url` into `sink`, after each failure from where it broke off, if the server can."""
+    """Write the file at `url` into `sink`; after a failure go on from there, if the server allows it."""
     failures, furthest, version, shown = 0, 0, None, hide_credentials(url)
     while True:
         try:
@@ -158,7 +152,12 @@ def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
                 version = answer.version
                 sink.seek(answer.start)
                 sink.truncate()
-                _check_room(Path(sink.name).parent, answer, num_missing)
+                # If all shards are as large as this one, too many are refused before the disk is full.
+                size_bytes, free = answer.size_bytes or 0, shutil.disk_usage(Path(sink.name).parent).free
+                if size_bytes * num_missing - answer.start > free:
+                    sizes = f"{num_missing:,} x {num_bytes(size_bytes)} of shards"
+                    what = f"{sizes} do not fit: {num_bytes(free)} are free"
+                    raise MachineError("E002", what, key=str(cache_folder()), suggestion=_ROOM)
                 while block := file.read(_BLOCK_BYTES):
                     _pause(stop)
                     sink.write(block)
@@ -169,7 +168,7 @@ def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
             raise
         except (FileNotFoundError, PermissionError, InvalidURL) as error:
             raise DataError("D001", f"cannot be fetched: {summary_of(error)}", key=shown) from None
-        # Of packages that fsspec calls, each raises its own.
+        # Each package that fsspec calls raises exceptions of its own.
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _DISK:
                 raise
@@ -184,7 +183,7 @@ def _receive(url: str, sink: IO[bytes], num_missing: int, stop: Event) -> None:
 
 
 def _ask(url: str, start: int, version: str | None) -> _Answer:
-    """Begin to read `url`, from byte `start` if that is of the `version` read before and can be had apart."""
+    """Begin to read `url`, from byte `start` if the server has the same `version` and can send a part."""
     parts = urlsplit(url)
     if parts.scheme.lower() not in ("http", "https"):
         return _ask_fsspec(url)
@@ -193,7 +192,7 @@ def _ask(url: str, start: int, version: str | None) -> _Answer:
     request = Request(plain, headers={"User-Agent": "ptfast"})
     if credentials:
         word = base64.b64encode(unquote(credentials).encode()).decode()
-        # Another host that this one redirects to is not told.
+        # The credentials are not sent to a host that this one redirects to.
         request.add_unredirected_header("Authorization", f"Basic {word}")
     if start and version:
         request.add_header("Range", f"bytes={start}-")
@@ -217,7 +216,7 @@ def _ask(url: str, start: int, version: str | None) -> _Answer:
     if start and response.status == HTTPStatus.PARTIAL_CONTENT:
         if part and int(part[1]) == start and found in (None, version):
             return _Answer(response, start, int(part[2]), version)
-        # Other bytes than asked for, or of another file: some servers take no notice of If-Range.
+        # Other bytes than asked for, or of another file: some servers ignore If-Range.
         response.close()
         return _ask(url, 0, None)
     return _Answer(response, 0, length, found)
@@ -239,16 +238,7 @@ def _ask_fsspec(url: str) -> _Answer:
     return _Answer(system.open(path, "rb"), 0, size_bytes, None)
 
 
-def _check_room(folder: Path, answer: _Answer, num_missing: int) -> None:
-    """Refuse shards, all as large as this one, that the disk has no room for, before it is full."""
-    size = answer.size_bytes or 0
-    needed, free = size * num_missing - answer.start, shutil.disk_usage(folder).free
-    if needed > free:
-        what = f"{num_missing:,} x {num_bytes(size)} of shards do not fit: {num_bytes(free)} are free"
-        raise MachineError("E002", what, key=str(cache_folder()), suggestion=_ROOM)
-
-
 def _pause(stop: Event, seconds: float = 0.0) -> None:
-    """Wait, and raise CancelledError as soon as nobody wants the shards any more."""
+    """Wait, and raise CancelledError as soon as the shards are no longer wanted."""
     if stop.wait(seconds):
         raise CancelledError

@@ -14,7 +14,7 @@ from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.loaders.step_batches import Batches
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Sharding
-from ptfast.data.streams.iterable import IterableSource, Reader, check_kind
+from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.streams.stream_readers import (
     CHECKED,
     Item,
@@ -29,7 +29,6 @@ from ptfast.data.transforms.augment_plan import Augment
 
 def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> tuple[int, bool, str]:
     """The workers of this rank (0 for this process), whether readers have parts of their own, and why."""
-    check_kind(loading.kind)
     num_ranks = sharding.num_ranks
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
     readers = max(1, workers) * num_ranks

@@ -1,4 +1,4 @@
-"""The members of a tar file, found by its headers alone, with the checks that a cut-off one fails."""
+"""The members of a tar file, found by its headers alone, with checks for truncated files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMEDY = "Make the shard anew, or leave it out"
 
 
 class Member(NamedTuple):
-    """A file inside of a tar."""
+    """A file in a tar."""
 
     name: str
     offset: int
@@ -26,11 +26,11 @@ class Member(NamedTuple):
 def members(path: Path) -> Iterator[Member]:
     """The files of a tar, in their order.
 
-    Only headers are read, each in one go: ten times as fast as by the standard library's `tarfile`, which
-    takes over where a header is of a kind that it alone knows (long names, sparse files).
+    Only headers are read, each at once: ten times as fast as the standard library's `tarfile`, which takes
+    over at a header of another kind (long names, sparse files).
 
     Raises:
-        DataError: D005 for what is no tar, is compressed, or was cut off.
+        DataError: D005 for a file that is no tar, is compressed, or was cut off.
     """
     with path.open("rb", buffering=0) as file:
         size, position = path.stat().st_size, 0
@@ -53,12 +53,12 @@ def members(path: Path) -> Iterator[Member]:
 
 
 def cut_off(path: Path, why: str) -> DataError:
-    """The error for a tar of which a part is missing."""
+    """The error for a truncated tar."""
     return DataError("D005", f"is truncated: {why}", key=str(path), suggestion=REMEDY)
 
 
 class InTar(str):
-    """The name of a file inside of a tar, which knows how to read it."""
+    """The name of a file in a tar, by which it can be read."""
 
     __slots__ = ("offset", "size", "tar")
 
@@ -68,7 +68,7 @@ class InTar(str):
         return self
 
     def read(self, most: int = sys.maxsize) -> bytes:
-        """Its first bytes, at most so many; fewer if they are not there any more."""
+        """Its first bytes, at most `most`; fewer if the file is gone or truncated."""
         with Path(self.tar).open("rb", buffering=0) as file:
             return read_at(file, self.offset, min(self.size, most))
 
@@ -83,14 +83,19 @@ def read_at(file: IO[bytes], offset: int, size: int) -> bytes:
 
 
 def _parse(header: bytes, position: int, path: Path) -> tuple[Member, bytes] | None:
-    """The member of a header and its kind; None where it takes more than a header to know it."""
+    """The member of a header and its kind; None if more than one header describes it."""
     try:
         stated = int(header[148:156].strip(b" \0"), 8)
         # The field of the sum itself counts as spaces.
         if stated != sum(header) - sum(header[148:156]) + 8 * 32:
             raise ValueError
     except ValueError:
-        raise _no_tar(header, position, path) from None
+        what, hint = "is not a tar file, despite its name", REMEDY
+        if header[:2] == b"\x1f\x8b" or header[:4] in (b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zX"):
+            what, hint = "is compressed, so samples in it cannot be located", "Unpack it to a plain .tar"
+        elif position or len(header) < _BLOCK:
+            raise cut_off(path, f"there is no header at byte {position:,}") from None
+        raise DataError("D005", what, key=str(path), suggestion=hint) from None
     kind = header[156:157]
     prefixed = header[257:262] == b"ustar" and header[345:346] != b"\0"
     if kind not in (b"0", b"\0", b"5") or prefixed or header[124] & 0x80:
@@ -104,7 +109,7 @@ def _parse(header: bytes, position: int, path: Path) -> tuple[Member, bytes] | N
 
 
 def _check_size(member: Member, size: int, path: Path) -> None:
-    """Refuse a member that ends before it begins, or behind the `size` bytes of its tar."""
+    """Refuse a member of negative size, or one that ends beyond the `size` bytes of its tar."""
     if member.size < 0:
         raise _bad_size(member.name, path)
     if (end := member.offset + member.size) > size:
@@ -133,12 +138,3 @@ def _by_tarfile(path: Path, position: int) -> Iterator[Member]:
                 raise cut_off(path, "the mark at its end is missing")
     except (tarfile.TarError, ArithmeticError, MemoryError, RecursionError, ValueError) as error:
         raise DataError("D005", f"cannot be read: {error}", key=str(path), suggestion=REMEDY) from None
-
-
-def _no_tar(header: bytes, position: int, path: Path) -> DataError:
-    if header[:2] == b"\x1f\x8b" or header[:4] in (b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zX"):
-        what, hint = "is compressed, so samples in it cannot be located", "Unpack it to a plain .tar"
-        return DataError("D005", what, key=str(path), suggestion=hint)
-    if position or len(header) < _BLOCK:
-        return cut_off(path, f"there is no header at byte {position:,}")
-    return DataError("D005", "is not a tar file, despite its name", key=str(path), suggestion=REMEDY)
