@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -182,26 +182,14 @@ def _is_bare(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
-@dataclass(eq=False)
-class _Seen:
-    """Uses of one layer in one forward pass."""
-
-    calls: int = 0
-    bias_uses: int = 0
-    output_uses: int = 0
-    norm: nn.Module | None = None
-    kept: bool = False
-
-
 class _Uses(TorchDispatchMode):
     """Counts the operations that take a watched tensor, those in C++ and of autograd included."""
 
-    def __init__(self, biases: dict[Tensor, _Seen]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.biases = WeakIdKeyDictionary()
-        self.biases.update(biases)
         # Weak: an output still there after the forward pass was kept or returned.
-        self.outputs = WeakIdKeyDictionary()
+        self.watched = WeakIdKeyDictionary()
+        self.counts: Counter[tuple[nn.Module, str]] = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -211,11 +199,8 @@ class _Uses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                if (seen := self.biases.get(tensor)) is not None:
-                    seen.bias_uses += 1
-                if (seen := self.outputs.get(tensor)) is not None:
-                    seen.output_uses += 1
+            if isinstance(tensor, Tensor) and (whose := self.watched.get(tensor)) is not None:
+                self.counts[whose] += 1
         return func(*args, **kwargs)
 
 
@@ -223,38 +208,37 @@ def _watch(
     layers: dict[Any, str], norms: dict[Any, str], forward: Callable[[], object]
 ) -> tuple[dict[str, str], set[str]]:
     """Run `forward` once: the norms of layers whose output went to nothing else, and the layers called."""
-    seen = {layer: _Seen() for layer in layers}
-    norm_calls = dict.fromkeys(norms, 0)
-    uses = _Uses({layer.bias: seen[layer] for layer in layers})
+    uses, norm_of = _Uses(), {}
+    uses.watched.update({layer.bias: (layer, "bias") for layer in layers})
 
     def after_layer(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        seen[layer].calls += 1
-        uses.outputs[output] = seen[layer]
+        uses.counts[layer, "call"] += 1
+        uses.watched[output] = layer, "output"
 
     def before_norm(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
-        norm_calls[norm] += 1
-        if inputs and (source := uses.outputs.get(inputs[0])) is not None:
-            source.norm = norm
+        uses.counts[norm, "call"] += 1
+        whose: Any = uses.watched.get(inputs[0]) if inputs else None
+        if whose is not None and whose[1] == "output":
+            norm_of[whose[0]] = norm
 
     hooks = [layer.register_forward_hook(after_layer) for layer in layers]
     hooks += [norm.register_forward_pre_hook(before_norm) for norm in norms]
     try:
         with uses:
             result = forward()
-        for left in uses.outputs.values():
-            left.kept = True
+        kept = {layer for layer, what in uses.watched.values() if what == "output"}
         del result
     finally:
         for hook in hooks:
             hook.remove()
-    qualified = {
-        name: norms[s.norm]
-        for layer, name in layers.items()
-        if (s := seen[layer]).norm is not None
-        and not s.kept
-        and (s.calls, s.bias_uses, s.output_uses, norm_calls[s.norm]) == (1, 1, 1, 1)
+    cancelled = {
+        layers[layer]: norms[norm]
+        for layer, norm in norm_of.items()
+        if layer not in kept
+        and uses.counts[norm, "call"] == 1
+        and all(uses.counts[layer, what] == 1 for what in ("call", "bias", "output"))
     }
-    return qualified, {name for layer, name in layers.items() if seen[layer].calls}
+    return cancelled, {name for layer, name in layers.items() if uses.counts[layer, "call"]}
 
 
 class ChunkedHead(nn.Linear):
