@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -25,10 +26,6 @@ class Compile(Section):
     """Keep the code in the cache folder, which outlives /tmp, so that a restart does not compile again."""
 
 
-_WHOLE_MODEL = ("pointwise", "model", "reduce_overhead", "max_autotune")
-"""Modes that compile the model as one piece."""
-
-
 def accumulating_in_graphs() -> PtfastError:
     """The error of CUDA graphs under accumulation."""
     what = "a CUDA graph overwrites the gradients of the micro-batch before"
@@ -36,21 +33,16 @@ def accumulating_in_graphs() -> PtfastError:
     return ConfigError("C011", what, key="compile", value="reduce_overhead", suggestion=hint)
 
 
-def graphs_without_accumulation(
+def allowed_by_ranks(
     compile: Compile, parallel: Parallel, gradients: Gradients, micro_batches: int | None
-) -> PtfastError | None:
-    """Refuse CUDA graphs if a step has several micro-batches on a rank."""
+) -> Iterator[PtfastError]:
+    """Refuse CUDA graphs if a step has several micro-batches on a rank, and whole models under fsdp."""
     many = parallel.strategy == "single" and (micro_batches or 1) > 1
-    accumulates = many or gradients.accumulate > 1
-    return accumulating_in_graphs() if compile.mode == "reduce_overhead" and accumulates else None
-
-
-def blocks_under_fsdp(compile: Compile, parallel: Parallel) -> PtfastError | None:
-    """Refuse to compile a model in one piece if its weights are gathered block by block."""
-    if parallel.strategy != "fsdp" or compile.mode not in _WHOLE_MODEL:
-        return None
-    what = "parallel=fsdp gathers weights between blocks, where a whole model cannot be compiled"
-    return ConfigError("C011", what, key="compile", value=compile.mode, suggestion="Use compile=blocks")
+    if compile.mode == "reduce_overhead" and (many or gradients.accumulate > 1):
+        yield accumulating_in_graphs()
+    if parallel.strategy == "fsdp" and compile.mode not in ("none", "blocks"):
+        what = "parallel=fsdp gathers weights between blocks, where a whole model cannot be compiled"
+        yield ConfigError("C011", what, key="compile", value=compile.mode, suggestion="Use compile=blocks")
 
 
 def compiler(compile: Compile, device: str) -> PtfastError | None:
@@ -144,7 +136,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="compile",
-    rules=(graphs_without_accumulation, blocks_under_fsdp),
+    rules=(allowed_by_ranks,),
     machine_rules=(compiler,),
     unused=(
         Unused.unless("compile.mode", ("blocks",), "compile.blocks"),

@@ -74,10 +74,6 @@ class Average:
         torch._foreach_copy_(self._widened, self._weights)
         return self._widened
 
-    def _move(self, share: float) -> None:
-        """Move the averages towards the weights, by a share of the way."""
-        torch._foreach_lerp_(self._averages, self._wide_weights(), share)
-
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Put the averages into the model, and afterwards its own weights and buffers back, bit for bit.
@@ -143,16 +139,17 @@ class MovingAverage(Average):
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         if skipped is None:
-            self._move(1 - self._decay if self._updates else 1.0)
+            share = 1 - self._decay if self._updates else 1.0
+            torch._foreach_lerp_(self._averages, self._wide_weights(), share)
             self._updates += 1
             return
         # Only the device knows if there was a step.
         if isinstance(self._updates, int):
             self._updates = torch.full((), self._updates, device=skipped.device)
-        share = torch.where(self._updates > 0, 1 - self._decay, 1.0)
-        share = torch.where(skipped, 0.0, share).to(self._averages[0].dtype)
+        shares = torch.where(self._updates > 0, 1 - self._decay, 1.0)
+        shares = torch.where(skipped, 0.0, shares).to(self._averages[0].dtype)
         changes = torch._foreach_sub(self._wide_weights(), self._averages)
-        torch._foreach_mul_(changes, share)
+        torch._foreach_mul_(changes, shares)
         torch._foreach_add_(self._averages, changes)
         self._updates = self._updates + ~skipped
 
@@ -200,7 +197,7 @@ class Swa(Average):
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         if step not in self._steps:
             return
-        self._move(1 / (int(self._updates) + 1))
+        torch._foreach_lerp_(self._averages, self._wide_weights(), 1 / (int(self._updates) + 1))
         self._updates += 1
         self._stale = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
 
@@ -19,22 +20,18 @@ class Schedule(TargetSection):
     """Length of the linear rise at the beginning, such as `5%` or `200steps`."""
 
 
-def warmup_within_run(schedule: Schedule, epochs: int | None, steps: int | None) -> PtfastError | None:
-    """Refuse a warm-up that is longer than the run."""
-    return longer_than_run("schedule.warmup", schedule.warmup, epochs, steps)
-
-
-def rising_milestones(schedule: Schedule) -> PtfastError | None:
-    """Refuse milestones of one unit that do not rise."""
+def durations_that_fit(schedule: Schedule, epochs: int | None, steps: int | None) -> Iterator[PtfastError]:
+    """Refuse a warm-up longer than the run, and milestones of one unit that do not rise."""
+    if problem := longer_than_run("schedule.warmup", schedule.warmup, epochs, steps):
+        yield problem
     values = schedule.target.kwargs.get("milestones")
     if not isinstance(values, (list, tuple)):
-        return None
-    if len({value.unit for value in values if isinstance(value, Duration)}) > 1:
-        return None
+        return
+    units = {value.unit for value in values if isinstance(value, Duration)}
     numbers = [value.value if isinstance(value, Duration) else value for value in values]
-    if numbers == sorted(numbers):
-        return None
-    return ConfigError("C011", "milestones must be in rising order", key="schedule.milestones", value=values)
+    if len(units) <= 1 and numbers != sorted(numbers):
+        what = "milestones must be in rising order"
+        yield ConfigError("C011", what, key="schedule.milestones", value=values)
 
 
 def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
@@ -169,7 +166,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="schedule",
-    rules=(warmup_within_run, rising_milestones),
+    rules=(durations_that_fit,),
     acts={"add_schedule": ("scheduled_run.build_shape", "scheduled_run.build_schedule")},
     panel=panel,
     techniques=TECHNIQUES,

@@ -140,18 +140,18 @@ class FunctionOfStep(Shape):
         function: Callable[..., Any] = partial(self.target.resolve(), **built(self.target.kwargs))
         if self.spans_run:
             function = partial(function, num_steps=span.total_steps)
-        return _curve([self._value(function, step) for step in range(span.total_steps)])
-
-    def _value(self, function: Callable[..., Any], step: int) -> float:
-        try:
-            value = function(step)
-        except Exception as error:
-            _refuse(self.target, f"at step {step} it raises {summary_of(error)}", error)
-        value = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-        if not isinstance(value, Real) or not 0 <= (number := float(value)) < math.inf:
-            given = f"{float(value):g}" if isinstance(value, Real) else described(value)
-            _refuse(self.target, f"at step {step} it gives {given}, where a factor of at least 0 is due")
-        return number
+        factors: list[float] = []
+        for step in range(span.total_steps):
+            try:
+                value = function(step)
+            except Exception as error:
+                _refuse(self.target, f"at step {step} it raises {summary_of(error)}", error)
+            value = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+            if not isinstance(value, Real) or not 0 <= (number := float(value)) < math.inf:
+                given = f"{float(value):g}" if isinstance(value, Real) else described(value)
+                _refuse(self.target, f"at step {step} it gives {given}, where a factor of at least 0 is due")
+            factors.append(number)
+        return _curve(factors)
 
 
 class FunctionOfRun(FunctionOfStep):
