@@ -243,7 +243,9 @@ def _compare(claim: Claim, pair: Pair, num_pairs: int) -> tuple[Finding, str, st
     if effect is None:
         return "cannot tell", "", pair.why or NOT_REACHED
     if claim.quantity == "memory":
-        ratio = pair.memory_ratio()
+        # Of training beyond that of a built run.
+        taken = [pair.median("peak_memory_bytes", of) - pair.median("built_bytes", of) for of in (0, 1)]
+        ratio = taken[0] / max(taken[1], 1)
         return judge(claim, ratio, ratio), f"{ratio:.2f}x", ""
     low, high = effect.interval(1 - ALPHA / num_pairs)
     return judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]", ""
@@ -256,34 +258,32 @@ LENGTHS = (8, 256)
 
 def filled_in(words: Words, folder: Path) -> Words:
     """Replace the placeholders of a workload by paths of data in `folder`, which is made on first use."""
-    for name, make in {"images": _make_images, "files": _make_files, "texts": _make_texts}.items():
+    for name in ("images", "files", "texts"):
         if any(f"{{{name}}}" in word for word in words):
             if not list(folder.glob(f"{name}*")):
-                make(folder / name, np.random.default_rng(0))
+                _make_data(name, folder / name)
             (found,) = folder.glob(f"{name}*")
             words = tuple(word.replace(f"{{{name}}}", str(found)) for word in words)
     return words
 
 
-def _make_images(path: Path, chance: np.random.Generator) -> None:
-    images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
-    np.savez(path.with_suffix(".npz"), train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
-
-
-def _make_files(path: Path, chance: np.random.Generator) -> None:
-    """JPEG files of 256 x 256 that take about as long to decode as photographs of that size."""
-    for number in range(NUM_FILES):
-        pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        file = path / f"class_{number % 2}" / f"{number:04d}.jpg"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
-
-
-def _make_texts(path: Path, chance: np.random.Generator) -> None:
-    lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
-    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
-    lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
-    path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
+def _make_data(name: str, path: Path) -> None:
+    chance = np.random.default_rng(0)
+    if name == "images":
+        images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
+        np.savez(path.with_suffix(".npz"), train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
+    elif name == "files":
+        # JPEG files of 256 x 256 that take about as long to decode as photographs of that size.
+        for number in range(NUM_FILES):
+            pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            file = path / f"class_{number % 2}" / f"{number:04d}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
+    else:
+        lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
+        letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
+        lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
+        path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
 
 
 class ZeroedResNet(ResNetCifar):

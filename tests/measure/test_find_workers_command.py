@@ -16,8 +16,7 @@ from running import WITH_TESTS, train
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
-from ptfast.measure.experiment.segments import Segments
-from ptfast.measure.trial_rank import TrialRank
+from ptfast.measure.experiment.trial import Segments, TrialRank
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 

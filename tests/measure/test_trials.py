@@ -17,8 +17,8 @@ from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.errors import ReportedError
-from ptfast.measure import trial_rank
-from ptfast.measure.trial_rank import TrialRank, measure_once
+from ptfast.measure.experiment import trial
+from ptfast.measure.experiment.trial import TrialRank, measure_once
 
 SMALL = ("model=mlp", "model.hidden=[8]", "device=cpu")
 
@@ -59,11 +59,11 @@ def test_a_process_that_is_killed_leaves_its_results(with_tests: None, tmp_path:
 def test_a_lack_of_memory_is_a_result_and_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_rank, "leave", sys.exit)
+    monkeypatch.setattr(trial, "leave", sys.exit)
     sent: list[dict[str, Any]] = []
-    trial = TrialRank(configs()[1], tmp_path, Ranks(), send=sent.append)
+    rank = TrialRank(configs()[1], tmp_path, Ranks(), send=sent.append)
     with pytest.raises(SystemExit) as left:
-        die(trial, how="memory")
+        die(rank, how="memory")
     assert left.value.code == 0
     assert sent == [{"begun": True}, {"size": 8, "no_room": "no memory for a tensor"}]
 

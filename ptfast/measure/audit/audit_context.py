@@ -30,7 +30,7 @@ from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.traces import CallTrace, OperatorTrace, code_place, cuda_syncs
-from ptfast.measure.experiment.segments import ProcessorTimes
+from ptfast.measure.experiment.trial import ProcessorTimes
 from ptfast.measure.experiment.verdicts import Verdict
 from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display

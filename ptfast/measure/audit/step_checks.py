@@ -83,7 +83,11 @@ MACHINE_CHECKS = {
 
 def check_data(context: AuditContext) -> Iterator[Finding]:
     """Yield what samples and batches cost."""
-    run, config, reader = context.run, context.config, _reader(context)
+    run, config, reader = context.run, context.config, "data"
+    if (dataset := getattr(context.source, "dataset", None)) is not None:
+        # The user's own data set.
+        method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
+        reader = source_place(method or type(dataset))
     if context.samples is not None:
         yield from _check_samples(context, context.samples, reader)
     if context.device_type == "cuda" and config.dataloader.pin is False and run.train_loader.kind != "device":
@@ -195,14 +199,6 @@ def _offset(context: AuditContext) -> str | None:
     if 2 * int(off.sum()) < len(off):
         return None
     return f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
-
-
-def _reader(context: AuditContext) -> str:
-    """The place of the `__getitem__` of the user's data set, or of its class; `data` for data of ours."""
-    if (dataset := getattr(context.source, "dataset", None)) is None:
-        return "data"
-    method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
-    return source_place(method or type(dataset))
 
 
 def check_loop(context: AuditContext) -> Iterator[Finding]:

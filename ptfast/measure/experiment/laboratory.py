@@ -185,11 +185,6 @@ class Pair:
         runs = [block[place] for block in self.blocks for place in places]
         return statistics.median(run.facts[figure] for run in runs if figure in run.facts)
 
-    def memory_ratio(self) -> float:
-        """Memory of training beyond that of a built run: the first config's over the second's."""
-        taken = [self.median("peak_memory_bytes", of) - self.median("built_bytes", of) for of in (0, 1)]
-        return taken[0] / max(taken[1], 1)
-
     def receipt(self, effect: Effect | None, verdict: Verdict) -> dict[str, Any]:
         low, high = effect.interval() if effect is not None else (None, None)
         figures = {"speedup": effect and effect.ratio, "low": low, "high": high, "verdict": verdict}

@@ -32,8 +32,15 @@ from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.segments import Segments
-from ptfast.measure.trial_rank import Place, Processes, TrialRank, end_ranks, join, start_ranks
+from ptfast.measure.experiment.trial import (
+    Place,
+    Processes,
+    Segments,
+    TrialRank,
+    end_ranks,
+    join,
+    start_ranks,
+)
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 

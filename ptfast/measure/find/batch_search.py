@@ -20,8 +20,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.segments import Segments
-from ptfast.measure.trial_rank import OnResult, TrialRank, measure_once
+from ptfast.measure.experiment.trial import OnResult, Segments, TrialRank, measure_once
 from ptfast.report.terminal.display import build_display
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum

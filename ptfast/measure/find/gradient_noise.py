@@ -16,8 +16,8 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ConfigError, DataError, PtfastError, ReportedError
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.units import duration, grouped
+from ptfast.measure.experiment.trial import TrialRank
 from ptfast.measure.find.batch_search import TIE, BatchSearch, with_mode
-from ptfast.measure.trial_rank import TrialRank
 from ptfast.report.terminal.display import Display, say, table
 from ptfast.run import Run
 from ptfast.techniques.curriculum import Curriculum

@@ -18,6 +18,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
 from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.measure.experiment.trial import TrialRank, measure_once
 from ptfast.measure.find.range_test import (
     FACTOR,
     LOSS_DIVERGED,
@@ -27,7 +28,6 @@ from ptfast.measure.find.range_test import (
     suggestions,
 )
 from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
-from ptfast.measure.trial_rank import TrialRank, measure_once
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.training.build import build
