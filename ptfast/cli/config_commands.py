@@ -10,7 +10,7 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ptfast.cli.commands import COMMANDS
 from ptfast.config.schema import Config
@@ -18,6 +18,9 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError
 from ptfast.core.units import duration, num_bytes
 from ptfast.report.terminal.display import build_display, table
+
+if TYPE_CHECKING:
+    from ptfast.config.compose import Composed
 
 _OTHERS = ("words", "kind", "help", "traceback", "config_dir")
 """Attributes of a command line that are not options of a search."""
@@ -85,8 +88,13 @@ def eval(args: Namespace) -> int:
     if more := [word for word in overrides if "=" not in word]:
         hint = f"Usage: ptfast eval {COMMANDS['eval'].usage}"
         raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
-    state_folder, composed, config = saved_run(where, overrides)
+    from ptfast.config.read import load_config
+    from ptfast.core.run_directory import CONFIG
+    from ptfast.core.tensors.saved_state import find_state
     from ptfast.training.saved_model import evaluate_saved
+
+    state_folder = find_state(Path(where))
+    composed, config = load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
 
     typed = [key for key, place in composed.places.items() if place == COMMAND_LINE]
     other_data = any(key.split(".")[0] == "data" for key in typed)
@@ -132,8 +140,8 @@ def ablate(args: Namespace) -> int:
     with composed.naming_places():
         from ptfast.measure.ablate_run import ablate
 
-        how: dict[str, Any] = {"budget_s": args.budget, "compiles": args.compile, "out": args.out}
-        return ablate(config, args.words, only=only, **how)
+        words, budget_s = args.words, args.budget
+        return ablate(config, words, only=only, budget_s=budget_s, compiles=args.compile, out=args.out)
 
 
 def audit(args: Namespace) -> int:
@@ -142,8 +150,8 @@ def audit(args: Namespace) -> int:
     with composed.naming_places():
         from ptfast.measure.audit.audit_run import audit
 
-        how: dict[str, Any] = {"budget_s": args.budget, "strict": args.strict, "fix": args.fix}
-        return audit(config, args.words, out=args.out, **how)
+        words, budget_s = args.words, args.budget
+        return audit(config, words, budget_s=budget_s, strict=args.strict, fix=args.fix, out=args.out)
 
 
 def race(args: Namespace) -> int:
@@ -230,7 +238,7 @@ def dry_run(config: Config) -> int:
     return EXIT_OK
 
 
-def read_typed(arguments: list[str], file: Path | None = None) -> Any:
+def read_typed(arguments: list[str], file: Path | None = None) -> tuple[Composed, Config]:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
     from ptfast.config.checks.rules import unused_keys
     from ptfast.config.read import load_config, read_config
@@ -250,13 +258,3 @@ def read_typed(arguments: list[str], file: Path | None = None) -> Any:
     if default and not composed.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
         say("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config
-
-
-def saved_run(path: str, overrides: list[str]) -> Any:
-    """The state folder that a path means, and the config that it was saved with, raw and checked."""
-    from ptfast.config.read import load_config
-    from ptfast.core.run_directory import CONFIG
-    from ptfast.core.tensors.saved_state import find_state
-
-    state_folder = find_state(Path(path))
-    return state_folder, *load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.cli.config_commands import saved_run
+from ptfast.config.read import load_config
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
+from ptfast.core.run_directory import CONFIG
+from ptfast.core.tensors.saved_state import find_state
 from ptfast.core.units import labelled
 from ptfast.models.transformers import HfModel
 from ptfast.report.terminal.display import is_terminal, say, standard_output
@@ -38,7 +40,8 @@ def predict(args: Namespace) -> int:
         raise ConfigError("C016", "an argument is missing", key="predict", suggestion=hint)
     if args.prompt is not None and paths:
         raise ConfigError("C011", "cannot be combined with --prompt", key=paths[0], suggestion="Give one")
-    state_folder, composed, config = saved_run(path, overrides)
+    state_folder = find_state(Path(path))
+    composed, config = load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
     with composed.naming_places():
         if args.prompt is not None:
             return continue_prompt(config, state_folder, args.prompt, args.out, **sampling)
