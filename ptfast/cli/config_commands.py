@@ -28,11 +28,13 @@ _OTHERS = ("words", "kind", "help", "traceback", "config_dir")
 
 def train(args: Namespace) -> int:
     """Train, sweep, or show what would be trained."""
-    from ptfast.core.run_directory import config_file
+    from ptfast.core.run_directory import CONFIG
 
     _check_actions(args)
     words = args.words
-    file = config_file(Path(args.config)) if args.config else None
+    file = Path(args.config) if args.config else None
+    if file and file.is_dir():
+        file /= CONFIG
     if args.info or args.cfg:
         from ptfast.config.multirun import show_config, show_info
 

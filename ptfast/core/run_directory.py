@@ -75,11 +75,6 @@ def discard(folder: Path, made: list[Path]) -> None:
             path.rmdir()
 
 
-def config_file(path: Path) -> Path:
-    """The frozen config that `path` names, by itself or by its run directory."""
-    return path / CONFIG if path.is_dir() else path
-
-
 _held: set[TextIO] = set()
 
 
