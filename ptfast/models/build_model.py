@@ -8,19 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ptfast.core.errors import ConfigError, name_some, text_of
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target, keywords, swallows_keywords
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ptfast.core.protocols import DataInfo
 
 
 def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> nn.Module:
@@ -35,9 +31,6 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         ConfigError: the data does not say what the constructor needs (C011), there are no published weights
             (C012), the target gives something that is no module (C009), or layers without sizes (C017).
     """
-    from torch import nn
-    from torch.nn.parameter import is_lazy
-
     facts = {f.name: getattr(info, f.name) for f in fields(info) if getattr(info, f.name) is not None}
     if info.task == "regression":
         facts.setdefault("num_classes", 1)
@@ -48,7 +41,18 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
             hint = "Name a file or a run folder, or use model=torchvision, model=timm or model=hf"
             raise ConfigError("C012", what, key="model.weights", value="pretrained", suggestion=hint)
         facts["pretrained"] = True
-    _check_facts(target, parameters, facts, info)
+    unset = {name: each for name, each in parameters.items() if name not in {*facts, *target.kwargs}}
+    missing = [name for name, each in unset.items() if each.default is inspect.Parameter.empty]
+    if "in_channels" in unset and info.kind in ("text", "tokens", "features"):
+        # Its default of 3 is for images.
+        missing.append("in_channels")
+    if missing:
+        # The constructor would fail with a TypeError.
+        keys = " and ".join(missing)
+        attribute = ", give your data set an attribute vocab_size" if missing[0] == "vocab_size" else ""
+        what = f"needs {keys}, which {info.kind} data does not determine"
+        hint = f"Set model.{missing[0]}{attribute}, or choose a model that fits the data"
+        raise ConfigError("C011", what, key="model._target_", value=target.path, suggestion=hint)
     model = target.build(**facts)
     if not isinstance(model, nn.Module):
         what = f"gives a {type(model).__name__}, not a torch.nn.Module"
@@ -59,23 +63,6 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         hint = "Give their sizes, or call the model once in its constructor, on zeros of input_shape"
         raise ConfigError("C017", what, key="model._target_", value=target.path, suggestion=hint)
     return model
-
-
-def _check_facts(
-    target: Target, parameters: dict[str, inspect.Parameter], facts: dict[str, Any], info: DataInfo
-) -> None:
-    """Name the missing fact before the constructor fails with a TypeError."""
-    unset = {name: each for name, each in parameters.items() if name not in {*facts, *target.kwargs}}
-    missing = [name for name, each in unset.items() if each.default is inspect.Parameter.empty]
-    if "in_channels" in unset and info.kind in ("text", "tokens", "features"):
-        # Its default of 3 is for images.
-        missing.append("in_channels")
-    if missing:
-        keys = " and ".join(missing)
-        attribute = ", give your data set an attribute vocab_size" if missing[0] == "vocab_size" else ""
-        what = f"needs {keys}, which {info.kind} data does not determine"
-        hint = f"Set model.{missing[0]}{attribute}, or choose a model that fits the data"
-        raise ConfigError("C011", what, key="model._target_", value=target.path, suggestion=hint)
 
 
 LOOK_S = 0.03
@@ -94,16 +81,22 @@ class _Enough(BaseException):
 def mismatch(model: nn.Module, info: DataInfo) -> bool:
     """Return True if a forward pass on the meta device fails within `LOOK_S`, for inputs of the data's shape.
 
-    That is a suspicion: some models cannot run there. A copy runs, since a forward pass may change a model.
+    This only raises a suspicion: some models cannot run there. A copy runs, because a forward pass may change
+    a model.
 
     Cost: `LOOK_S`, and some 10 ms for 60 modules to copy; no memory for weights and activations.
     """
     if info.kind not in ("image", "features") or info.input_shape is None:
         return False
     with torch.random.fork_rng(devices=[]):
+        memo: dict[int, Any] = {}
         try:
-            twin = _on_meta(model)
-            error = _error_of(twin, info.input_shape, time.perf_counter() + LOOK_S)
+            for tensor in (*model.parameters(), *model.buffers()):
+                twin = tensor.detach().to("meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+            copied = copy.deepcopy(model, memo)
+            error = _error_of(copied, info.input_shape, time.perf_counter() + LOOK_S)
         except Exception:
             return False  # it cannot be copied
     return error is not None and not isinstance(error, NotImplementedError) and "meta" not in text_of(error)
@@ -173,17 +166,6 @@ def _fits(
         return _error_of(built, shape) is None
     except Exception:
         return False  # a constructor that refuses it, or that cannot run there
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers are on the meta device."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        twin = tensor.detach().to("meta")
-        memo[id(tensor)] = (
-            nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-        )
-    return copy.deepcopy(model, memo)
 
 
 def _error_of(model: nn.Module, shape: Sequence[int], until: float | None = None) -> Exception | None:

@@ -55,9 +55,6 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, vocab_size, bias=False)
         if tied_head:
             self.head.weight = self.token_embedding.weight
-        self._init_weights(depth)
-
-    def _init_weights(self, depth: int) -> None:
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 # Each block adds two branches to the residual stream: keep its variance independent of depth.

@@ -58,16 +58,11 @@ def build(
     if pretrained:
         _load_published(model, models, name)
     if in_channels != 3:
-        _change_in_channels(model, in_channels)
+        first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+        # A grey image gives the same outputs as it gave as RGB.
+        weight = first.weight.detach().sum(1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
+        first.weight, first.in_channels = nn.Parameter(weight), in_channels
     return model
-
-
-def _change_in_channels(model: nn.Module, in_channels: int) -> None:
-    """Change the inputs of the first convolution; of a grey image it makes what it made of it as RGB."""
-    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    weight = first.weight.detach().sum(1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
-    first.weight = nn.Parameter(weight)
-    first.in_channels = in_channels
 
 
 def _load_published(model: nn.Module, models: Any, name: str) -> None:

@@ -44,14 +44,17 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
         weights, training = map_tensors(whole, state.model), state.training
     else:
         weights, training = _read(path), {}
-        # A run is known by its averages, where it made some; who names a file gets that file.
+        # A run stands for its averaged weights, if it has any; a file stands for itself.
         if not Path(source).is_file() and path.with_name("training.pt").is_file():
             training = _read_pt(path.with_name("training.pt"))
     average = training.get("ema", {})
-    # Before the first update, what is kept there are the weights that training began with.
+    # Before the first update they are the weights that training began with.
     averages = map_tensors(whole, average["averages"]) if average.get("updates") else {}
-    weights = _plain_names(weights | averages, model)
     own = model.state_dict()
+    weights = {name.replace("_orig_mod.", ""): value for name, value in (weights | averages).items()}
+    # DDP adds this prefix; a part of the model may be called so, too.
+    while weights and all(name.startswith("module.") and name not in own for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
     differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
     head = [name for name in differing if _is_head(model, name, weights[name], own[name])]
     problems = [f"{name} is missing" for name in own if name not in weights]
@@ -77,7 +80,7 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
 def _find_file(source: Path) -> Path:
     """The file of weights that `source` means."""
     if source.is_file():
-        # What one rank has written is a part of the state around it.
+        # The file of one rank is a part of the state around it.
         tree = source.resolve().with_name(TREE)
         return tree if tree.is_file() else source.resolve()
     for folder in ("saved/best", "saved/last", "best", "last", "."):
@@ -116,20 +119,11 @@ def _read_pt(path: Path) -> Any:
                 raise zipfile.BadZipFile(broken)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Whatever a damaged pickle makes the reader raise, the answer is the same.
+        # A damaged pickle may make the reader raise anything.
         if "Unsupported" in str(error):
             what = "holds pickled objects, which could run code; only tensors are read"
             raise _damaged(path, what) from error
         raise _damaged(path) from error
-
-
-def _plain_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Names without the prefixes of `torch.compile` and of wrappers, unless the model has such a part."""
-    own = model.state_dict().keys()
-    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
-    while weights and all(name.startswith("module.") and name not in own for name in weights):
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    return weights
 
 
 def _is_head(model: nn.Module, name: str, theirs: Tensor, ours: Tensor) -> bool:

@@ -21,7 +21,7 @@ _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_cla
 
 
 class MetricTable(NamedTuple):
-    """The value of a metric that is not a single number: a matrix, a curve, a figure for each class."""
+    """The value of a metric that is not a single number, such as a matrix or a curve."""
 
     kind: str
     """Class of the metric."""
@@ -43,7 +43,6 @@ class Added:
             self.keys = lambda: (*keys(), *(figure for figure, _, _ in self._figures()))
 
     def to(self, device: Any) -> Added:
-        """Keep what is counted on `device`."""
         added = {name: metric.to(device) for name, metric in self.added.items()}
         return Added(self._own.to(device), added, labels=self._labels)
 
@@ -82,7 +81,7 @@ class Added:
 
 
 def with_tables(metrics: Metrics) -> dict[str, Any]:
-    """What `metrics` give: a number each, or a `MetricTable`; C017 for what holds no numbers."""
+    """What `metrics` give: a number or a `MetricTable` each; C017 for anything without numbers."""
     given, kinds = dict(metrics.compute()), dict(getattr(metrics, "items", dict)())
     for name, value in given.items():
         kind = type(kinds.get(name, metrics)).__name__
@@ -173,30 +172,24 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
 
 
 class _OfFunction(Ratios):
-    """A function of outputs and targets as a metric."""
+    """A function of outputs and targets as a metric.
 
-    def __init__(self, name: str, function: Any) -> None:
-        super().__init__(**{name: ratio_of(function)})
-        self.func = getattr(function, "func", function)
-
-
-def ratio_of(function: Callable[..., Any]) -> Callable[[Tensor, Tensor], Parts]:
-    """What a batch adds to the ratio that `function` of outputs and targets stands for.
-
-    The function may give both sums, a value for each sample, or their mean.
+    The function may return a dividend and a divisor, a value for each sample, or the mean of a batch.
     """
 
-    def parts(outputs: Tensor, targets: Tensor) -> Parts:
-        given = function(outputs, targets)
-        if isinstance(given, tuple):
-            return given
-        if isinstance(given, Tensor) and given.dim():
-            return given.sum(), given.numel()
-        if not is_number(given):
-            raise TypeError(f"gives {described(given)}, where numbers are expected")
-        return given * len(targets), len(targets)
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        def parts(outputs: Tensor, targets: Tensor) -> Parts:
+            given = function(outputs, targets)
+            if isinstance(given, tuple):
+                return given
+            if isinstance(given, Tensor) and given.dim():
+                return given.sum(), given.numel()
+            if not is_number(given):
+                raise TypeError(f"gives {described(given)}, where numbers are expected")
+            return given * len(targets), len(targets)
 
-    return parts
+        super().__init__(**{name: parts})
+        self.func = getattr(function, "func", function)
 
 
 def _laid_out(outputs: Any, targets: Any, *, labels: bool) -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_class
 class Classification(SupervisedTask):
     """Cross entropy between logits (batch, num_classes) and class indices (batch,), of which -100 is ignored.
 
+    Figures are the accuracy, and from 100 classes on the top-5 accuracy.
+
     Args:
         loss: replaces the cross entropy, see `SupervisedTask`.
         label_smoothing: share of the target spread evenly over all classes, in [0, 1); in training only.
@@ -49,7 +51,6 @@ class Classification(SupervisedTask):
         return F.cross_entropy(outputs, targets, reduction="sum")
 
     def metrics(self) -> Metrics:
-        """Accuracy, and from 100 classes on also top-5 accuracy."""
         if self.num_classes >= 100:
             return Ratios(accuracy=accuracy, top5_accuracy=top5_accuracy)
         return Ratios(accuracy=accuracy)

@@ -14,8 +14,8 @@ from ptfast.tasks.supervised import SupervisedTask
 from ptfast.tasks.token_classification import token_cross_entropy
 
 FEWEST_TOKENS, MOST_TOKENS = 64, 1024
-"""Limits of a chunk, which else has as many tokens as the layer has inputs: its logits are then as large as
-the weights."""
+"""Limits of a chunk. Between them it has as many tokens as the layer has inputs, so that its logits are as
+large as the weights."""
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -65,7 +65,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 MAX_EXPONENT = 700.0
-"""Just below where exp leaves the floating point numbers."""
+"""The exponential of more overflows."""
 
 
 class LanguageModelling(SupervisedTask):
@@ -97,7 +97,6 @@ class LanguageModelling(SupervisedTask):
     def loss_sum(self, outputs: Tensor | LinearLogits, targets: Tensor) -> Tensor:
         if not isinstance(outputs, LinearLogits):
             return token_cross_entropy(outputs, targets)
-
         hidden, weight = outputs.hidden.flatten(0, -2), outputs.weight
         return ChunkedCrossEntropy.apply(hidden, weight, targets.flatten())  # pyright: ignore[reportReturnType]
 
@@ -123,6 +122,7 @@ class LanguageModelling(SupervisedTask):
         means = losses.sum(-1) / counts.clamp(min=1)
         records: list[dict[str, Any]] = []
         for loss, count in zip(means.tolist(), counts.tolist(), strict=True):
-            perplexity = math.exp(min(loss, MAX_EXPONENT)) if count else None
-            records.append({"loss": loss if count else None, "perplexity": perplexity, "tokens": count})
+            perplexity = math.exp(min(loss, MAX_EXPONENT))
+            known = {"loss": loss, "perplexity": perplexity} if count else {"loss": None, "perplexity": None}
+            records.append({**known, "tokens": count})
         return records

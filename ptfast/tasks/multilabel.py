@@ -15,6 +15,8 @@ from ptfast.tasks.supervised import SupervisedTask, full_precision, names_of_cla
 class MultiLabel(SupervisedTask):
     """Binary cross entropy between logits and 0/1 targets (batch, num_classes), averaged over classes.
 
+    Figures are the F1 score and the accuracy over all pairs of input and class.
+
     Args:
         loss: replaces the binary cross entropy, see `SupervisedTask`.
     """
@@ -39,7 +41,6 @@ class MultiLabel(SupervisedTask):
         return losses.mean(1)
 
     def metrics(self) -> Metrics:
-        """F1 score and accuracy over all pairs of input and class."""
         return Ratios(f1=label_f1, accuracy=label_accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:

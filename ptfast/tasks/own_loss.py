@@ -18,9 +18,6 @@ class OwnLoss:
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
     inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one
     per token. Labels of -100 do not count. For language modelling the model shifts them by one.
-
-    Args:
-        info: what the data says.
     """
 
     metric = "loss"
@@ -32,7 +29,6 @@ class OwnLoss:
         self.shifted = info.task == "language_modelling"
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
-        """Count the items that the model averages its loss over."""
         return self._num_items(self._keywords(data)["labels"])
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
@@ -50,11 +46,9 @@ class OwnLoss:
         return None if fits else f"a mapping, object or tuple with {' and '.join(wanted)}"
 
     def metrics(self) -> Metrics:
-        """Accuracy, where the labels are classes of whole inputs."""
         return Ratios(accuracy=accuracy) if self.info.task == "classification" else Ratios()
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
-        """Update the accuracy; return the sum of the losses and the number of items."""
         keywords = self._keywords(data)
         output = model(**keywords)
         if self.info.task == "classification":
@@ -62,7 +56,6 @@ class OwnLoss:
         return self._sum(output, keywords["labels"])
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
-        """The loss and the accuracy."""
         return {"loss": loss, **values}
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:

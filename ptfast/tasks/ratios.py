@@ -62,11 +62,9 @@ class Ratios(DeviceSums):
         self._ratios = ratios
 
     def keys(self) -> tuple[str, ...]:
-        """The names of the figures."""
         return tuple(self._ratios)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add a batch."""
         for sums, parts_of in zip(self.sums, self._ratios.values(), strict=True):
             for place, part in zip(sums, parts_of(outputs, targets), strict=True):
                 place += part

@@ -24,10 +24,9 @@ class Regression(SupervisedTask):
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
-        fits = (
-            isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.numel() == targets.numel()
-        )
-        return None if fits else f"floats, as many as targets: ({', '.join(map(str, targets.shape))})"
+        if isinstance(outputs, Tensor) and outputs.is_floating_point() and outputs.numel() == targets.numel():
+            return None
+        return f"floats, as many as targets: ({', '.join(map(str, targets.shape))})"
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = F.mse_loss(*self.aligned(outputs, targets), reduction="sum")

@@ -75,7 +75,6 @@ class SemanticSegmentation(SupervisedTask):
         return self.loss_sum(_logits(outputs), targets)
 
     def metrics(self) -> Metrics:
-        """Mean intersection over union, of the classes that occur, and accuracy."""
         return Overlaps(self.num_classes, self.ignore_index)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
@@ -116,7 +115,6 @@ class Overlaps(DeviceSums):
         self._num_classes, self._ignore_index = num_classes, ignore_index
 
     def keys(self) -> tuple[str, ...]:
-        """The names of the figures."""
         return "mean_iou", "pixel_accuracy"
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:

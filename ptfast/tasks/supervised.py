@@ -32,13 +32,13 @@ class SupervisedTask:
     metric = "loss"
     mode = "min"
     counts_samples = True
-    """True: every sample counts as one item, so that nothing needs counting in a step."""
+    """Every sample counts as one item, so that a step counts nothing."""
     takes_mixed = True
-    """True: the targets of a training batch may be `Mixed`."""
+    """The targets of a training batch may be `Mixed`."""
     needs_classes = False
-    """True: the data has to say how many classes there are, which then is `num_classes`."""
+    """The data has to say how many classes there are, as `num_classes`."""
     measures_aligned = False
-    """True: metrics are given outputs and targets as `aligned` brings them."""
+    """Metrics are given outputs and targets as `aligned` brings them."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         self.info, self.own_loss = info, loss
@@ -47,9 +47,10 @@ class SupervisedTask:
         if loss is not None:
 
             def of_items(function: Callable[..., Tensor]) -> Any:
-                return lambda outputs, targets: function(
-                    *self.aligned(outputs, targets), self.num_items(targets)
-                )
+                def of_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+                    return function(*self.aligned(outputs, targets), self.num_items(targets))
+
+                return of_batch
 
             self.loss_sum = self.evaluation_loss_sum = of_items(adapt_mean_loss(loss))
             self.sample_losses = functools.partial(SupervisedTask.sample_losses, self)
@@ -58,10 +59,10 @@ class SupervisedTask:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        # A subclass with a `loss_sum` of its own does not inherit the sample losses of another sum.
+        # Sample losses belong to the `loss_sum` of the same class.
         if "loss_sum" in vars(cls) and "sample_losses" not in vars(cls):
             cls.sample_losses = SupervisedTask.sample_losses
-        # Nor does it inherit what outputs another loss takes.
+        # So does the description of the outputs that a loss takes.
         says = {"fitting_outputs", "misfit"} & set(vars(cls))
         if not says and {"loss_sum", "loss", "evaluate"} & set(vars(cls)):
             cls.misfit = None  # type: ignore[assignment] - nothing can be said
@@ -71,9 +72,9 @@ class SupervisedTask:
         return outputs, targets
 
     def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
-        """Shape of the outputs that `targets` are compared with; None where nothing can be said.
+        """Shape of the outputs that `targets` are compared with, and the dimension of classes, if any.
 
-        With it comes the dimension that may be longer, of classes that the data has not.
+        A model may have more classes than the data. None if the shape is not known.
         """
         return None
 
@@ -85,13 +86,13 @@ class SupervisedTask:
         shape, longer = wanted
         given = tuple(outputs.shape) if isinstance(outputs, Tensor) and outputs.is_floating_point() else ()
         if longer is not None and len(given) == len(shape):
-            # A loss of one's own may want any number there.
+            # A user's loss may take any number of them.
             least = 1 if self.own_loss is not None else shape[longer]
             given = (*given[:longer], shape[longer], *given[longer + 1 :]) if given[longer] >= least else ()
         return None if given == shape else f"floats of shape ({', '.join(map(str, shape))})"
 
     def num_items(self, targets: Tensor) -> int | Tensor:
-        """Items that the loss counts; on the device where they depend on the values."""
+        """Items that the loss counts; a tensor on the device if they depend on values."""
         return targets.shape[0] if self.counts_samples else (targets != IGNORE_INDEX).sum()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -99,10 +100,10 @@ class SupervisedTask:
         raise NotImplementedError
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of each sample, (batch,), 0 where none of its targets counts: what mixed samples weigh.
+        """Loss of each sample for mixed samples, (batch,); 0 where none of its targets counts.
 
-        By default `loss_sum` of each sample by itself, vectorised, for some 0.3 ms a call; C011 for a loss
-        that cannot be taken so.
+        By default `loss_sum` of each sample by itself, vectorised, which costs about 0.3 ms a call; C011 for
+        a loss that does not allow it.
         """
         import torch
 
@@ -117,7 +118,7 @@ class SupervisedTask:
             raise ConfigError("C011", what, key="task.loss", suggestion=hint) from error
 
     def evaluation_loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses of the items as evaluations report it."""
+        """Sum of the losses of the items, as reported by evaluations."""
         return self.loss_sum(outputs, targets)
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
@@ -130,8 +131,8 @@ class SupervisedTask:
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
         """Sum of the losses and the number of items.
 
-        Of a mixed sample it is the loss of either target by its share. Partners are the same targets in
-        another order, so that as many of them count.
+        The loss of a mixed sample weighs those of its two targets by their shares. Partners are the same
+        targets in another order, so as many of them count.
         """
         inputs, targets = data
         outputs = model(inputs)
@@ -144,7 +145,6 @@ class SupervisedTask:
         return loss, self.num_items(targets)
 
     def metrics(self) -> Metrics:
-        """Fresh metrics of one evaluation."""
         return Ratios()
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
@@ -155,7 +155,6 @@ class SupervisedTask:
         return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
-        """The loss and the metrics."""
         return {"loss": loss, **values}
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
@@ -176,18 +175,20 @@ def names_of_classes(info: DataInfo) -> tuple[str, ...]:
 
 
 def full_precision(outputs: Tensor) -> Tensor:
-    """Outputs of autocast in float32, in which losses and targets are exact enough; float64 stays."""
+    """Outputs in float32, which is exact enough for losses and targets; float64 stays."""
     return outputs if outputs.element_size() == 8 else outputs.float()
 
 
 def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
-    """A loss that averages over a micro-batch, as one that sums: micro-batches of any size then add up right.
+    """Turn a loss that averages over a micro-batch into one that sums, so that micro-batches add up.
 
     Returns:
-        A function of outputs, targets and the number of items they hold. Of no items the sum is 0, where a
-        mean would be NaN. It is C017 for `loss` to take something else, or later to give something else.
+        A function of outputs, targets and the number of items they hold; without items it gives 0, not NaN.
+
+    Raises:
+        ConfigError: C017 for a `loss` of other arguments, and later for one that returns something else.
     """
-    with contextlib.suppress(ValueError):  # of what has no signature
+    with contextlib.suppress(ValueError):  # it has no signature
         try:
             inspect.signature(loss).bind(None, None)
         except TypeError as error:

@@ -37,7 +37,6 @@ class TokenClassification(SupervisedTask):
         return token_cross_entropy(outputs, targets)
 
     def metrics(self) -> Metrics:
-        """Accuracy over the tokens that count."""
         return Ratios(accuracy=accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
