@@ -143,6 +143,7 @@ def test_as_a_user_sees_it(run_ptfast: RunPtfast, in_tmp: Path) -> None:
     assert not tree(in_tmp)
 
 
+@pytest.mark.slow
 def test_ranks_say_it_once(run_ptfast: RunPtfast, in_tmp: Path) -> None:
     """They meet at a port that is free, whatever `MASTER_PORT` says."""
     line = "train parallel=ddp parallel.nproc=2 device=cpu data=imagefolder data.root=nope"

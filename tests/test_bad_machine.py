@@ -123,7 +123,8 @@ def test_55_a_full_disk(more: tuple[str, ...]) -> None:
     assert done.returncode == 4
 
 
-@pytest.mark.parametrize("data", [IMAGES, pytest.param(STREAM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [IMAGES, STREAM])
 def test_56_shared_memory_too_small(data: str) -> None:
     Path("their_streams.py").write_text(bad_streams.STREAMS)
     for name in ("cat", "dog"):

@@ -41,7 +41,8 @@ def test_every_own_part_trains(in_users_folder: Path, capsys: pytest.CaptureFixt
     accuracy = {}
     for number, shown in enumerate(commands):
         folder = in_users_folder / f"run{number}"
-        assert run([*shown.words, f"run.dir={folder}"]) == 0
+        given = [] if "NAdam" in str(shown.words) else ["epochs=2"]
+        assert run([*shown.words, *given, f"run.dir={folder}"]) == 0
         figures = json.loads((folder / "summary.json").read_text())["val"]
         accuracy[" ".join(shown.words)] = figures["accuracy"]
         assert figures["accuracy"] > 0.5

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
 
 from ptfast.cli import command_line
 from ptfast.core import distributed
@@ -132,7 +129,7 @@ def test_one_of_the_tasks_says_so(
 
 
 def cases(ranks: Ranks) -> dict[str, Any]:
-    """Two ranks of one machine, and of two, receive the result computed once per machine."""
+    """What two ranks of one machine, and of two, compute once per machine, or each for itself."""
 
     def fail() -> None:
         raise DataError("D007", f"damaged, says rank {ranks.rank}")
@@ -143,13 +140,14 @@ def cases(ranks: Ranks) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for machines, local_rank in (("one", ranks.rank), ("two", 0)):
-        os.environ["LOCAL_RANK"] = str(local_rank)
         computed: list[int] = []
-        value = once_per_machine(compute)
-        try:
-            once_per_machine(fail)
-        except DataError as error:
-            found[machines] = on_all_ranks((value, computed, error.what), ranks.num_ranks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_RANK", str(local_rank))
+            value = once_per_machine(compute)
+            try:
+                once_per_machine(fail)
+            except DataError as error:
+                found[machines] = on_all_ranks((value, computed, error.what), ranks.num_ranks)
     found["each"] = once_per_rank(lambda: ranks.rank, ranks)
     try:
         once_per_rank(lambda: fail() if ranks.rank else None, ranks)
@@ -158,8 +156,8 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def test_what_is_computed_once_per_machine_reaches_all_of_its_ranks(tmp_path: Path) -> None:
-    found = on_ranks("test_world", tmp_path)
+def test_what_is_computed_once_per_machine_reaches_all_of_its_ranks(two_ranks: dict[str, Any]) -> None:
+    found = two_ranks["test_world"]
     assert found["one"] == [(0, [0], "damaged, says rank 0"), (0, [], "damaged, says rank 0")]
     assert found["two"] == [(0, [0], "damaged, says rank 0"), (1, [1], "damaged, says rank 1")]
     assert once_per_machine(lambda: 3) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,8 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
         found[f"stream {name}"] = refusal_of_stream(on, name)
     found["held"] = held_together(on)
+    for module in ("test_world", "test_tasks"):
+        found[module] = import_module(module).cases(ranks)
     found["stuck"] = stuck(on)
     found["stream resumes"] = on.resumed("stream", *STREAM)
     for name, words in UNUSED.items():

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 from conftest import ROOT
 
+from ptfast.config.files.paths import CONFIG_DIR
+
 FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -84,8 +86,12 @@ SMALL = (
     "debug=gradcheck",
     "data._target_=mine.Rings",
 )
-DRY_RUN = [shown for shown in TRAINING if {*SMALL} & {*shown.words} or shown.page == OWN_CONF]
-"""Those whose steps are so quick that the everyday tests take some."""
+_QUICK = [shown for shown in TRAINING if {*SMALL} & {*shown.words}]
+DRY_RUN = [
+    *{shown.page: shown for shown in _QUICK if shown.page != OWN_CONF}.values(),
+    *(shown for shown in TRAINING if shown.page == OWN_CONF),
+]
+"""Those of which the everyday tests take some steps: one of each page that has some with quick steps."""
 
 
 @contextlib.contextmanager
@@ -104,6 +110,8 @@ def users_folder(folder: Path) -> Iterator[Path]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(found)
     with pytest.MonkeyPatch.context() as patch:
+        # The flag --config-dir sets it.
+        patch.setenv(CONFIG_DIR, "")
         patch.chdir(folder)
         patch.setattr(sys, "path", [str(folder), *sys.path])
         for name in files:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import multiprocessing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptfast.core.distributed import Ranks, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.tasks.build_task import TASKS, build_task
@@ -271,11 +270,9 @@ def test_classes_must_be_known() -> None:
             build_task(name, DataInfo("image", name))
 
 
-def _evaluate_share(rank: int, share: slice, store: str, results: Any = None) -> dict[str, dict[str, float]]:
-    """Figures of every task over a share, which `results` gets where another process waits for them."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    figures = {}
+def cases(ranks: Ranks) -> list[dict[str, dict[str, float]]]:
+    """Figures of every task on each of two ranks, which have uneven shares of the samples."""
+    share, figures = slice(8, 11) if ranks.rank else slice(0, 8), {}
     for name in ("classification", "token_classification", "regression", "multilabel"):
         info, outputs, targets = draw(name, 11)
         task = build_task(name, info)
@@ -283,21 +280,11 @@ def _evaluate_share(rank: int, share: slice, store: str, results: Any = None) ->
         with torch.inference_mode():
             task.evaluate(Fixed(), (outputs[share], targets[share]), metrics)
             figures[name] = {key: float(value) for key, value in metrics.compute().items()}
-    torch.distributed.destroy_process_group()
-    if results is not None:
-        results.put(figures)
-    return figures
+    return on_all_ranks(figures, ranks.num_ranks)
 
 
-def test_ranks_with_uneven_shares_agree_on_the_exact_figures(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    store = str(tmp_path / "store")
-    other = context.Process(target=_evaluate_share, args=(1, slice(8, 11), store, results))
-    other.start()
-    first = _evaluate_share(0, slice(0, 8), store)
-    second = results.get(timeout=120)
-    other.join(timeout=60)
+def test_ranks_with_uneven_shares_agree_on_the_exact_figures(two_ranks: dict[str, Any]) -> None:
+    first, second = two_ranks["test_tasks"]
     assert first == second
     for name, figures in first.items():
         info, outputs, targets = draw(name, 11)
