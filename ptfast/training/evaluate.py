@@ -21,7 +21,7 @@ from ptfast.core.tensors.trees import tree_leaves, tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
-from ptfast.training.first_step import fitting
+from ptfast.training.first_step import with_output_check
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.stopping import Stopped, interruptible
 
@@ -196,7 +196,11 @@ def evaluate(
                 if run.stop_signal is not None and not run.sharded:
                     break
                 if num_samples:
-                    looked = predictor if index else fitting(predictor, model, task, data, " in evaluation")
+                    looked = (
+                        predictor
+                        if index
+                        else with_output_check(predictor, model, task, data, " in evaluation")
+                    )
                     loss, count = task.evaluate(looked, data, metrics)
                     loss_sum += loss
                     num_items += count

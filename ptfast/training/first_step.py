@@ -66,7 +66,7 @@ class OutputCheck:
         return getattr(self.forward, name)
 
 
-def fitting(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> Any:
+def with_output_check(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> Any:
     """`forward` as an `OutputCheck` if the task can say what fits, else unchanged."""
     misfit = getattr(task, "misfit", None)
     return forward if misfit is None else OutputCheck(forward, model, task, data, where)
@@ -101,7 +101,7 @@ class FirstStep:
                 no loss or has no gradient, and for errors of a user's part.
         """
         run, self._data = self._run, data if self._evaluates else None
-        seen: Any = fitting(model, run.model, run.task, data)
+        seen: Any = with_output_check(model, run.model, run.task, data)
         try:
             with self.switches.in_forward():
                 given = run.task.loss(seen, data)
@@ -115,9 +115,12 @@ class FirstStep:
             raise named from error
         outputs = seen.outputs if isinstance(seen, OutputCheck) else None
         self._check_loss(given, outputs)
-        self._note_finite("data", data)
-        self._note_finite("model", outputs)
-        self._note_finite("loss", given[0])
+        for name, values in (("data", data), ("model", outputs), ("loss", given[0])):
+            for leaf in tree_leaves(values):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+                    # Unlike `isfinite` of each number, this takes no memory.
+                    finite = torch.stack(leaf.detach().aminmax()).isfinite().all()
+                    self._finite.append((name, finite))
         return given
 
     def check_evaluation(self) -> None:
@@ -129,7 +132,7 @@ class FirstStep:
         run, data, self._data = self._run, self._data, None
         if data is None:
             return
-        seen = fitting(run.model, run.model, run.task, data, " in evaluation")
+        seen = with_output_check(run.model, run.model, run.task, data, " in evaluation")
         run.forward.eval()
         # No inference mode: what a model keeps from this pass must be usable in training.
         with run.uncompiled(), torch.no_grad(), run.precision.autocast, naming_user_code(run):
@@ -190,12 +193,6 @@ class FirstStep:
             what = f"gives {described(outputs if culprit is model else loss)} without a gradient"
             hint = "Leave out .detach(), .item(), .numpy(), torch.no_grad() and argmax on the way to the loss"
             raise culprit.error(f"{what}, from which nothing can be learnt", hint)
-
-    def _note_finite(self, name: str, values: Any) -> None:
-        tensors = [leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-        # Unlike `isfinite` of each number, this takes no memory.
-        self._finite += [(name, torch.stack(tensor.aminmax()).isfinite().all()) for tensor in floats]
 
 
 class SlowSwitches:

@@ -20,7 +20,7 @@ from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.training.evaluate import evaluate
-from ptfast.training.stages.data_stage import build_eval_loaders, choose_task, load_data, readers
+from ptfast.training.stages.data_stage import build_eval_loaders, choose_task, load_data, reader_options
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
 from ptfast.training.stages.partial_run import PartialRun
@@ -90,7 +90,7 @@ def evaluate_saved(
             print(f"ptfast: warning: data: {what}: {changed}", file=sys.stderr)
     saved.info = data.info
     choose_task(saved)
-    saved.reading = readers(
+    saved.reader_options = reader_options(
         saved,
         worker_threads=config.backend.worker_threads,
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),

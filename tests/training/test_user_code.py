@@ -17,7 +17,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.run import Run
 from ptfast.tasks.build_task import build_task
-from ptfast.training.first_step import FirstStep, fitting
+from ptfast.training.first_step import FirstStep, with_output_check
 from ptfast.training.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")
@@ -122,7 +122,7 @@ def test_every_task_says_what_fits(
 ) -> None:
     built, data = build_task(task, info), (torch.ones(5, 4), torch.zeros(targets, dtype=torch.int64))
     for shape, fine in [*((shape, True) for shape in fits), *((shape, False) for shape in misfits)]:
-        seen = fitting(lambda inputs, shape=shape: torch.ones(shape), None, built, data)
+        seen = with_output_check(lambda inputs, shape=shape: torch.ones(shape), None, built, data)
         if fine:
             assert seen(data[0]).shape == shape
         else:
@@ -134,10 +134,10 @@ def test_a_loss_of_ones_own_takes_what_it_likes(run: Run) -> None:
     """More or fewer outputs than classes, and where nothing else looks at them, anything."""
     data = (torch.ones(5, 4), torch.zeros(5, dtype=torch.int64))
     own = build_task("classification", run.info, loss=torch.nn.CrossEntropyLoss())
-    assert fitting(lambda inputs: torch.ones(5, 1), None, own, data)(data[0]).shape == (5, 1)
+    assert with_output_check(lambda inputs: torch.ones(5, 1), None, own, data)(data[0]).shape == (5, 1)
     hf = build_task("hf", run.info)
     with pytest.raises(ConfigError, match="takes a mapping, object or tuple with loss and logits"):
-        fitting(lambda inputs: torch.ones(5, 10), None, hf, data)(data[0])
+        with_output_check(lambda inputs: torch.ones(5, 10), None, hf, data)(data[0])
 
 
 COMMANDS = {

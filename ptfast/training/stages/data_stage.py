@@ -33,7 +33,7 @@ from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.training.evaluate import check_views
 from ptfast.training.stages.partial_run import PartialRun
-from ptfast.training.stages.training_plan import arrange, describe_padding
+from ptfast.training.stages.training_plan import describe_padding, pack_or_pad
 from ptfast.training.user_code import constructing
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
@@ -81,7 +81,7 @@ def load_data(
         collate=collate,
         **saved,
     )
-    return arrange(data, config.batching, config.seed)
+    return pack_or_pad(data, config.batching, config.seed)
 
 
 def load_splits(run: PartialRun) -> None:
@@ -151,7 +151,7 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
             run.eval_loaders[split] = build_eval_loader(
                 source,
                 data.info,
-                run.reading,
+                run.reader_options,
                 batch_size=batch_size,
                 rank=run.ranks.rank,
                 num_ranks=run.ranks.num_ranks,
@@ -190,7 +190,7 @@ def build_loaders(run: PartialRun) -> None:
     """Build the loaders of the training data and of the splits that are evaluated."""
     config, resolved, loader, plan = run.config, run.resolved, run.config.dataloader, run.plan
     choice: Choice = run.splits.choice
-    run.reading = readers(
+    run.reader_options = reader_options(
         run,
         kind=choice.kind,
         reason=choice.reason,
@@ -214,7 +214,7 @@ def build_loaders(run: PartialRun) -> None:
     run.train_loader = build_train_loader(
         data,
         Sharding(plan.batches, run.micro_batches, run.ranks.rank, run.ranks.num_ranks),
-        run.reading,
+        run.reader_options,
         seed=config.seed,
         augment=augment,
         transforms=[*plan.transforms, *([mix] if mix is not None else [])],
@@ -237,6 +237,6 @@ def build_loaders(run: PartialRun) -> None:
         run.display.warn(f"{what}: one step is an epoch")
 
 
-def readers(run: PartialRun, **how: Any) -> ReaderOptions:
+def reader_options(run: PartialRun, **how: Any) -> ReaderOptions:
     """Options of how samples are made ready for the model; `how` says who reads them, else this process."""
     return ReaderOptions(run.device, run.config.data.normalize, bool(run.resolved.channels_last), **how)

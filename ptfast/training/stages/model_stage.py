@@ -36,7 +36,7 @@ from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
-from ptfast.training.stages.data_stage import few_samples, readers
+from ptfast.training.stages.data_stage import few_samples, reader_options
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import has_many_lengths
 from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
@@ -78,7 +78,7 @@ def check_fits(run: PartialRun) -> None:
         return
     if isinstance(data.train, IterableSource):
         return
-    samples = few_samples(data, readers(run))
+    samples = few_samples(data, reader_options(run))
     twin = copy.deepcopy(model)
     if run.precision.half_weights:
         apply_half_weights(twin)
@@ -249,7 +249,7 @@ def shape_model(run: PartialRun) -> None:
 
 def _reading_for(model: nn.Module, run: PartialRun) -> ReaderOptions:
     """Options that bring samples to where the model is now, which may not be its device yet."""
-    return replace(readers(run), device=next((p.device for p in model.parameters()), run.device))
+    return replace(reader_options(run), device=next((p.device for p in model.parameters()), run.device))
 
 
 def _cancelled_biases(run: PartialRun, data: Data) -> dict[str, str]:

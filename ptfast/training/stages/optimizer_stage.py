@@ -110,7 +110,7 @@ def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     return build_eval_loader(
         data.train.take(picked),
         data.info,
-        run.reading,
+        run.reader_options,
         batch_size=batch_size,
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,

@@ -28,7 +28,7 @@ class PartialRun(Run):
     plan: TrainingPlan = field(init=False)
     grouping: Grouping = field(init=False)
     """The config's settings of single parameters."""
-    reading: ReaderOptions = field(init=False)
+    reader_options: ReaderOptions = field(init=False)
     """How samples are made ready for the model."""
 
     @property

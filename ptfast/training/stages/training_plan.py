@@ -74,7 +74,7 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
 
     `model` is as built, on the CPU; if images are to grow, it is tried on small ones.
     """
-    check_takes(model, data)
+    check_sequences(model, data)
     curriculum, info, last = config.curriculum, data.info, config.dataloader.last
     sizes = constant(config.batch_size)
     if curriculum.batch_size_from is not None:
@@ -123,7 +123,7 @@ def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> N
         raise DataError("D006", what, key="batch_size", value=plan.batch_size, suggestion=hint)
 
 
-def arrange(data: Data, batching: Batching, seed: int) -> Data:
+def pack_or_pad(data: Data, batching: Batching, seed: int) -> Data:
     """The same data, with its documents packed into windows, or its sequences padded with their batch."""
     if not batching.pack:
         for source in (data.train, data.val, data.test):
@@ -174,7 +174,7 @@ def build_length_plan(
     )
 
 
-def check_takes(model: nn.Module, data: Data) -> None:
+def check_sequences(model: nn.Module, data: Data) -> None:
     """Refuse sequences longer than the model declares it can take, and packed ones it cannot take."""
     info = data.info
     if isinstance(data.train, PackedSequences) and not getattr(model, "takes_packed", False):
