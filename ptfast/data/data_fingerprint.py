@@ -1,4 +1,4 @@
-"""Fingerprints of data, which tell whether it has changed, and arrays cached under them."""
+"""Fingerprints of data, to notice changes, and arrays cached on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loaders of a run, for training and evaluation: where batches come from, and what they go through."""
+"""The loaders of a run, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import MemoryBatches
 
 CACHE_LIMIT_BYTES = 128 * 2**20
-"""Splits in memory that take no more than this once normalised are prepared once and cached."""
+"""Evaluation splits in memory up to this size once normalised are prepared once and cached."""
 STATIC_LIMIT_BYTES = 512 * 2**20
-"""Data that takes no more than this once normalised is normalised up front."""
+"""Training data up to this size once normalised is normalised up front."""
 
 Transform = Callable[[Any, int, int], Any]
-"""Makes something of a micro-batch's data at (step, number of the micro-batch in the whole step)."""
+"""Changes a micro-batch's data, given the step and the number of the micro-batch in the whole step."""
 
 
 class Loader:
@@ -128,7 +128,7 @@ def build_train_loader(
         side, report: as of `Loader`.
 
     Raises:
-        ConfigError: C011 for a kind that iterable data cannot have, and for samples that no thread may read.
+        ConfigError: C011 for samples that no thread may read, and for augmentation that streams cannot have.
         DataError: D002 or D006 if there are too few samples.
     """
     if loading.read_ahead and not (data.train.repeatable or data.train.storage == "memory"):
@@ -200,7 +200,7 @@ class EvaluationLoader:
         steps = self.batches.steps(0, self.num_steps)
         batches = (micro_batch for step in steps for micro_batch in step.micro_batches)
         if self.caches:
-            # Tensors made under inference mode would be refused by any later use that needs gradients.
+            # Tensors made under inference mode could not be used with gradients later.
             with torch.inference_mode(False):
                 self._cached = list(batches)
             return iter(self._cached)
@@ -221,25 +221,25 @@ def build_eval_loader(
     drop_last: bool = False,
     side: SideStream | None = None,
 ) -> EvaluationLoader:
-    """The evaluation loader of one rank: a run of consecutive samples, in order, nothing twice.
+    """The evaluation loader of one rank: consecutive samples, in order, each once over all ranks.
 
     Args:
-        loading: as for training. Samples that are not in memory are read by worker processes for the kinds
-            `auto` and `workers`.
+        loading: as for training. The kinds `auto` and `workers` read samples that are not in memory by worker
+            processes.
         batch_size: samples of one forward pass on this rank.
-        drop_last: leave out the samples at the split's end that make no whole batch. Ranks then share out
-            batches, so that the same samples are left out for any number of them.
+        drop_last: leave out the samples at the end that do not fill a batch. Ranks then share out whole
+            batches, so that the same samples are left out for any number of ranks.
 
     Raises:
-        ConfigError: C011 for a last batch to be left out of a stream, whose end nobody knows.
-        DataError: D006 where nothing would be left.
+        ConfigError: C011 for `drop_last` with a stream, whose end is unknown.
+        DataError: D006 if no sample would be left.
     """
     prepare = Prepare(loading, info, images=source.images)
     if isinstance(source, IterableSource):
         if drop_last:
             what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
             raise ConfigError("C011", what, key="eval.last", value="drop", suggestion=hint)
-        # A held-out split may well have fewer shards than the training data that the workers are for.
+        # A held-out split may have fewer shards than the training data, for which workers were counted.
         workers = source.readers_at_most(count_workers(loading.workers), num_ranks)
         kind = loading.kind if loading.kind == "workers" else "plain"
         sharding = Sharding(BatchPlan(None, constant(batch_size * num_ranks)), num_ranks, rank, num_ranks)

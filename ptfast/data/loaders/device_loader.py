@@ -152,15 +152,13 @@ class DeviceBatches(ChunkedBatches):
         inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
         width = 4 if source.images else inputs.element_size()
         super().__init__(sampler, prepare, inputs[0].numel() * width)
-        self._images = ResidentImages(inputs, augment.crop_padding) if source.images else None
-        self._inputs = inputs if self._images is None else None
+        self._inputs = ResidentImages(inputs, augment.crop_padding) if source.images else inputs
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
         self._target_shape = targets.shape[1:]
-        # Masks are stored once, with their padding.
-        self._targets, self._masks = targets, None
+        self._targets: ResidentImages | Tensor = targets
         if augment.mask_fill is not None:
             masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
-            self._targets, self._masks = None, ResidentImages(masks, augment.crop_padding, fill)
+            self._targets = ResidentImages(masks, augment.crop_padding, fill)
         self._epoch = -1
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
@@ -188,22 +186,20 @@ class DeviceBatches(ChunkedBatches):
         part = slice(begin, begin + sum(sizes))
         index, corners = self._index[part], [each[part] for each in self._corners]
         drawn = {name: each[part] for name, each in self._drawn.items()}
-        if self._images is None:
-            assert self._inputs is not None
+        if isinstance(self._inputs, Tensor):
             inputs = self._inputs.index_select(0, index)
         elif augment.resized_crop is not None:
-            inputs = self._images.cut(index, *corners, size=augment.size)
+            inputs = self._inputs.cut(index, *corners, size=augment.size)
         else:
-            inputs = self._images.gather(index, corners)
+            inputs = self._inputs.gather(index, corners)
         inputs = self._prepare.laid_out(augment.change(inputs, drawn))
-        if self._masks is None:
-            assert self._targets is not None
+        if isinstance(self._targets, Tensor):
             targets = self._targets.index_select(0, index)
         else:
             if augment.resized_crop is not None:
-                masks = cut_masks(self._masks.gather(index)[..., 0], *corners, size=augment.size)
+                masks = cut_masks(self._targets.gather(index)[..., 0], *corners, size=augment.size)
             else:
-                masks = self._masks.gather(index, corners)[..., 0]
+                masks = self._targets.gather(index, corners)[..., 0]
             masks = augment.change_masks(masks, drawn)
             targets = masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
         return zip(inputs.split(sizes), targets.split(sizes), strict=True)

@@ -1,4 +1,4 @@
-"""Where the step batches of a rank come from: fetched when due, by workers, or gathered many at a time."""
+"""The step batches of a rank: fetched when due, by workers, or gathered many steps at a time."""
 
 from __future__ import annotations
 
@@ -124,17 +124,17 @@ class ChunkedBatches(Batches):
 
 
 class StaticBatches(ChunkedBatches):
-    """Batches of small data that never changes: normalised once, gathered many steps at a time.
+    """Batches of small, unaugmented data: normalised once, gathered many steps at a time.
 
-    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond; on a GPU
-    the data lives there.
+    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond. For a GPU
+    the data lies on it.
     """
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:
         inputs = prepare.inputs(source.inputs)
         super().__init__(sampler, prepare, inputs[0].numel() * inputs.element_size())
         self._targets = prepare.move(source.targets)
-        # Rows are gathered from contiguous memory and only looked at as channels first.
+        # Rows are gathered from contiguous memory; channels first is only a view.
         self._permuted = prepare.channels_last and inputs.dim() == 4
         self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
@@ -32,14 +32,8 @@ _CLOSE_S = 2.0
 """How long a worker that is reading may take to stop."""
 
 
-class Failure(NamedTuple):
-    """An error in a worker, which can always be pickled."""
-
-    error: PtfastError
-
-
 class _Fetch(Dataset[Any]):
-    """A data set indexed by shares: one item is one micro-batch."""
+    """A data set indexed by shares: an item is one micro-batch, or the error that reading it raised."""
 
     def __init__(self, batches: Callable[[Any], Any]) -> None:
         self._batches = batches
@@ -51,10 +45,10 @@ class _Fetch(Dataset[Any]):
             for tensor in tensors_in(raw):
                 tensor.share_memory_()
         except PtfastError as error:
-            return Failure(error)
+            return error
         except BaseException as error:
             # Signals are ignored here: KeyboardInterrupt too is the data set's own.
-            return Failure(failed(error))
+            return failed(error)
         return raw
 
 
@@ -109,8 +103,8 @@ class WorkerPool:
             worker_signals._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
             while (raw := _next(iterator)) is not _END:
-                if isinstance(raw, Failure):
-                    raise raw.error
+                if isinstance(raw, PtfastError):
+                    raise raw
                 yield raw
         except (RuntimeError, OSError, EOFError) as error:
             if (lack := _lack(error)) is not None:
@@ -255,4 +249,4 @@ def _start_worker(threads: int, _: int) -> None:
 def _send_failure(queue: Any, error: Exception, item: Any) -> None:
     """Send the error in place of a numbered batch that cannot be sent."""
     if isinstance(item, tuple):
-        queue.put((item[0], Failure(failed(error))))
+        queue.put((item[0], failed(error)))

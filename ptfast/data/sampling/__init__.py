@@ -1,4 +1,4 @@
-"""Which samples come in an epoch and together in a batch, and how sequences come to one length."""
+"""The order of samples, how they are batched, and how sequences are padded to one length."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ptfast.techniques.curriculum import Curriculum
 
 
 class Sampling(Section):
-    """Which samples come in an epoch, and in which order."""
+    """The samples of an epoch and their order."""
 
     target: Target | None = None
 
 
 class Batching(Section):
-    """Which texts come together in a batch, and how they come to one length."""
+    """How texts are batched and padded to one length."""
 
     padding: Literal["longest", "fixed"] = "longest"
     """Up to the longest text of the batch, or in every batch up to the longest that the data keeps."""
@@ -39,7 +39,7 @@ class Batching(Section):
 def one_way_of_batching(
     batching: Batching, curriculum: Curriculum, optimizer: Optimizer
 ) -> PtfastError | None:
-    """Refuse batches by tokens of any length, and batches that both grow and go by length or tokens."""
+    """Refuse token budgets without buckets, and buckets with packing or growing batches."""
     first, scaling = curriculum.batch_size_from, optimizer.lr_scaling
     if batching.buckets and batching.pack:
         what, hint = "packed windows are all of one length", "Set one of the two to false"
@@ -58,7 +58,7 @@ def one_way_of_batching(
 
 
 def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iterator[PtfastError]:
-    """Refuse an order of samples where batches by length, or a buffer of neighbours, say which come next."""
+    """Refuse an order of samples beside batches by length or a shuffle buffer."""
     if sampling.target is None:
         return
     value, hint = sampling.target.path, "Use sampling=shuffle"
@@ -73,7 +73,7 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
 
 
 def panel(resolved: Resolved) -> dict[str, object]:
-    """Which samples come, where not each once, and how sequences come to one length."""
+    """The order of the samples and the padding of sequences, for the panel."""
     return {"sampling": resolved.sampling, "padding": resolved.padding}
 
 

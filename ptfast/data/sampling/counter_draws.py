@@ -20,11 +20,11 @@ CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y
 NEARBY = 25
 """Streams: what a draw is for. Draws of different streams are independent."""
 BOX = 64
-"""Stream of a box's top; those behind it, up to 85, are for its left and for the sizes that are tried."""
+"""Stream of a box's top; the next ones, up to 85, are for its left and the sizes that are tried."""
 
 
 def finalise(bits: int) -> int:
-    """64 bits of which each depends on every one of the low 64 of `bits`: the finaliser of SplitMix64.
+    """64 bits, each of which depends on all low 64 of `bits`: the finaliser of SplitMix64.
 
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014.
     """
@@ -37,8 +37,8 @@ def finalise(bits: int) -> int:
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
     """64 random bits for each index: uint64 of the shape of `indices`.
 
-    A generator object per sample costs microseconds to seed; a hash of a counter costs nanoseconds, needs
-    nothing saved to resume, and gives a sample the same draw in whatever batch, rank or worker it lands.
+    A generator object per sample costs microseconds to seed. A hash of a counter costs nanoseconds, has no
+    state to save, and gives a sample the same draw in any batch, rank or worker.
 
     Args:
         seed: any integer; its low 64 bits count.
@@ -82,7 +82,7 @@ def key(*parts: int) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators inside, and put them back after."""
+    """A context with seeded global generators, which are restored afterwards."""
     before = _states()
     seed_all(seed)
     try:
@@ -92,9 +92,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class OwnGenerators:
-    """States of the global generators that advance only while a block of `in_place` runs.
+    """States of the global generators that advance only inside `in_place`.
 
-    What one stream draws then depends neither on what the training draws in between nor on where a run was
+    What a stream draws then depends neither on the draws of the training in between nor on where a run was
     resumed.
     """
 
@@ -103,7 +103,7 @@ class OwnGenerators:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have these states in the global generators, and afterwards those from before."""
+        """A context with these states in the global generators, which are restored afterwards."""
         before = _states()
         if self._own is not None:
             _put(self._own)
