@@ -120,10 +120,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
 
     Args:
         arguments: `key=value`, `group=option`, `+recipe=NAME`, as typed.
-        complete: False leaves interpolations that fail as they are, for printing.
-
-    Raises:
-        ConfigError: with the key, its place and the nearest valid name.
+        complete: False keeps interpolations that fail, for printing.
     """
     given = parse(arguments)
     recipe = next((paths.recipe_file(a.option) for a in given if a.kind == "recipe"), None)
@@ -152,13 +149,14 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
             _set_places(places, argument)
         elif argument.kind == "group":
             places[argument.key] = COMMAND_LINE
-    of_options = loader.option_places() | set(preset_places.values())
+    of_options = {place for package, file in loader.files if package for place in file.places.values()}
+    of_options |= set(preset_places.values())
     drop_inherited(tree, lambda key: places.get(key) in of_options)
     return finish(
         tree,
         places,
         recipe=recipe.stem if recipe else None,
-        warnings=loader.warnings(),
+        warnings=list(dict.fromkeys(line for _, file in loader.files for line in file.warnings)),
         arguments=arguments,
         complete=complete,
     )
@@ -229,8 +227,8 @@ def finish(
 def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]:
     """The tree that arguments mean, interpolations as text, and the loader that knows its files.
 
-    Hydra takes most of the time that composing takes, and the same options make the same tree: the shipped
-    ones are merged once in a process, for whatever values are then laid over them.
+    Hydra takes most of the time of composing, so shipped options are merged once in a process, for whatever
+    values are then laid over them.
     """
     # What is deleted may be a choice of an option.
     whole = any(a.kind == "delete" for a in arguments)

@@ -155,10 +155,10 @@ def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe_defaults(content: YamlFile) -> list[Any]:
-    """A recipe's defaults in words that mean the same to Hydra wherever the recipe lies.
+    """Rewrite a recipe's defaults so that Hydra reads them alike wherever the recipe lies.
 
-    Choices of options become overrides of the primary config's, so that `data: cifar10` will do, and recipes
-    that it inherits are named from the root: `./mine.yaml` would else lie in a group, and `/` begin one.
+    Choices of options become overrides of the primary config's, so that `data: cifar10` will do. Inherited
+    recipes are named from the root: `./mine.yaml` would lie in a group, and `/` would begin one.
     """
     defaults = content.data.get("defaults", [])
     if not isinstance(defaults, list):
@@ -249,11 +249,3 @@ class TracingLoader(ConfigLoaderImpl):
                 prefix + key: place for key, place in file.places.items() if key.split(".")[0] != "defaults"
             }
         return result
-
-    def option_places(self) -> set[str]:
-        """`file:line` of every key that an option file sets; recipes are the user's own word."""
-        return {place for package, file in self.files if package for place in file.places.values()}
-
-    def warnings(self) -> list[str]:
-        """Warnings from reading the files, each once."""
-        return list(dict.fromkeys(line for _, file in self.files for line in file.warnings))

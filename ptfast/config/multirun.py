@@ -87,10 +87,7 @@ def _wait(objective: Objective) -> float | None:
 
 
 class _Launcher(BasicLauncher):
-    """Hydra's own launcher, but one that starts a batch of jobs before it waits for the first of them.
-
-    How many run at a time is theirs to say.
-    """
+    """Hydra's own launcher, which starts all jobs of a batch before it waits for the first."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function.start, config=config)
@@ -109,18 +106,16 @@ def sweep(
 
     Args:
         arguments: as typed, such as `optimizer=sgd,adamw` and `hydra/launcher=joblib`.
-        job: called with a point's config and its number from 0. Launchers that start processes pickle it.
-            What it raises, or what waits for its objective, is kept as the job's result and does not stop
-            the sweep.
+        job: called with a point's config and its number from 0; some launchers pickle it. An exception
+            becomes the job's result and does not stop the sweep.
         sweep_dir: folder of the sweep; made if need be.
-        check: called, before the first job, with the config of every value that is swept over.
+        check: called before the first job with the config of every value that is swept over.
 
     Returns:
         The results in order, as far as the sweeper hands them out (optuna does not).
 
     Raises:
-        ConfigError: a point that does not compose or that `check` refuses, an empty sweep, one folder for all
-            jobs, a sweeper that does not know which way is better.
+        ConfigError: a point that does not compose or fails `check`, or a sweep that cannot be run.
     """
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]

@@ -61,18 +61,13 @@ class Argument:
 
 
 def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
-    """Read the arguments of a command.
+    """Read the arguments of a command; choices of options and recipes are checked against the files.
 
-    Group choices and recipes are checked against the files that exist. Every other `key=value`, with or
-    without `+` or `++`, becomes `++key=value`: Hydra takes it, and validation refuses it if nothing has
-    such a key.
+    Any other `key=value`, with or without `+`, becomes `++key=value`: Hydra takes it, and validation refuses
+    unknown keys.
 
     Args:
         sweep: whether `key=a,b` is allowed (`-m`).
-
-    Raises:
-        ConfigError: C001, C003, C006, C011, C014 or C015, of every argument with one; see
-            `ptfast.core.errors.CODES`.
     """
     given, errors = sift(arguments, sweep=sweep)
     if errors:
@@ -116,11 +111,8 @@ def _check_single(argument: Argument, written: str, before: Argument | None, swe
 
 def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """`arguments` with `overrides` over them: of a key that both give, the last one is left."""
-
-    def key(word: str) -> str:
-        return word.partition("=")[0].lstrip("+")
-
-    return [*{key(word): word for word in (*arguments, *overrides)}.values()]
+    words = (*arguments, *overrides)
+    return [*{word.partition("=")[0].lstrip("+"): word for word in words}.values()]
 
 
 def quoted(path: Path) -> str:

@@ -17,11 +17,7 @@ from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
-    """The config that a user's arguments mean; whatever they name is trusted.
-
-    Raises:
-        ConfigError: everything wrong that can be told at once.
-    """
+    """The config that a user's arguments mean, or all that is wrong with them; what they name is trusted."""
     given, errors = sift(arguments)
     what, hint = "only a sweep reads it", "Add -m to sweep, or leave it out"
     for key, value in ((a.key, a.text.partition("=")[2]) for a in given if a.kind == "hydra"):
@@ -55,14 +51,9 @@ def load_config(
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 
     Args:
-        trusted: the file is this run's own, or names nothing that will be imported. Otherwise, and unless
-            it is of a run that this user made here, its targets must lie in known packages, or in one that
-            the arguments trust (`trust=[my_package]`).
-        trains: False for what comes after training, of which the data that the arguments name need not lie
-            as that of training does.
-
-    Raises:
-        ConfigError: the first thing wrong.
+        trusted: the file is this run's own, or nothing that it names is imported. Otherwise, unless this user
+            made the run here, its targets must lie in known packages or in `trust=[my_package]`.
+        trains: False after training, when new data need not lie as that of training does.
     """
     trusted = trusted or is_own(path)
     composed = load(path, arguments, trusted=trusted, trains=trains)

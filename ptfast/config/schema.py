@@ -222,12 +222,10 @@ def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
-    """The dotted keys in which two whole configs, as plain values, differ, sorted.
-
-    Those that may change (`FREE_KEYS`) are left out, and secrets, which are not written down.
+    """The dotted keys in which two whole configs differ, sorted, except `FREE_KEYS` and secrets.
 
     Args:
-        moves: leave out where data lies, too, if it is read by ptfast.
+        moves: leave out where built-in data lies, too.
     """
     before, after = flatten(with_defaults(old)), flatten(with_defaults(new))
     known = str(after.get("data._target_")).startswith("ptfast.data.")

@@ -76,8 +76,7 @@ class Duration:
             default_unit: the unit of a bare number.
 
         Raises:
-            ValueError: not a duration; the message is a clause that says why.
-            DurationRangeError: negative, above 100 %, or not finite.
+            ValueError: not a duration, with the reason; a `DurationRangeError` for one that cannot be.
         """
         if isinstance(text, Duration):
             return text
@@ -130,11 +129,7 @@ class Duration:
 
     @property
     def seconds(self) -> float:
-        """The wall time of a duration in seconds.
-
-        Raises:
-            ValueError: the duration is not a wall time.
-        """
+        """The wall time of a duration in seconds; raises ValueError if it is none."""
         if self.unit != "seconds":
             raise ValueError(f"expected a wall time such as 90s or 1h30m, not {self}")
         return self.value

@@ -220,14 +220,7 @@ def cannot_write(
 
 
 def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
-    """Import a module of a package that ptfast does not need itself.
-
-    Args:
-        extra: the extra of ptfast that brings the package.
-
-    Raises:
-        MachineError: E004 where it cannot be imported.
-    """
+    """Import a module that an extra of ptfast brings, or raise an E004 that names the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -237,13 +230,7 @@ def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
 
 
 class ReportedError(Exception):
-    """A failure that another process of the run has put into words already.
-
-    Args:
-        line: what to print.
-        exit_code: what to exit with.
-        details: its traceback.
-    """
+    """A failure that another process of the run has put into words already: its line, exit code and traceback."""
 
     def __init__(self, line: str, exit_code: int, details: str = "") -> None:
         super().__init__(line)

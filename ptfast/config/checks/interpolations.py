@@ -42,9 +42,8 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     """A copy of `tree` with every interpolation replaced by its value.
 
     Raises:
-        ConfigError: C016 for an interpolation of a value that is still `???`, C008 for one of a missing key
-            or variable, a cyclic one, or one that cannot be read. Each names the key and its place, and all
-            are found at once.
+        ConfigError: C016 for a value that is still `???`, C008 for a missing key or variable, a circle, or what
+            cannot be read; all are found at once.
     """
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
@@ -133,7 +132,7 @@ OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 def _too_large(tree: dict[str, Any]) -> str | None:
     """The key whose value, with all that it refers to, is larger than any config; None if there is none.
 
-    A few lines that refer to one another twice each take more memory than there is.
+    A few lines that each refer twice to the next would take more memory than there is.
     """
     sizes: dict[str, int] = {}
     values = flatten(tree)
@@ -196,12 +195,7 @@ def variable_sections() -> set[str]:
 
 
 def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
-    """Refuse what was typed for a variable that no other key refers to.
-
-    Args:
-        tree: the whole config, with its interpolations.
-        places: where each key was given.
-    """
+    """Refuse what was typed for a variable that no key of `tree` refers to; warn of such groups."""
     sections = variable_sections()
     typed = [key for key, place in places.items() if place == COMMAND_LINE]
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
@@ -234,10 +228,9 @@ def _named(key: str, names: list[str]) -> bool:
 
 
 def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) -> None:
-    """Delete the keywords that were meant for another target than the one the user put in its place.
+    """Delete the keywords of an option whose target the user has replaced, if the new target lacks them.
 
-    `optimizer._target_=torch.optim.RMSprop` over the option `adamw` has no use for the option's `betas`,
-    but keeps its `lr`.
+    `optimizer._target_=torch.optim.RMSprop` over the option `adamw` drops its `betas` and keeps its `lr`.
 
     Args:
         tree: the config, changed in place.

@@ -64,10 +64,10 @@ UNUSED_OF_RUN = (
 
 
 def unused_keys(config: Config, place: Place) -> Iterator[str]:
-    """A warning for each key of the command line, other than its default, that has no effect.
+    """Warn of each key on the command line that has no effect and is not at its default.
 
-    No error: in a sweep over the switch that it belongs to, a key has no effect in some of the runs. Keys of
-    an option file stay, ready for its switch.
+    This is no error: in a sweep over its switch, a key has no effect in some runs. Keys of an option file are
+    left alone.
     """
     facts = dict(config)
     for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
@@ -146,8 +146,6 @@ def check_batch(
     Args:
         batch_size: samples of an optimizer step, over all ranks.
         micro_batches: as configured; None for `ranks * accumulate`.
-        ranks: processes that train.
-        accumulate: micro-batches of each rank where `micro_batches` does not say it.
         first: samples of the first steps, where batches grow.
 
     Raises:

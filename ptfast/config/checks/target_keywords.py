@@ -141,7 +141,7 @@ def _unknown(
 def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
     """The keywords that a config may set, each annotated with the type and the range of its values.
 
-    Left out is what ptfast itself passes: a model's parameters, outputs and targets, the length of the run.
+    What ptfast passes itself is left out: parameters, outputs and targets, the length of the run.
     """
     parameters = keywords(function)
     is_class = inspect.isclass(function)
@@ -201,10 +201,7 @@ def built_in_targets(section: str) -> dict[str, list[str]]:
 def source_keywords(path: str, section: str) -> list[str] | None:
     """The names of the `own_parameters` of a built-in target, read from its source; imports nothing.
 
-    Follows imports from one file to the next, base classes, and the fields of dataclasses.
-
-    Returns:
-        The names in their order, or None where only an import can tell, as for `**kwargs`.
+    Follows imports, base classes and fields of dataclasses. None where only an import can tell (`**kwargs`).
     """
     names = _source_names(path)
     if names is None:

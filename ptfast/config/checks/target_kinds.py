@@ -87,7 +87,12 @@ def _fits(found: Any, section: str) -> bool:
         return not is_class or (_has_any(found, methods) and not issubclass(found, networks))
     if section == "schedule":
         if is_torch_scheduler(found):
-            _refuse_plateau(found)
+            from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+            if issubclass(found, ReduceLROnPlateau):
+                what = "depends on figures of the run, but a schedule is a function of the step only"
+                hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
+                raise ConfigError("C009", what, suggestion=hint)
             return True
         return hasattr(found, "factor") if is_class else bool(keywords(found))
     if section == "callbacks":
@@ -101,16 +106,6 @@ def _fits(found: Any, section: str) -> bool:
 
 def _has_any(found: type, methods: Iterable[str]) -> bool:
     return any(hasattr(found, name) for name in methods)
-
-
-def _refuse_plateau(found: type) -> None:
-    """Raise a C009 for the scheduler of torch's whose rates are no function of the step."""
-    from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-    if issubclass(found, ReduceLROnPlateau):
-        what = "depends on figures of the run, but a schedule is a function of the step only"
-        hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
-        raise ConfigError("C009", what, suggestion=hint)
 
 
 def _check_hooks(found: type) -> None:

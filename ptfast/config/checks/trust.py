@@ -44,11 +44,7 @@ class Trust:
     packages: tuple[str, ...] = ()
 
     def locate(self, path: str) -> Any:
-        """Import what `path` names, if that is trusted.
-
-        Raises:
-            ConfigError: C009, the path or what it leads to lies outside, or is no part of a run.
-        """
+        """Import what `path` names, or raise a C009 unless that, and what it leads to, is trusted."""
         if not self._covers(path):
             package = path.split(".")[0]
             hint = f"If you trust it, add 'trust=[{package}]' to the command line"

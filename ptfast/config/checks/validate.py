@@ -35,16 +35,15 @@ def validate(
     Args:
         tree: the composed config as plain data, interpolations resolved; not changed.
         place: where a dotted key was given: `command line` or `file.yaml:12`.
-        trusted: False for a config from a file that is not the user's own; its targets must lie in trusted
-            packages.
+        trusted: False for a file that is not the user's own; its targets must lie in trusted packages.
         extra_trust: packages that the user trusts; the `trust` in an untrusted tree does not count.
 
     Returns:
         The config with every value in its type, and one of `epochs` and `steps` None.
 
     Raises:
-        ConfigError: everything that is wrong with single keys, unknown ones first; else every rule across
-            keys that is broken; else everything that this machine lacks.
+        ConfigError: everything wrong with single keys, unknown ones first; else every broken rule across keys;
+            else everything that this machine lacks.
     """
     trust = None if trusted else Trust(tuple(extra_trust))
     # A key that is misspelt or missing is reported before anything is imported, torch above all.
@@ -90,11 +89,7 @@ ELSEWHERE = {
 
 
 def key_named(name: str, others: Iterable[str] = ()) -> str | None:
-    """The dotted key that a bare name stands for, by its last word or as other programs call it.
-
-    Args:
-        others: keys besides the fixed ones, such as those of targets.
-    """
+    """The dotted key that a bare name stands for, of the fixed ones and `others`, or by its name elsewhere."""
     fixed = [f"{section}.{key}" for section in Config.model_fields for key in _known_keys(section)]
     known = [*Config.model_fields, *fixed, *others]
     return ELSEWHERE.get(name) or next((key for key in known if key.rpartition(".")[2] == name), None)

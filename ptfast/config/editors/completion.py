@@ -48,11 +48,7 @@ complete -c ptfast -a '(__ptfast_complete)'
 
 
 def script(shell: str) -> str:
-    """The completion script to be sourced by `bash`, `zsh` or `fish`.
-
-    Raises:
-        ConfigError: C015 for another shell.
-    """
+    """The completion script to be sourced by `bash`, `zsh` or `fish`."""
     if shell not in _SCRIPTS:
         what = "no completion for this shell"
         raise ConfigError("C015", what, key=shell, suggestion="Name bash, zsh or fish")
@@ -69,7 +65,7 @@ def complete(
     Args:
         words: what follows `ptfast` on the line, the last one being typed (`""` after a space).
         commands: the program's commands, and the flags of each.
-        first_words: what follows those commands that config does not follow at once.
+        first_words: what may follow those commands that take another word before the config.
     """
     commands = commands or {}
     word = words[-1] if words else ""

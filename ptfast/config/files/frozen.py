@@ -34,9 +34,8 @@ _Dumper.add_representer(str, OmegaConfDumper.str_representer)
 def freeze(composed: Composed, path: Path) -> list[str]:
     """Write the config with which `ptfast train --config PATH` repeats the run.
 
-    Interpolations are replaced by their values, except that `${oc.env:X}` stays as it is. A secret that is no
-    such reference is not written, nor is what held for this run alone: its folder and what it was resumed
-    from.
+    Interpolations are replaced by their values, except `${oc.env:X}`. Left out are other secrets, the folder
+    of this run and what it was resumed from.
 
     Returns:
         A warning for each secret left out.
@@ -55,11 +54,7 @@ def freeze(composed: Composed, path: Path) -> list[str]:
 
 
 def check_no_secrets(composed: Composed) -> None:
-    """Refuse a secret given in clear where several processes read the frozen config, which leaves it out.
-
-    Raises:
-        ConfigError: C011, naming the key.
-    """
+    """Refuse (C011) a secret given in clear if other processes read the frozen config, which leaves it out."""
     _, hidden = frozen_tree(composed)
     for key in hidden:
         what = "the ranks read the run's config.yaml, and a secret is not written there"
@@ -110,15 +105,11 @@ def load(
 ) -> Composed:
     """Read a frozen config, or any whole config in one file, and apply arguments to it.
 
-    Args:
-        path: the YAML file.
-        arguments: `key=value` and `group=option`; a group's section is replaced as a whole.
-        complete: as in `compose`.
-        trusted, trains: as in `read.load_config`.
+    A chosen option replaces its group's section as a whole. `complete` is as in `compose`, `trusted` and `trains`
+    as in `read.load_config`.
 
     Raises:
-        ConfigError: C007 for a file that cannot be read, C009 for what a file from elsewhere may not read;
-            otherwise as `compose`.
+        ConfigError: as `compose`; C009 for what a file from elsewhere may not read.
     """
     content = read_yaml(path)
     data = {key: value for key, value in content.data.items() if key not in RETIRED}

@@ -20,14 +20,10 @@ OWN = ("run", "recipe")
 
 
 def check_overlay(file: Path, flag: str = "--write") -> None:
-    """Refuse a file that `write_overlay` could not write, before anything long is done for it.
+    """Refuse a file that `write_overlay` could not write, before the long part of a command.
 
     Args:
         flag: that names the file.
-
-    Raises:
-        ConfigError: C001 for a name that no recipe has.
-        MachineError: E001 if it exists or its folder cannot be written.
     """
     if file.suffix != ".yaml":
         hint = f"Write {flag} {file.with_suffix('.yaml')}"
@@ -40,11 +36,7 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
 
 
 def check_out(folder: Path | None) -> None:
-    """Refuse a folder that nothing could be written to, before anything long is done for it.
-
-    Raises:
-        MachineError: E001.
-    """
+    """Refuse a folder that cannot be written to, before the long part of a command."""
     if folder is None:
         return
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -60,9 +52,9 @@ def write_overlay(
     comment: Sequence[str],
     flag: str = "--write",
 ) -> str:
-    """Write a recipe that inherits the arguments' own and sets what they set, with `found` over it.
+    """Write a recipe that chooses and sets what the arguments do, with `found` over it.
 
-    Secrets are left out, and so is what names the folder of a run.
+    Secrets and the folder of a run are left out.
 
     Args:
         found: values by dotted key.
@@ -71,9 +63,6 @@ def write_overlay(
 
     Returns:
         What `+recipe=` takes for it.
-
-    Raises:
-        ConfigError, MachineError: as `check_overlay`.
     """
     check_overlay(file, flag)
     called = str(file if file.is_absolute() else f"./{file}")

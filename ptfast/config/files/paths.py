@@ -127,13 +127,10 @@ _TORCHVISION = (
 
 
 def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
-    """Refuse an option that its group does not have, or a group that does not exist.
+    """Refuse (C003) an option that its group does not have, or a group that does not exist.
 
     Args:
         option: a name; of a group that may take several a list of them, or as typed: `[csv,tensorboard]`.
-
-    Raises:
-        ConfigError: C003, with the nearest name and the list of what there is.
     """
     if group not in groups:
         known = [name for name in groups if name != PRESETS]

@@ -108,7 +108,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
         allow_empty: comments alone are an option that sets nothing.
 
     Raises:
-        ConfigError: C007, with file, line and column, when it cannot be read, is empty or gives a key twice.
+        ConfigError: C007, with file, line and column.
     """
     name = paths.shown(path)
     try:
@@ -271,8 +271,7 @@ def chosen_groups(files: Iterable[YamlFile]) -> set[str]:
 def base_file(group: str, entry: str, content: YamlFile, place: str | None = None) -> Path | None:
     """The file that a defaults list inherits by an entry such as `sgd` or `./mine.yaml`.
 
-    A recipe's path is taken from the folder of the file that names it. None stands for an option that is not
-    in the folders searched, of which Hydra may know more.
+    A recipe's path starts in the folder of the file that names it. None: only Hydra may know such an option.
     """
     if group != paths.RECIPES:
         return paths.options(group).get(entry)

@@ -6,10 +6,10 @@ import collections.abc
 import math
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ptfast.core.durations import NUMBER, Duration, DurationRangeError, Unit, is_finite, read_number
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean
@@ -98,7 +98,7 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
     elif origin is Duration:
         result = _to_duration(value, in_unit)
     elif origin in _PLAIN:
-        result = _PLAIN[origin].coerce(value)
+        result = _to_plain(value, origin)
     elif origin in _SEQUENCES:
         result = _to_sequence(value, origin, arguments, in_unit)
     elif origin in _MAPPINGS:
@@ -134,7 +134,7 @@ def _words(annotation: Any) -> Sequence[str]:
         return ["a wall time such as 10m" if in_unit.default == "seconds" else "a duration"]
     if origin in _NOTHING:
         return ["null"]
-    return _PLAIN[origin].words if origin in _PLAIN else [getattr(origin, "__name__", str(origin))]
+    return _PLAIN[origin][0] if origin in _PLAIN else [getattr(origin, "__name__", str(origin))]
 
 
 def _either(words: Sequence[str]) -> str:
@@ -159,56 +159,44 @@ def _refuse_not_finite(value: Any) -> None:
             raise ConfigError("C005", "must be a finite number")
 
 
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
-        raise _expected("true or false", value)
-    return value
+_PLAIN: dict[Any, tuple[tuple[str, ...], str | list[str]]] = {
+    bool: (("true", "false"), "boolean"),
+    int: (("a whole number",), "integer"),
+    float: (("a number",), "number"),
+    str: (("text",), ["string", "number"]),
+    Path: (("a path",), "string"),
+}
+"""Plain types: how their values are described, and their types in JSON Schema."""
 
 
-def _to_number(value: Any, kind: type[int] | type[float]) -> float:
-    expected = "a whole number" if kind is int else "a number"
+def _to_plain(value: Any, kind: Any) -> Any:
+    """`value` as one of the plain types."""
+    if kind is bool:
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if not isinstance(value, bool):
+            raise _expected("true or false", value)
+        return value
+    if kind is str:
+        if isinstance(value, (bool, list, dict)) or value is None:
+            raise _expected("text", value, "Put it in quotes" if isinstance(value, bool) else None)
+        return str(value)
+    if kind is Path:
+        if not isinstance(value, (str, Path)):
+            raise _expected("a path", value)
+        return Path(value)
     number = value
     if isinstance(value, str):  # from ${oc.env:...}, which is always text
         not_finite = value.strip().lower().lstrip("+-").removeprefix(".") in ("nan", "inf", "infinity")
         number = math.nan if not_finite else read_number(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         octal = isinstance(value, str) and re.fullmatch("0o[0-7]+", value)
-        raise _expected(expected, value, f"Write {int(octal[0], 8)} for the octal {value}" if octal else None)
+        hint = f"Write {int(octal[0], 8)} for the octal {value}" if octal else None
+        raise _expected(_PLAIN[kind][0][0], value, hint)
     _refuse_not_finite(number)
     if kind is int and isinstance(number, float) and not number.is_integer():
-        raise _expected(expected, value)
+        raise _expected("a whole number", value)
     return kind(number)
-
-
-def _to_str(value: Any) -> str:
-    if isinstance(value, (bool, list, dict)) or value is None:
-        raise _expected("text", value, "Put it in quotes" if isinstance(value, bool) else None)
-    return str(value)
-
-
-def _to_path(value: Any) -> Path:
-    if not isinstance(value, (str, Path)):
-        raise _expected("a path", value)
-    return Path(value)
-
-
-class _Plain(NamedTuple):
-    """A plain type: how its values are described, written in JSON Schema, and coerced."""
-
-    words: tuple[str, ...]
-    json: str | list[str]
-    coerce: Callable[[Any], Any]
-
-
-_PLAIN: dict[Any, _Plain] = {
-    bool: _Plain(("true", "false"), "boolean", _to_bool),
-    int: _Plain(("a whole number",), "integer", lambda value: _to_number(value, int)),
-    float: _Plain(("a number",), "number", lambda value: _to_number(value, float)),
-    str: _Plain(("text",), ["string", "number"], _to_str),
-    Path: _Plain(("a path",), "string", _to_path),
-}
 
 
 def _to_duration(value: Any, in_unit: InUnit) -> Duration:
@@ -322,7 +310,7 @@ def _json_types(annotation: Any, bounds: Range | None) -> list[dict[str, Any]]:
     if origin not in _PLAIN:
         return [{}]
     limits = bounds.json_limits() if bounds and origin in (int, float) else {}
-    return [{"type": _PLAIN[origin].json, **limits}]
+    return [{"type": _PLAIN[origin][1], **limits}]
 
 
 def _duration_pattern(units: tuple[Unit, ...]) -> str:

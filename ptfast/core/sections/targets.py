@@ -37,11 +37,7 @@ class Target:
     partial: bool = False
 
     def resolve(self) -> Any:
-        """Import what `path` names.
-
-        Raises:
-            ConfigError: C009, it does not exist or its module fails to import.
-        """
+        """Import what `path` names; raises a C009 if that does not exist or its module fails to import."""
         try:
             return locate(self.path)
         except PtfastError as problem:
@@ -93,11 +89,7 @@ def parse_target(tree: dict[str, Any]) -> Target:
 
 
 def parse_value(value: Any, key: str) -> Any:
-    """`value` with every mapping in it that has a `_target_` as a `Target`; `key` is for messages.
-
-    Raises:
-        ConfigError: as `parse_target`.
-    """
+    """`value` with every mapping in it that has a `_target_` as a `Target`; `key` is for messages."""
     if isinstance(value, dict):
         try:
             if "_target_" in value:
@@ -230,14 +222,13 @@ def swallows_keywords(function: Any) -> bool:
 def check_constructs(
     target: Target, facts: dict[str, Any], *, key: str = "model", place: str | None = None
 ) -> None:
-    """Build a model without memory (on the meta device) if only that shows whether its keywords are known.
+    """Build a model on the meta device if only that shows whether its keywords are known.
 
     A signature that ends in `**kwargs` hides a misspelt keyword until the call, which is late.
 
     Args:
         facts: what `Target.build` will be given; published weights are not loaded here.
         key: the section, for the message.
-        place: where the target was given.
 
     Raises:
         ConfigError: C002 for a keyword that nothing takes, C005 for other arguments it refuses.
