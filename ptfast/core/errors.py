@@ -230,7 +230,7 @@ def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
 
 
 class ReportedError(Exception):
-    """A failure that another process of the run has put into words already: its line, exit code and traceback."""
+    """A failure that another process has put into words: its line, its exit code and its traceback."""
 
     def __init__(self, line: str, exit_code: int, details: str = "") -> None:
         super().__init__(line)

@@ -42,8 +42,8 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     """A copy of `tree` with every interpolation replaced by its value.
 
     Raises:
-        ConfigError: C016 for a value that is still `???`, C008 for a missing key or variable, a circle, or what
-            cannot be read; all are found at once.
+        ConfigError: all that is wrong: C016 for a value that is still `???`, C008 for a missing key or
+            variable, a circle, or what cannot be read.
     """
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:

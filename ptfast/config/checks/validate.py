@@ -42,8 +42,8 @@ def validate(
         The config with every value in its type, and one of `epochs` and `steps` None.
 
     Raises:
-        ConfigError: everything wrong with single keys, unknown ones first; else every broken rule across keys;
-            else everything that this machine lacks.
+        ConfigError: everything wrong with single keys, unknown ones first; else every broken rule
+            across keys; else everything that this machine lacks.
     """
     trust = None if trusted else Trust(tuple(extra_trust))
     # A key that is misspelt or missing is reported before anything is imported, torch above all.
@@ -89,7 +89,7 @@ ELSEWHERE = {
 
 
 def key_named(name: str, others: Iterable[str] = ()) -> str | None:
-    """The dotted key that a bare name stands for, of the fixed ones and `others`, or by its name elsewhere."""
+    """The dotted key, fixed or among `others`, that a bare name stands for here or in other programs."""
     fixed = [f"{section}.{key}" for section in Config.model_fields for key in _known_keys(section)]
     known = [*Config.model_fields, *fixed, *others]
     return ELSEWHERE.get(name) or next((key for key in known if key.rpartition(".")[2] == name), None)

@@ -54,7 +54,7 @@ def freeze(composed: Composed, path: Path) -> list[str]:
 
 
 def check_no_secrets(composed: Composed) -> None:
-    """Refuse (C011) a secret given in clear if other processes read the frozen config, which leaves it out."""
+    """Refuse (C011) a secret given in clear where other processes read the frozen config without it."""
     _, hidden = frozen_tree(composed)
     for key in hidden:
         what = "the ranks read the run's config.yaml, and a secret is not written there"
@@ -105,8 +105,8 @@ def load(
 ) -> Composed:
     """Read a frozen config, or any whole config in one file, and apply arguments to it.
 
-    A chosen option replaces its group's section as a whole. `complete` is as in `compose`, `trusted` and `trains`
-    as in `read.load_config`.
+    A chosen option replaces its group's section as a whole. `complete` is as in `compose`, `trusted` and
+    `trains` as in `read.load_config`.
 
     Raises:
         ConfigError: as `compose`; C009 for what a file from elsewhere may not read.

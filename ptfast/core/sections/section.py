@@ -103,9 +103,9 @@ def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int |
 
 
 Kind = Literal["exact", "reordered", "reduced", "training"]
-_MachineNeed = Literal["cuda", "nvidia_tf32", "float8", "bf16", "fp16", "half", "compiler", "ranks", "cores"]
-RunNeed = Literal["images", "sequences", "convolutions", "batchnorm", "pack"]
-Need = Literal[_MachineNeed, "schedulefree", RunNeed]
+_DeviceNeed = Literal["cuda", "nvidia_tf32", "float8", "bf16", "fp16", "half", "compiler", "ranks"]
+_RunNeed = Literal["images", "sequences", "convolutions", "batchnorm", "pack"]
+Need = Literal[_DeviceNeed, "cores", "schedulefree", _RunNeed]
 
 PROMISES: dict[Kind, str] = {
     "exact": "the same bits",
