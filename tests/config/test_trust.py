@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from config_trees import HERE, tree, typed
 
-from ptfast.config.checks.trust import Trust
+from ptfast.config.checks.trust import locate_trusted
 from ptfast.config.checks.validate import validate
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import load
@@ -45,7 +45,7 @@ UNTRUSTED = [
 @pytest.mark.parametrize("path", UNTRUSTED)
 def test_what_a_file_from_elsewhere_may_not_name(path: str) -> None:
     with pytest.raises(ConfigError, match="not trusted"):
-        Trust().locate(path)
+        locate_trusted(path)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_a_file_from_elsewhere_may_not_name(path: str) -> None:
     ["torch.nn.Linear", "torch.optim.AdamW", "torchvision.models.resnet18", "torchvision.datasets.CIFAR10"],
 )
 def test_what_it_may_name(path: str) -> None:
-    assert callable(Trust().locate(path))
+    assert callable(locate_trusted(path))
 
 
 def test_what_built_in_options_name_is_trusted() -> None:
@@ -63,22 +63,22 @@ def test_what_built_in_options_name_is_trusted() -> None:
     assert {"ptfast.techniques.schedule.wsd.Wsd", "schedulefree.AdamWScheduleFree"} < named
     for path in named:
         if find_spec(path.partition(".")[0]):
-            assert callable(Trust().locate(path)), path
+            assert callable(locate_trusted(path)), path
         else:
             with pytest.raises(MachineError, match="needs the package"):
-                Trust().locate(path)
+                locate_trusted(path)
 
 
 def test_the_check_comes_before_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "strange_pkg.py").write_text("class Net: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="not trusted") as caught:
-        Trust().locate("strange_pkg.Net")
+        locate_trusted("strange_pkg.Net")
     assert "strange_pkg" not in sys.modules
     assert caught.value.suggestion == "If you trust it, add 'trust=[strange_pkg]' to the command line"  # type: ignore[attr-defined]
-    assert Trust(("strange_pkg",)).locate("strange_pkg.Net").__name__ == "Net"
+    assert locate_trusted("strange_pkg.Net", ("strange_pkg",)).__name__ == "Net"
     with pytest.raises(ConfigError, match="not trusted"):
-        Trust(("strange",)).locate("strange_pkg.Net")
+        locate_trusted("strange_pkg.Net", ("strange",))
 
 
 def untrusted(extra_trust: tuple[str, ...] = (), **changes: Any) -> ConfigError | None:

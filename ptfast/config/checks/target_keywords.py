@@ -64,7 +64,7 @@ def check_target(
         target: as given, its values uncoerced.
         section: one of `SECTIONS`, `callbacks`, `task`, or `` for a target inside another's keywords.
         fixed: keys of the section that are not the target's, for suggestions.
-        locate: how import paths are resolved; `Trust.locate` for a config from elsewhere.
+        locate: how import paths are resolved; `locate_trusted` for a config from elsewhere.
         prefix: the key that messages start with, by default the section.
         by_source: look only for unknown keywords of built-in targets, and import nothing.
     """

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,56 +32,46 @@ _CLASS_ROOTS = (
 )
 
 
-@dataclass(frozen=True)
-class Trust:
-    """The packages that a config from elsewhere may import from.
+def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
+    """Import what `path` names, or raise a C009 unless that, and what it leads to, is trusted.
 
     Args:
         packages: packages that the user named with `trust=[...]`, besides `ROOTS`.
     """
+    covered = (*ROOTS, *packages)
 
-    packages: tuple[str, ...] = ()
-
-    def locate(self, path: str) -> Any:
-        """Import what `path` names, or raise a C009 unless that, and what it leads to, is trusted."""
-        if not self._covers(path):
-            package = path.split(".")[0]
-            hint = f"If you trust it, add 'trust=[{package}]' to the command line"
-            hint = None if package in sys.stdlib_module_names else hint
-            what = "not trusted, it lies outside what a config file from elsewhere may name"
-            raise ConfigError("C009", what, suggestion=hint)
-        if any(part.startswith("_") for part in path.split(".")):
-            raise ConfigError("C009", "not trusted, it is private")
-        found = locate(path, self._visit)
-        home = getattr(found, "__module__", None) or ""
-        if not _lies_in(home, self.packages):
-            if inspect.isclass(found):
-                from torch import nn, optim
-                from torch.utils.data import Dataset
-
-                parts = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, Dataset)
-                fits = _lies_in(home, _CLASS_ROOTS) or issubclass(found, parts)
-            else:
-                fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
-            if not fits:
-                raise ConfigError(
-                    "C009", "not trusted, it is no model, data set, optimizer or other part of a run"
-                )
-        return found
-
-    def _covers(self, name: str) -> bool:
-        return _lies_in(name, (*ROOTS, *self.packages))
-
-    def _visit(self, found: Any, path: str) -> None:
+    def visit(found: Any, path: str) -> None:
         """Refuse a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
-        if isinstance(found, ModuleType):
-            home = found.__name__
-            inside = self._covers(home) or home == path
-        else:
-            home = getattr(found, "__module__", None)
-            inside = isinstance(home, str) and self._covers(home)
-        if not inside:
+        is_module = isinstance(found, ModuleType)
+        home = found.__name__ if is_module else getattr(found, "__module__", None)
+        inside = isinstance(home, str) and _lies_in(home, covered)
+        if not inside and not (is_module and home == path):
             raise ConfigError("C009", f"not trusted, {path} leads to {home or 'a built-in'}")
+
+    if not _lies_in(path, covered):
+        package = path.split(".")[0]
+        hint = f"If you trust it, add 'trust=[{package}]' to the command line"
+        hint = None if package in sys.stdlib_module_names else hint
+        what = "not trusted, it lies outside what a config file from elsewhere may name"
+        raise ConfigError("C009", what, suggestion=hint)
+    if any(part.startswith("_") for part in path.split(".")):
+        raise ConfigError("C009", "not trusted, it is private")
+    found = locate(path, visit)
+    home = getattr(found, "__module__", None) or ""
+    if _lies_in(home, packages):
+        return found
+    if inspect.isclass(found):
+        from torch import nn, optim
+        from torch.utils.data import Dataset
+
+        parts = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, Dataset)
+        fits = _lies_in(home, _CLASS_ROOTS) or issubclass(found, parts)
+    else:
+        fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
+    if not fits:
+        what = "not trusted, it is no model, data set, optimizer or other part of a run"
+        raise ConfigError("C009", what)
+    return found
 
 
 def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptfast.config.checks.rules import across_keys
-from ptfast.config.checks.target_keywords import check_target
-from ptfast.config.checks.trust import Trust
+from ptfast.config.checks.target_keywords import Locate, check_target
+from ptfast.config.checks.trust import locate_trusted
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
@@ -45,12 +45,12 @@ def validate(
         ConfigError: everything wrong with single keys, unknown ones first; else every broken rule
             across keys; else everything that this machine lacks.
     """
-    trust = None if trusted else Trust(tuple(extra_trust))
+    locate_target = locate if trusted else partial(locate_trusted, packages=tuple(extra_trust))
     # A key that is misspelt or missing is reported before anything is imported, torch above all.
-    checker = _Checker(tree, trust, by_source=True)
+    checker = _Checker(tree, locate_target, by_source=True)
     config = checker.check()
     if all(problem.code not in ("C002", "C016") for problem in checker.problems):
-        checker = _Checker(tree, trust)
+        checker = _Checker(tree, locate_target)
         config = checker.check()
     if not checker.problems:
         assert config is not None
@@ -98,10 +98,9 @@ def key_named(name: str, others: Iterable[str] = ()) -> str | None:
 class _Checker:
     """Collects what is wrong with single keys."""
 
-    def __init__(self, tree: dict[str, Any], trust: Trust | None, *, by_source: bool = False) -> None:
-        self.tree = tree
-        self.locate = trust.locate if trust else locate
-        self.check_target = partial(check_target, locate=self.locate, by_source=by_source)
+    def __init__(self, tree: dict[str, Any], locate: Locate, *, by_source: bool = False) -> None:
+        self.tree, self.locate = tree, locate
+        self.check_target = partial(check_target, locate=locate, by_source=by_source)
         self.problems: list[PtfastError] = []
 
     def check(self) -> Config | None:
