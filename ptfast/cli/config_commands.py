@@ -128,13 +128,13 @@ def find(args: Namespace) -> int:
 def ablate(args: Namespace) -> int:
     """Measure what techniques are worth for a config, or compare what guides claim of them."""
     if args.claims:
-        from ptfast.measure.hold_claims import hold_claims
+        from ptfast.measure.claims import compare_claims
 
         others = [flag for flag, given in (("--only", args.only), ("--compile", args.compile)) if given]
         if other := [*args.words, *others]:
             what, hint = "claims bring their own models and data", "Leave it out, or leave out --claims"
             raise ConfigError("C011", what, key=other[0], place=COMMAND_LINE, suggestion=hint)
-        return hold_claims(budget_s=args.budget, out=args.out)
+        return compare_claims(budget_s=args.budget, out=args.out)
     from ptfast.config.catalogue import technique_named
 
     only = [technique_named(name) for name in args.only.split(",")] if args.only else []
@@ -159,7 +159,7 @@ def audit(args: Namespace) -> int:
 def race(args: Namespace) -> int:
     """Race variants of a config."""
     from ptfast.measure.race_results import RaceTarget
-    from ptfast.measure.racer import build_arms, race
+    from ptfast.measure.race_run import build_arms, race
 
     if args.target is None:
         hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"

@@ -164,7 +164,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
                 finding.technique.kind,
                 f"{effect.ratio:.2f}x",
                 "{:.2f}-{:.2f}".format(*effect.interval()),
-                finding.words,
+                finding.verdict_text,
                 "beside" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
                 "-" if memory is None else f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}",
                 "-" if drift is None else f"{drift:+.1%}",
@@ -191,7 +191,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")
     if any(finding.is_apart for finding, _ in ablation.measured):
         say("beside: measured in a block with the pick, not in the plan")
-    if any(finding.words.endswith("per step") for finding, _ in ablation.measured):
+    if any(finding.verdict_text.endswith("per step") for finding, _ in ablation.measured):
         say("faster per step: ptfast race measures if the same loss is reached sooner")
     if again := ablation.laboratory.num_again:
         say(f"{again} blocks were measured again: other processes took a core meanwhile")

@@ -16,7 +16,7 @@ from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.sections.section import Technique
-from ptfast.measure.experiment.laboratory import Laboratory, Measured, times_of
+from ptfast.measure.experiment.laboratory import Laboratory, TrialResult, times_of
 from ptfast.measure.experiment.plan import SPARE_DOF, Block, Factor, Fit, Run, columns, draw_blocks, fit
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
 
@@ -61,12 +61,12 @@ class Worth:
     """Of runs beside the pick, block by block."""
 
     @property
-    def words(self) -> str:
+    def verdict_text(self) -> str:
         """The verdict in words; techniques that change the result are only faster per step."""
         per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
         return f"{self.verdict} per step" if per_step else self.verdict
 
-    def note(self, measured: Measured, base: Measured | None) -> None:
+    def note(self, measured: TrialResult, base: TrialResult | None) -> None:
         """Note why a run with it failed, or by how much its first losses differ from those of `base`."""
         self.why = measured.why
         loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
@@ -77,7 +77,7 @@ class Worth:
 
 
 @dataclass
-class Confirmed:
+class Confirmation:
     """The pick, run again in fresh processes."""
 
     over_plain: Effect
@@ -99,15 +99,15 @@ class Ablation:
         self.times: list[list[float]] = []
         self.fitted: Fit | None = None
         self.picked: list[Technique] = []
-        self.confirmed: Confirmed | None = None
-        self.plain: Measured | None = None
+        self.confirmed: Confirmation | None = None
+        self.plain: TrialResult | None = None
         self._look_s = self._block_s = 0.0
         """Seconds to build a trial and to train its first steps, and to measure a block."""
         self._members: list[list[Worth]] = []
         """The techniques of each factor, those of level 1 first."""
         self._memory: list[list[float]] = []
 
-    def begin(self) -> Measured:
+    def begin(self) -> TrialResult:
         """Build plain and the config as given in a trial each, and raise their errors as the user's."""
         configs = [self._words([]), self.arguments]
         for words in configs:
@@ -274,7 +274,7 @@ class Ablation:
         if len(picks) > 1 and best is picks[1]:
             self.picked = sure
         over_given = Effect(best.log_ratio - given.log_ratio, best.se, best.dof)
-        self.confirmed = Confirmed(best, over_given, fitted.residual_sd)
+        self.confirmed = Confirmation(best, over_given, fitted.residual_sd)
 
     def _judge(self) -> None:
         """The verdicts of the whole table, given how much processes of one config differ."""
@@ -283,9 +283,9 @@ class Ablation:
             if finding.log_ratios and sd:
                 se = sd * math.sqrt(2 / len(finding.log_ratios))
                 finding.effect = Effect(statistics.fmean(finding.log_ratios), se, dof)
-        words = judge([finding.effect for finding in self.findings])
-        for finding, word in zip(self.findings, words, strict=True):
-            finding.verdict = "not applicable" if finding.why else word
+        verdicts = judge([finding.effect for finding in self.findings])
+        for finding, verdict in zip(self.findings, verdicts, strict=True):
+            finding.verdict = "not applicable" if finding.why else verdict
 
     @property
     def predicted(self) -> float:

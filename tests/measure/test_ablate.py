@@ -23,7 +23,7 @@ from ptfast.core.errors import EXIT_INTERRUPTED
 from ptfast.core.sections.section import Need
 from ptfast.measure import ablate_run
 from ptfast.measure.ablate_run import COMPILES, choose
-from ptfast.measure.experiment.laboratory import Laboratory, Measured
+from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.warm_parent import Request
 
 Capture = pytest.CaptureFixture[str]
@@ -61,21 +61,21 @@ class Planted(Laboratory):
     def left_s(self) -> float:
         return self.budget_s - self.seconds
 
-    def _request(self, request: Request) -> list[Measured]:
+    def _request(self, request: Request) -> list[TrialResult]:
         self.seconds += 4.0 if request.timed_s else 0.5
         if request.timed_s and len(self.blocks) >= self.interrupted_after:
             raise KeyboardInterrupt
         return [self._measured(words, request) for words in request.configs]
 
-    def _measured(self, words: Sequence[str], request: Request) -> Measured:
+    def _measured(self, words: Sequence[str], request: Request) -> TrialResult:
         if self.fails in words:
-            return Measured(tuple(words), None, "it is not to be had")
+            return TrialResult(tuple(words), None, "it is not to be had")
         speed = math.prod(factor for word, factor in self.speeds.items() if word in words)
         if "preset=plain" not in words:
             speed = self.given_speed
         facts = {"meets": ["images", "convolutions", "batchnorm"], "loss": 2.0, "peak_memory_bytes": 2**30}
         time = math.log(1e-3 / speed) + self._draws.gauss(0, 0.01)
-        return Measured(tuple(words), time if request.timed_s else None, "", facts)
+        return TrialResult(tuple(words), time if request.timed_s else None, "", facts)
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
 def test_what_mends_a_finding_in_this_process_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_run, "STRETCH_S", 0.0)
+    monkeypatch.setattr(audit_run, "SEGMENT_S", 0.0)
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
     with audit_context(config, tmp_path, Display()) as context:
         found = [*run_checks(context, ("loop",))]

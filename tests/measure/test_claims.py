@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from ptfast.config.catalogue import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
-from ptfast.measure import hold_claims
-from ptfast.measure.hold_claims import CLAIMS, Claim, ZeroedResNet, filled_in, judge
+from ptfast.measure import claims
+from ptfast.measure.claims import CLAIMS, Claim, ZeroedResNet, filled_in, judge
 from ptfast.models.resnet_cifar import ResNetCifar
 
 TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachine().lacks, claim.needs))]
@@ -39,7 +39,7 @@ def test_data_is_made_once_and_only_what_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NUM_IMAGES", "NUM_FILES", "NUM_TEXTS"):
-        monkeypatch.setattr(hold_claims, name, 20)
+        monkeypatch.setattr(claims, name, 20)
     (words,) = filled_in(("data.path={texts}",), tmp_path)
     texts = Path(words.partition("=")[2])
     assert [*tmp_path.iterdir()] == [texts]

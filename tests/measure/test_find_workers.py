@@ -13,7 +13,7 @@ import pytest
 
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
-from ptfast.measure.experiment.laboratory import Laboratory, Measured
+from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.warm_parent import Request
 from ptfast.measure.find import loader_finder
 from ptfast.measure.find.loader_finder import PLAIN, LoaderSearch, LoaderSetup
@@ -51,10 +51,10 @@ class Machine(Laboratory):
         self.bytes = lambda loader: 100 * MB
         self._draws = random.Random(0)
 
-    def _request(self, request: Request) -> list[Measured]:
+    def _request(self, request: Request) -> list[TrialResult]:
         return [self._measured(words, bool(request.timed_s)) for words in request.configs]
 
-    def _measured(self, words: Sequence[str], timed: bool) -> Measured:
+    def _measured(self, words: Sequence[str], timed: bool) -> TrialResult:
         _, config = read(tuple(words))
         section, threads = config.dataloader, config.backend.worker_threads
         loader = LoaderSetup(section.kind, read_ahead=section.read_ahead)
@@ -63,13 +63,15 @@ class Machine(Laboratory):
         elif loader.kind == "workers":
             loader = loader._replace(workers=section.workers, prefetch=section.prefetch, threads=threads)
         if loader in self.ends:
-            return Measured(tuple(words), None, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"})
+            return TrialResult(
+                tuple(words), None, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"}
+            )
         resolved = {"dataloader": loader.kind, "workers": loader.workers, "read_ahead": loader.read_ahead}
         rate = self.rate(loader)
         figures = {"samples_per_s": rate, "waiting": self.waiting, "memory": (self.bytes(loader), "PSS")}
         time = -math.log(rate) + self._draws.gauss(0, self.noise)
         facts = {"resolved": resolved, "data": self.data, **figures}
-        return Measured(tuple(words), time if timed else None, "", facts)
+        return TrialResult(tuple(words), time if timed else None, "", facts)
 
 
 def searched(machine: Machine, most: int | None = None, words: tuple[str, ...] = SMALL) -> LoaderSearch:

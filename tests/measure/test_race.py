@@ -12,9 +12,9 @@ import pytest
 
 from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
-from ptfast.measure import racer
+from ptfast.measure import race_run
 from ptfast.measure.race_results import RaceTarget, lead, read_finish
-from ptfast.measure.racer import build_arms, describe_rates
+from ptfast.measure.race_run import build_arms, describe_rates
 
 SMALL = ("model.hidden=[8]", "steps=12", "epochs=null", "eval.every=4steps", "log_every=2steps")
 
@@ -147,13 +147,13 @@ def in_this_process(words: list[str], log: Path) -> int:
 
 def test_the_process_of_a_run_writes_a_log(tmp_path):
     log = tmp_path / "run.log"
-    assert racer._ptfast(["train", "optimizer.lrr=1"], log) == 2
+    assert race_run._ptfast(["train", "optimizer.lrr=1"], log) == 2
     assert "error[C002]: optimizer.lrr=1" in log.read_text()
 
 
 def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(racer, "_ptfast", in_this_process)
+    monkeypatch.setattr(race_run, "_ptfast", in_this_process)
     arms = ("optimizer.lr=0.01,1e-9", *SMALL)
     assert (
         command_line.run(["race", *arms, "--target", "accuracy:0.2", "--seeds", "1", "--out", "found"]) == 0
@@ -171,7 +171,7 @@ def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch,
 
 def test_a_figure_that_there_is_not_ends_it_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(racer, "_ptfast", in_this_process)
+    monkeypatch.setattr(race_run, "_ptfast", in_this_process)
     words = ["race", "optimizer.lr=0.01,0.1", *SMALL, "--target", "recall:0.5", "--out", "found"]
     assert command_line.run(words) == 2
     assert (

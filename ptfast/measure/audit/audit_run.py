@@ -30,7 +30,7 @@ from ptfast.report.terminal.display import build_display, is_terminal, say, stan
 
 ORDER = (0, 1, 1, 0)
 """The sides of a round, in the order they are measured: an even drift weighs on both alike."""
-STRETCH_S = 0.1
+SEGMENT_S = 0.1
 """Least time of a segment, beside which its overhead is negligible."""
 SHARE = 0.2
 """Largest part of the budget for one finding in this process."""
@@ -184,7 +184,7 @@ def _measure(trial: Trial, seconds: float, device_type: str) -> tuple[Effect | N
     end = time.perf_counter() + seconds
     for side in sides:
         segment(side, 1)
-    count = max(1, math.ceil(STRETCH_S / max(*(segment(side, 1) for side in sides), 1e-6)))
+    count = max(1, math.ceil(SEGMENT_S / max(*(segment(side, 1) for side in sides), 1e-6)))
     rounds: list[list[float]] = []
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
         if len(rounds) < LEAST_ROUNDS and time.perf_counter() > end + seconds:

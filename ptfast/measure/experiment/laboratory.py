@@ -28,7 +28,7 @@ LOST_CORES, MOST_AGAIN = 0.5, 0.25
 
 
 @dataclass
-class Measured:
+class TrialResult:
     """The result of a trial."""
 
     words: tuple[str, ...]
@@ -50,7 +50,7 @@ class Measured:
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
 
 
-def times_of(block: Sequence[Measured]) -> list[float]:
+def times_of(block: Sequence[TrialResult]) -> list[float]:
     """The times of a block; `nan` for a trial that gave none."""
     return [math.nan if each.time is None else each.time for each in block]
 
@@ -65,7 +65,7 @@ class Laboratory:
 
     def __init__(self, *, budget_s: float, timed_s: float = 1.0, turn_s: float = 0.05) -> None:
         self.budget_s, self.timed_s, self.turn_s = budget_s, timed_s, turn_s
-        self.blocks: list[list[Measured]] = []
+        self.blocks: list[list[TrialResult]] = []
         self.num_again = 0
         """Blocks that others disturbed, which were measured again."""
         self.block_s = 0.0
@@ -79,7 +79,7 @@ class Laboratory:
         """Seconds of the budget that are left."""
         return self.budget_s - (time.monotonic() - self._start_s)
 
-    def look(self, configs: Sequence[Sequence[str]], *, asks: bool = False) -> list[Measured]:
+    def look(self, configs: Sequence[Sequence[str]], *, asks: bool = False) -> list[TrialResult]:
         """Build each config once and train its first steps, without measuring its time.
 
         Args:
@@ -87,7 +87,7 @@ class Laboratory:
         """
         return self._request(Request([list(words) for words in configs], timed_s=0.0, warm_s=0.0, asks=asks))
 
-    def measure(self, configs: Sequence[Sequence[str]]) -> list[Measured]:
+    def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare.
 
         A block is disturbed if others took half a core or more in one round of turns of four.
@@ -113,7 +113,7 @@ class Laboratory:
         self.blocks.append(found)
         return found
 
-    def _request(self, request: Request) -> list[Measured]:
+    def _request(self, request: Request) -> list[TrialResult]:
         assert self._connection is not None
         try:
             self._connection.send(request)
@@ -126,7 +126,7 @@ class Laboratory:
         if isinstance(answer, Exception):
             raise answer
         found = [
-            Measured(tuple(words), None, facts.pop("error", ""), facts)
+            TrialResult(tuple(words), None, facts.pop("error", ""), facts)
             for words, facts in zip(request.configs, answer, strict=True)
         ]
         whole = [each for each in found if not each.why and each.facts.get("times")]
@@ -168,7 +168,7 @@ class Pair:
     other: Sequence[str]
     why: str = ""
     """Why there is nothing to measure."""
-    blocks: list[list[Measured]] = field(default_factory=list)
+    blocks: list[list[TrialResult]] = field(default_factory=list)
 
     @property
     def times(self) -> list[list[float]]:
@@ -213,8 +213,7 @@ def measure_pairs(
 def judge_pairs(pairs: Sequence[Pair]) -> tuple[list[Effect | None], list[Verdict]]:
     """Effects and verdicts of pairs of one workload, as a family."""
     effects = fit_pairs([pair.times for pair in pairs])
-    words = judge(effects)
     return effects, [
-        "not applicable" if pair.why and pair.why != NOT_REACHED else word
-        for pair, word in zip(pairs, words, strict=True)
+        "not applicable" if pair.why and pair.why != NOT_REACHED else verdict
+        for pair, verdict in zip(pairs, judge(effects), strict=True)
     ]

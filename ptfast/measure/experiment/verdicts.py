@@ -90,17 +90,17 @@ def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
 def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     """The verdict on each comparison of a family; None is one with too few rounds."""
     rejected = iter(holm([effect.p_value for effect in effects if effect is not None]))
-    words: list[Verdict] = []
+    verdicts: list[Verdict] = []
     for effect in effects:
         differs = effect is not None and next(rejected)
         low, high = effect.interval() if effect is not None else (0.0, math.inf)
         if low >= 1 - EQUAL and high <= 1 + EQUAL:
-            words.append("no difference")
+            verdicts.append("no difference")
         elif effect is None or not differs:
-            words.append("cannot tell")
+            verdicts.append("cannot tell")
         else:
-            words.append("faster" if effect.log_ratio > 0 else "slower")
-    return words
+            verdicts.append("faster" if effect.log_ratio > 0 else "slower")
+    return verdicts
 
 
 def t_tail(t: float, dof: float) -> float:

@@ -15,7 +15,7 @@ from ptfast.core.errors import EXIT_OK
 from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.units import duration, grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.laboratory import Laboratory, Measured
+from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.plan import Block, Factor, fit
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
@@ -130,7 +130,7 @@ class LoaderSearch:
     ) -> None:
         self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
         self.most = most or 0
-        self.blocks: list[list[tuple[LoaderSetup, Measured]]] = []
+        self.blocks: list[list[tuple[LoaderSetup, TrialResult]]] = []
         self.failed: dict[LoaderSetup, str] = {}
         """Why loaders are not available."""
         self.named: dict[str, LoaderSetup] = {}

@@ -72,7 +72,7 @@ TUNING_GUIDE = "PyTorch Performance Tuning Guide"
 CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174"
 PADDING = "Benesty 2020, CamemBERT-base on X-NLI, RTX 2080 Ti"
 REPEATED = "often repeated; first source not found"
-ZEROED = "ptfast.measure.hold_claims.ZeroedResNet"
+ZEROED = "ptfast.measure.claims.ZeroedResNet"
 
 RESNET: Words = ("data=arrays", "data.path={images}", "model=resnet20", "optimizer=sgd")
 WIDE: Words = (*RESNET, "model.width=32")
@@ -185,7 +185,7 @@ CLAIMS = (
 """In the order in which the sources give them."""
 
 
-def hold_claims(*, budget_s: float, out: Path | None = None) -> int:
+def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     """Compare every claim that can be tried here with blocked pairs of trials on data made for it.
 
     Intervals hold all true ratios together in 95 % of cases.

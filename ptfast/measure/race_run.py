@@ -199,13 +199,13 @@ def _show(racing: Race, note: str) -> None:
     target, finishes = racing.target, racing.finishes
     say()
     by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
-    words = [_WORDS.get(word, word) for word in judge([each and each.effect for each in by_time])]
+    verdicts = [_WORDS.get(each, each) for each in judge([each and each.effect for each in by_time])]
     rows: list[list[str]] = []
     for number, arm in enumerate(racing.arms):
         against_first = ["1.00x", "1.00x", ""]
         if number:
             leads = (str(found[number - 1] or "-") for found in (by_steps, by_time))
-            against_first = [*leads, words[number - 1]]
+            against_first = [*leads, verdicts[number - 1]]
         runs = [finish for finish in finishes if finish.arm == number]
         reached = [run for run in runs if run.steps is not None]
         took = ["", ""]
