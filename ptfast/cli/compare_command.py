@@ -110,10 +110,11 @@ def show(ranking: Ranking) -> None:
     title = f"{len(ranking.runs)} runs by {ranking.metric}, {better} first"
     links = [_report(run).absolute().as_uri() for run in ranking.runs]
     _print(run_rows(ranking), ranking.labels, ranking, title, links)
-    if shares := explained(ranking):
+    title, shares = _share_rows(ranking)
+    if shares:
         print()
-        rows = [[key, _percent(share), "#" * round(20 * (share or 0))] for key, share in shares.items()]
-        table(["key", "share", ""], rows, title=_share_title(ranking))
+        rows = [[key, text, "#" * round(20 * share)] for key, text, share in shares]
+        table(["key", "share", ""], rows, title=title)
 
 
 def _print(
@@ -190,13 +191,15 @@ def _cell(run: RunFiles, name: str, value: float | None) -> str:
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 
 
-def _share_title(ranking: Ranking) -> str:
+def _share_rows(ranking: Ranking) -> tuple[str, list[tuple[str, str, float]]]:
+    """A title and a row for each key: its share of the variance, as text and as a number."""
     count = sum(value is not None for value in ranking.values)
-    return f"share of the variance of {ranking.metric} that a key explains by itself ({count} runs)"
-
-
-def _percent(share: float | None) -> str:
-    return "cannot tell" if share is None else f"{share:.0%}"
+    title = f"share of the variance of {ranking.metric} that a key explains by itself ({count} runs)"
+    rows = [
+        (key, "cannot tell" if share is None else f"{share:.0%}", share or 0.0)
+        for key, share in explained(ranking).items()
+    ]
+    return title, rows
 
 
 def _report(run: RunFiles) -> Path:
@@ -251,13 +254,14 @@ def _render(ranking: Ranking, folder: Path) -> str:
     links = [quote(Path(os.path.relpath(_report(run).absolute(), folder)).as_posix()) for run in runs]
     colors = [line_color(index) for index in range(len(runs))]
     body += html_table(list(columns), list(zip(*columns.values(), strict=True)), colors, links)
-    if shares := explained(ranking):
+    sentence, shares = _share_rows(ranking)
+    if shares:
         bars = "".join(
-            f'<tr><td>{escape(key)}</td><td class="num">{_percent(share)}</td>'
-            f'<td class="share"><i class="c0" style="width:{100 * (share or 0):.1f}%"></i></td></tr>'
-            for key, share in shares.items()
+            f'<tr><td>{escape(key)}</td><td class="num">{text}</td>'
+            f'<td class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></td></tr>'
+            for key, text, share in shares
         )
-        sentence = escape(_share_title(ranking))
+        sentence = escape(sentence)
         body += f'<h2>{sentence[0].upper()}{sentence[1:]}</h2><div class="card"><table>{bars}</table></div>'
     last_step = max((run.last_step for run in runs), default=0)
     # The names of many runs would take more room than their curves; the table above has them by number.

@@ -97,7 +97,13 @@ def predict_files(
                 if out is not None:
                     lines.append(line)
                 elif is_terminal(standard_output()):
-                    say(f"{source}: {_in_words(record)}")
+                    # The likeliest classes with their probabilities, or every entry by name.
+                    if isinstance(top := record.get("top"), dict):
+                        shown = ", ".join(f"{name} {share:.1%}" for name, share in top.items())
+                    else:
+                        named = {k: v for k, v in record.items() if k != "mask" or isinstance(v, str)}
+                        shown = "  ".join(labelled(name, value) for name, value in named.items())
+                    say(f"{source}: {shown}")
                 else:
                     print(line, flush=True)
     if unreadable and not num_predicted:
@@ -177,15 +183,6 @@ def _write(text: str, out: str) -> None:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as error:
         raise cannot_write(error, "--out", out) from error
-
-
-def _in_words(record: Mapping[str, Any]) -> str:
-    """A prediction in words: the likeliest classes with their probabilities, or every entry by name."""
-    if isinstance(top := record.get("top"), dict):
-        return ", ".join(f"{name} {share:.1%}" for name, share in top.items())
-    return "  ".join(
-        labelled(name, value) for name, value in record.items() if name != "mask" or isinstance(value, str)
-    )
 
 
 def generate(

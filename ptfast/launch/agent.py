@@ -45,11 +45,6 @@ class Ended:
     error: BaseException | None = None
     """What ended the agent itself."""
 
-    def killed(self) -> int | None:
-        """Return the first rank that a signal has killed; SIGTERM is how torchrun ends the others."""
-        killed = (r for r, code in self.codes.items() if code < 0 and code != -signal.SIGTERM)
-        return next((rank for rank in killed if rank not in self.hung), None)
-
 
 _Base: Any = api.LocalElasticAgent
 

@@ -272,7 +272,7 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
     ended = run_elastic("ptfast", ["train", *words], options)
     if ended.received is not None:
         return EXIT_INTERRUPTED if ended.received == signal.SIGINT else EXIT_PREEMPTED
-    if error := killed_rank(ended, socket.gethostname()) or hung_rank(ended, socket.gethostname()):
+    if error := lost_rank(ended, socket.gethostname()):
         raise error
     # The rank that failed first has said why, here or on another machine.
     codes = ended.codes.values()
@@ -292,10 +292,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     from ptfast.launch.rank_main import EXIT_CODES
 
     reported = reported_failure(folder, composed)
-    # A rank that was killed is the cause of what the others say; one that hangs, of their losing it.
-    error = killed_rank(ended, str(folder))
-    if error is None and (reported is None or reported.exit_code == ParallelError.exit_code):
-        error = hung_rank(ended, str(folder))
+    error = lost_rank(ended, str(folder), reported)
     if failure := error or reported:
         # The first rank's summary may say only that another was gone.
         line = str(error) if error else str(reported).split(": ", 2)[-1]
@@ -321,19 +318,22 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     raise ParallelError("P001", what, key=str(folder))
 
 
-def killed_rank(ended: Ended, key: str | None) -> ParallelError | None:
-    """The error that names the first rank that was killed, by somebody else than the launcher."""
-    if (rank := ended.killed()) is None:
-        return None
-    number = -ended.codes[rank]
-    hint = "The system's memory may have run out" if number == signal.SIGKILL else None
-    what = f"rank {rank} was killed by {signal.Signals(number).name}"
-    return ParallelError("P001", what, key=key, suggestion=hint)
+def lost_rank(ended: Ended, key: str, reported: ReportedError | None = None) -> ParallelError | None:
+    """The error that names a rank that was killed, by somebody else than the launcher, or ranks that hang.
 
-
-def hung_rank(ended: Ended, key: str) -> ParallelError | None:
-    """The error that names the ranks that stayed when the others had left; None after a signal."""
-    if not ended.hung or ended.received is not None:
+    Args:
+        reported: what another rank has reported; a killed rank is its cause, and ranks that hang are if it
+            only says that another rank was lost.
+    """
+    # SIGTERM is how torchrun ends the other ranks.
+    fatal = (rank for rank, code in ended.codes.items() if code < 0 and code != -signal.SIGTERM)
+    if (rank := next((rank for rank in fatal if rank not in ended.hung), None)) is not None:
+        number = -ended.codes[rank]
+        hint = "The system's memory may have run out" if number == signal.SIGKILL else None
+        what = f"rank {rank} was killed by {signal.Signals(number).name}"
+        return ParallelError("P001", what, key=key, suggestion=hint)
+    other_cause = reported is not None and reported.exit_code != ParallelError.exit_code
+    if not ended.hung or ended.received is not None or other_cause:
         return None
     who = ", ".join(map(str, ended.hung))
     what = f"rank {who} hangs" if len(ended.hung) == 1 else f"ranks {who} hang"

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import textwrap
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,7 +20,6 @@ from ptfast.core.units import are_numbers, clock, listed
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
-    from rich.text import Text
 
 REDRAW_S = 0.5
 """Shortest time between two drawings of the live line; one costs about half a millisecond."""
@@ -202,19 +201,6 @@ def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[Non
     return widths
 
 
-class Countdown:
-    """A text with the time left until `end_s`, as it is whenever it is drawn."""
-
-    def __init__(self, text: str, end_s: float | None, now: Callable[[], float]) -> None:
-        self._text, self._end_s, self._now = text, end_s, now
-
-    def __rich__(self) -> Text:
-        from rich.text import Text
-
-        eta = "" if self._end_s is None else f"  eta {clock(self._end_s - self._now())}"
-        return Text(self._text + eta)
-
-
 class LiveDisplay(Display):
     """A terminal: panels, one line that is redrawn in place, lines of evaluations above it."""
 
@@ -260,9 +246,20 @@ class LiveDisplay(Display):
 
     @contextlib.contextmanager
     def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
         self.close()
         end_s = None if left_s is None else self._now() + left_s
-        with self._console.status(Countdown(one_line(text), end_s, self._now), refresh_per_second=4):
+        spinner = Spinner("dots", style="status.spinner")
+
+        def draw() -> Spinner:
+            eta = "" if end_s is None else f"  eta {clock(end_s - self._now())}"
+            spinner.update(text=Text(one_line(text) + eta))
+            return spinner
+
+        with Live(get_renderable=draw, console=self._console, refresh_per_second=4, transient=True):
             yield
 
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
