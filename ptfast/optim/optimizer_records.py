@@ -16,8 +16,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
         kind="reordered",
         on=("optimizer.fused=auto",),
         off=("optimizer.fused=false",),
-        why="One kernel updates weights and state in one pass over memory; separate operations make about "
-        "ten.",
+        why="One kernel updates weights and state in one pass over memory instead of about ten.",
         claim="The quickest of torch's three ways to step, before foreach and the loop over parameters.",
         source="PyTorch documentation of torch.optim, 'Algorithms'.",
         measured="A step on one CPU thread at the size of ResNet-18 and of DistilBERT: AdamW 8.4 and 45 ms "
@@ -45,8 +44,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="sgd with momentum",
         on=("optimizer=sgd",),
-        why="The cheapest step, with one number of state per weight; ConvNets with BatchNorm need no more "
-        "epochs.",
+        why="The cheapest step, with one number of state per weight; ConvNets need no more epochs.",
         claim="On CIFAR-10 a lower test error than Adam's.",
         source="Wilson, Roelofs, Stern, Srebro, Recht 2017, arXiv:1705.08292.",
         measured="A fused step takes 0.73 of AdamW's time at ResNet-18's size and 0.71 at DistilBERT's.",
@@ -81,10 +79,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="schedule-free adamw",
         on=("optimizer=adamw_schedulefree", "schedule=constant"),
         off=("optimizer=adamw", "schedule=constant"),
-        why="Averaged weights replace a decaying rate: the model is good at any step, not only at a planned "
-        "end.",
-        claim="As good as schedules from convex problems to large models; won AlgoPerf's self-tuning track "
-        "in 2024.",
+        why="Averaged weights replace a decaying rate, so the model is good at any step.",
+        claim="As good as schedules in convex and deep problems; won AlgoPerf 2024's self-tuning track.",
         source="Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.",
         avoid="A recipe whose schedule is tuned for its length.",
         audit="A cosine in a run that is stopped early, or prolonged.",
@@ -155,9 +151,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="sgd beside muon",
         on=("optimizer=muon", "optimizer.rest=sgd", "optimizer.rest_lr=0.05"),
         off=("optimizer=muon", "optimizer.rest=adamw", "optimizer.rest_lr=null"),
-        why="Biases, norms and the ends of a ConvNet train as well with SGD as with AdamW, at half the "
-        "state.",
-        claim="A part of 94 % on CIFAR-10 in 2.59 s on an A100.",
+        why="SGD trains biases, norms and ends of a ConvNet as well as AdamW, with half the state.",
+        claim="Part of 94 % on CIFAR-10 in 2.59 s on an A100.",
         source="KellerJordan/cifar10-airbench, airbench94_muon.py.",
         avoid="Transformers, whose embeddings and head have gradients of very different scale.",
         audit="Muon on a convolutional network with AdamW for biases and norms.",
@@ -168,9 +163,8 @@ OPTIMIZERS: tuple[Technique, ...] = (
         name="normalized weights",
         on=("optimizer=muon", "optimizer.normalize=true"),
         off=("optimizer=muon", "optimizer.normalize=false"),
-        why="A norm cancels a layer's scale: weights of one length keep relative steps constant without "
-        "decay.",
-        claim="A part of 94 % on CIFAR-10 in 2.59 s on an A100; its own share is not given.",
+        why="A norm cancels a layer's scale: at one length, relative steps stay constant without decay.",
+        claim="Part of 94 % on CIFAR-10 in 2.59 s on an A100; its own share is not given.",
         source="KellerJordan/cifar10-airbench, airbench94_muon.py.",
         avoid="Layers without a norm after them, whose scale matters.",
         audit="Muon with weight decay on layers that a BatchNorm follows.",
@@ -192,8 +186,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
     _optimizer(
         name="lamb",
         on=("optimizer=lamb",),
-        why="Adam in which each layer moves by a fraction of its norm, for transformers at batches of "
-        "thousands.",
+        why="Adam whose layers move by a fraction of their norm, for transformers at batches of thousands.",
         claim="BERT at batches of 32,768 and more in 76 minutes on a TPUv3 pod, as good as at 512.",
         source="You et al. 2020, arXiv:1904.00962.",
         measured="A step on one CPU thread takes 2.1 of fused AdamW's, and 0.20 to 0.29 of timm's LAMB.",
@@ -223,7 +216,7 @@ OPTIMIZERS: tuple[Technique, ...] = (
         measured="A step on one CPU thread takes 1.07 to 1.14 of fused AdamW's, and 0.26 of timm's NovoGrad.",
         command="python scripts/bench_optimizers.py --threads 1 --cpu-time",
         avoid="You want to keep a rate tuned for AdamW: NovoGrad needs its own.",
-        audit="AdamW where its state does not fit into the memory.",
+        audit="AdamW whose state does not fit into memory.",
     ),
 )
 
@@ -282,8 +275,7 @@ PARAMETERS: tuple[Technique, ...] = (
         on=('optimizer.groups=[{match: "*1.*", trains_from: 30%}]',),
         off=("optimizer.groups=[]",),
         why="A new head's wrong gradients do not damage pretrained layers, and backward stops above them.",
-        claim="Part of ULMFiT, as good with 100 labelled texts as training from scratch with 100 times as "
-        "many.",
+        claim="Part of ULMFiT, as good with 100 labelled texts as 100 times as many from scratch.",
         source="Howard, Ruder 2018, arXiv:1801.06146, section 3.3.",
         avoid="Random weights.",
         audit="Fine-tuning with a new head (model.replace_head) in which all layers train at once.",
@@ -293,8 +285,7 @@ PARAMETERS: tuple[Technique, ...] = (
         name="head before backbone",
         on=("optimizer.backbone_from=30%",),
         off=("optimizer.backbone_from=null",),
-        why="The head trains alone, without backward below it; once it fits, its errors disturb the rest "
-        "less.",
+        why="The head trains alone, without backward below; once it fits, its errors disturb the rest less.",
         claim="Fine-tuning after the head, over ten distribution shifts: 1 % more accurate than at once on "
         "data like that of training, 10 % on shifted data.",
         source="Kumar, Raghunathan, Jones, Ma, Liang 2022, arXiv:2202.10054.",
@@ -312,7 +303,7 @@ PARAMETERS: tuple[Technique, ...] = (
         "a warm-up and unchanged weight decay.",
         source="Goyal et al. 2017, arXiv:1706.02677.",
         avoid="Batches beyond a few thousand samples, runs without a warm-up, and Adam-like optimizers.",
-        audit="SGD at another batch size than that which its rate was found at.",
+        audit="SGD at another batch size than its rate was tuned for.",
         alternatives="learning rate scaling",
         trial=("optimizer=sgd", "optimizer.lr=0.05", "batch_size=128"),
     ),
@@ -324,10 +315,10 @@ PARAMETERS: tuple[Technique, ...] = (
         why="Adam's step does not grow with the gradient, whose noise falls with the root of the batch.",
         claim="Training with Adam or RMSprop at one batch matches another, in theory and on vision and "
         "language models, if betas and eps are scaled too, which ptfast does not do.",
-        source="Malladi, Lyu, Panigrahi, Arora 2022, arXiv:2205.10287; for the decay Wang, Aitchison 2024, "
+        source="Malladi, Lyu, Panigrahi, Arora 2022, arXiv:2205.10287; Wang, Aitchison 2024, "
         "arXiv:2405.13698.",
         avoid="SGD, and batches so large that the betas would have to change.",
-        audit="Adam or AdamW at another batch size than that which its rate was found at.",
+        audit="Adam or AdamW at another batch size than its rate was tuned for.",
         alternatives="learning rate scaling",
         trial=("optimizer=adamw", "batch_size=256"),
     ),
@@ -342,7 +333,7 @@ PARAMETERS: tuple[Technique, ...] = (
         "whole batch, up to rounding.",
         source="Ott, Edunov, Grangier, Auli 2018, arXiv:1806.00187 ('delayed updates').",
         avoid="The whole batch fits: small parts use the device less well, and BatchNorm sees one at a time.",
-        audit="Out-of-memory errors at the batch size that is wanted, or a smaller batch because of them.",
+        audit="Out-of-memory errors at the intended batch size, or a smaller batch because of them.",
         trial=("model.hidden=[32]", "optimizer=sgd"),
     ),
 )

@@ -38,8 +38,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="debugging aids off",
         kind="exact",
-        why="Anomaly detection, profilers and gradient checks hook into every operation; off, they cost "
-        "nothing.",
+        why="Anomaly detection, profilers and gradient checks hook into every operation, and cost time.",
         claim="What looking at every operation takes; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Disable debugging APIs'.",
         avoid="The loss turns NaN, or time is lost somewhere unknown: debug=anomaly, debug=profiler.",

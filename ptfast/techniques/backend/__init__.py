@@ -61,7 +61,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="threads by cores",
         kind="reordered",
         why="Each rank uses its share of the cores that nobody else keeps busy; torchrun would give it one.",
-        claim="Up to as many times as a rank has cores; with more threads than cores they take turns.",
+        claim="Up to a factor of the cores per rank; with more threads than cores they take turns.",
         source="PyTorch documentation, 'CPU threading'; torchrun sets OMP_NUM_THREADS=1.",
         avoid="Never; backend.threads and OMP_NUM_THREADS set the number.",
         audit="torch.get_num_threads() is not the number of cores over that of local ranks.",

@@ -70,8 +70,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="compiled elementwise chains",
         on=("compile=pointwise",),
         why="Elementwise operations are bound by memory; a fused chain reads and writes its tensors once.",
-        claim="One read and write per chain, which counts for activations or losses written by hand; no "
-        "figure.",
+        claim="One read and write per chain, for activations or losses written by hand; no figure is given.",
         source="PyTorch Performance Tuning Guide, 'Fuse operations'; torch.compile.",
         avoid="Activations are torch's own, each one kernel already; compile=model does more where it works.",
         audit="Several elementwise operations in a row, such as an activation or a loss written by hand.",
@@ -102,19 +101,17 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="compiled into CUDA graphs",
         on=("compile=reduce_overhead",),
         why="A whole forward or backward pass is one launch, so small kernels do not wait for the host.",
-        claim="Much where kernels are small and little where they are large.",
+        claim="A large gain for small kernels, little for large ones.",
         source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile.",
-        avoid="Steps have several micro-batches (refused: gradients would be overwritten), or memory is "
-        "short.",
+        avoid="Steps have several micro-batches (refused: gradients would be lost), or memory is short.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
         needs=("cuda", "compiler"),
     ),
     _compile(
         name="autotuned kernels",
         on=("compile=max_autotune",),
-        why="The fastest of many kernels is chosen for each product and convolution; CUDA graphs launch "
-        "them.",
-        claim="What the choice gives over a compiled model, for minutes of compiling; no figure is given.",
+        why="CUDA graphs launch the fastest of many kernels for each product and convolution.",
+        claim="A gain over a compiled model, for minutes of compiling; no figure is given.",
         source="torch.compile, mode max-autotune.",
         avoid="Bits must repeat: a resumed run may choose other kernels without the compiler's cache.",
         audit="A compiled model that will run for a day.",

@@ -7,20 +7,18 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+from torch import nn
+
+from ptfast.core.clock import Clock
 from ptfast.core.devices import cpu_facts
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import cache_folder
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
+from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.techniques.repeated_blocks import find_blocks
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from ptfast.core.clock import Clock
-    from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 
 Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
 
@@ -53,12 +51,10 @@ class Compilation:
     masks than without a compiler, except under `pointwise`.
 
     Args:
-        mode: `pointwise` fuses chains of elementwise operations alone; `blocks` compiles repeated blocks,
-            those of one class and shape once, in a fraction of the time; `reduce_overhead` compiles the model
-            into CUDA graphs; `max_autotune` that with its matrix products timed.
+        mode: as in the section; `blocks` compiles those of one class and shape once.
         dynamic: batches come in many lengths.
-        accumulates: a step has several micro-batches on a rank. CUDA graphs keep gradients in memory
-            that the next micro-batch overwrites, in silence.
+        accumulates: a step has several micro-batches on a rank. A CUDA graph would overwrite the gradients of
+            the one before, in silence.
 
     Raises:
         MachineError: E005 if a tool or device is missing.
@@ -79,8 +75,6 @@ class Compilation:
         self.fusion: PointwiseFusion | None = None
         self.options: dict[str, Any] = {"dynamic": dynamic}
         if mode == "pointwise":
-            from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
-
             self.fusion = self.options["backend"] = PointwiseFusion()
         elif mode == "reduce_overhead":
             self.options["mode"] = "reduce-overhead"
@@ -120,7 +114,6 @@ class Compilation:
 
     def plain(self) -> AbstractContextManager[Any]:
         """A context in which compiled modules run as they were written."""
-        import torch
 
         return torch.compiler.set_stance("force_eager")
 
@@ -214,7 +207,6 @@ class Compilation:
 
 
 def _compile(module: nn.Module, options: dict[str, Any]) -> None:
-    import torch
 
     if torch.__version__ >= "2.10" or not type(module).__module__.startswith("torch.nn."):
         module.compile(**options)

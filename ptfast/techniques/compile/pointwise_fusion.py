@@ -62,11 +62,24 @@ class _Kernel(nn.Module):
 
     def __init__(self, chain: fx.GraphModule) -> None:
         super().__init__()
+        from torch._dynamo.utils import detect_fake_mode
         from torch._guards import tracing
         from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch.fx.experimental.proxy_tensor import make_fx
 
         inputs = [node.meta["val"] for node in chain.graph.nodes if node.op == "placeholder"]
-        graph, self.is_single = _decomposed(chain, inputs)
+        outputs = next(iter(reversed(chain.graph.nodes))).args[0]
+        self.is_single = is_single = isinstance(outputs, fx.Node)
+
+        def run(*values: Any) -> tuple[Any, ...]:
+            results = chain(*values)
+            return (results,) if is_single else tuple(results)
+
+        fake_mode: Any = detect_fake_mode(inputs)
+        with fake_mode:
+            # In the operations that inductor has code for.
+            graph = make_fx(run, select_decomp_table())(*inputs)
         # Readers of the results were traced with the strides that they would have had.
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -92,21 +105,3 @@ def is_pointwise(node: fx.Node) -> bool:
         and value.dim() > 0
         and value.is_floating_point()
     )
-
-
-def _decomposed(chain: fx.GraphModule, inputs: list[Any]) -> tuple[fx.GraphModule, bool]:
-    """The chain in operations that inductor has code for, returning a tuple; and whether it had not."""
-    from torch._dynamo.utils import detect_fake_mode
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    outputs = next(iter(reversed(chain.graph.nodes))).args[0]
-    is_single = isinstance(outputs, fx.Node)
-
-    def run(*values: Any) -> tuple[Any, ...]:
-        results = chain(*values)
-        return (results,) if is_single else tuple(results)
-
-    fake_mode: Any = detect_fake_mode(inputs)
-    with fake_mode:
-        return make_fx(run, select_decomp_table())(*inputs), is_single

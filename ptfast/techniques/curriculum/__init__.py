@@ -66,8 +66,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         "less time, at 8 times larger batches and 4 times larger rates, unstable without it.",
         source="Li, Zhang, He 2022, arXiv:2108.06084.",
         avoid="Short contexts and stable runs, where cutting tokens only loses data.",
-        audit="Language modelling at contexts of 1,024 tokens or more that needs a long warm-up or a small "
-        "rate.",
+        audit="Language modelling at 1,024 tokens or more that needs a long warm-up or a small rate.",
         about=("curriculum/sequence_length",),
         needs=("sequences",),
         trial=(

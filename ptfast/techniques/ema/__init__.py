@@ -70,7 +70,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="test-time flip",
         on=("eval.flip=true",),
         why="The average of two views of an image is more accurate, which saves epochs at equal accuracy.",
-        claim="Part of airbench's 94 % on CIFAR-10, with the flip. Evaluations take three times the passes.",
+        claim="Part of airbench's 94 % on CIFAR-10. Evaluations take twice the forward passes.",
         source="Jordan 2024, arXiv:2404.00498.",
         avoid="Left and right mean something, as in text or digits, or evaluation takes long.",
         audit="Images that were mirrored in training and are not in evaluation.",
@@ -81,12 +81,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="test-time shift",
         on=("eval.shift=1",),
         off=("eval.shift=0",),
-        why="A strided network sees a moved image differently; averaging views saves epochs at equal "
-        "accuracy.",
+        why="Strided networks see a moved image differently; several views save epochs at equal accuracy.",
         claim="Part of airbench's 94 % on CIFAR-10, with the flip. Evaluations take three times the passes.",
         source="Jordan 2024, arXiv:2404.00498; KellerJordan/cifar10-airbench.",
-        avoid="A single pixel matters, as in 8 x 8 digits, outputs are pixels (refused), or evaluation is "
-        "slow.",
+        avoid="A single pixel matters (8 x 8 digits), outputs are pixels (refused), or evaluation is slow.",
         audit="Images that were cropped at random in training and are looked at once in evaluation.",
         needs=("images",),
         trial=("model=mlp", "model.hidden=[16]", *_RATE),

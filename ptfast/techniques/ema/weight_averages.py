@@ -121,12 +121,9 @@ class Average:
 class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`.
 
-    The average of the last steps often generalises better than the last weights. Statistics of BatchNorm are
-    averaged with the weights they were measured with. The first update copies, so the random initial weights
-    do not linger. Steps skipped by fp16 do not count: the same weights would count twice.
-
-    Args:
-        decay: in (0, 1); about the last 1 / (1 - decay) steps count.
+    The average of about the last 1 / (1 - decay) steps often generalises better than the last weights. It
+    includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
+    linger. Steps skipped by fp16 do not count: the same weights would count twice.
 
     Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
     more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as

@@ -74,8 +74,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="adaptive clipping",
         on=("gradients=adaptive",),
         off=("gradients=default",),
-        why="Each unit's gradient is limited by its weights: large batches work without normalisation "
-        "layers.",
+        why="Each unit's gradient is limited by its weights: large batches work without normalisation.",
         claim="Networks without BatchNorm at a batch of 4096; smaller NFNets match EfficientNet-B7's "
         "accuracy on ImageNet and train up to 8.7 times as fast.",
         source="Brock, De, Smith, Simonyan 2021, arXiv:2102.06171.",

@@ -228,8 +228,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("parallel.bucket_mb=100",),
         off=("parallel.bucket_mb=25",),
         why="Fewer, larger messages lose less to latency; smaller ones start earlier during backward.",
-        claim="The best size depends on model, network and number of GPUs (Li et al.); torch's default is 25 "
-        "MB.",
+        claim="The best size depends on model, network and number of GPUs (Li et al.); 25 MB is torch's "
+        "default.",
         source="Li et al. 2020, arXiv:2006.15704",
         avoid="Fast interconnects, where steps rarely wait for the default of 25 MB.",
         audit="A trace in which short reductions follow one another, or a long one ends well after backward.",
@@ -239,8 +239,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="exact",
         on=("parallel.static_graph=true",),
         why="DDP records once which parameters are used in which order and stops checking.",
-        claim="Saves the walk over the graph that unused parameters otherwise need in every step; little "
-        "without any.",
+        claim="Saves the walk over the graph that unused parameters need in every step; little without any.",
         source="PyTorch, torch.nn.parallel.DistributedDataParallel",
         avoid="Models use other parameters from step to step, or ranks have several micro-batches (refused).",
         audit="parallel.unused_parameters=true and a model that leaves out the same ones in every step.",
@@ -289,8 +288,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="BatchNorm over all ranks",
         kind="training",
         on=("parallel.sync_batchnorm=true",),
-        why="Statistics over a rank's few samples are noisy; over all ranks they are those of one large "
-        "batch.",
+        why="A rank's few samples give noisy statistics; all ranks give those of one large batch.",
         claim="Lets detectors with 2 images a GPU train in batches of 256 (Peng et al.).",
         source="Ioffe, Szegedy 2015, arXiv:1502.03167; Peng et al. 2018, MegDet, arXiv:1711.07240",
         avoid="32 or more samples per rank: every layer makes all ranks wait twice.",

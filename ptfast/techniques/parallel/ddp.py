@@ -19,11 +19,8 @@ from ptfast.techniques.parallel import Parallel
 class PowerSgd:
     """Ranks exchange the gradient of a matrix as the product of two thin matrices.
 
-    The error of one step is added to the next. It differs between ranks, so that of each is saved.
-
-    Args:
-        rank: columns of the thin matrices.
-        start_steps: first steps, which send whole gradients.
+    The error of one step is added to the next. It differs between ranks, so that of each is saved. The first
+    `start_steps` send whole gradients.
 
     Cost: a copy of the gradients on every rank, here and in every saved state; two small matrix products and
     an orthogonalisation per matrix. Source: Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727.

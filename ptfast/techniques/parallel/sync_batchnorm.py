@@ -155,11 +155,7 @@ class RunningStatistics:
     merged <- keep_k merged + part_k. The ranks exchange r_k and the number of batches once a step.
 
     Layers without a momentum, which average over all batches, take the first rank's statistics. Those of
-    `SyncedBatchNorm` are already the same everywhere.
-
-    Args:
-        model: the plain model, on its device and restored.
-        ranks: those that train; all call `merge` after every step.
+    `SyncedBatchNorm` are already the same everywhere. The model is the plain one, on its device and restored.
 
     Cost: one gather of all statistics and a few kernels a step; nothing for a model without BatchNorm.
     """
@@ -194,7 +190,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Merge the statistics of all ranks; called once after every step."""
+        """Merge the statistics of all ranks; each of them calls it once after every step."""
         broadcast_buffers(self._averaging, self._ranks)
         if not self._buffers:
             return

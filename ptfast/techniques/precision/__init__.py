@@ -66,8 +66,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _precision(
         name="mixed precision",
         on=("precision=amp",),
-        why="Half-precision numbers halve memory traffic and use matrix units; the device decides the "
-        "format.",
+        why="Half-precision numbers halve memory traffic and use matrix units; the format fits the device.",
         claim="1.5 to 5.5x over float32 on V100s, and 1.3 to 2.5x more on A100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should Know "
         "About Mixed Precision Training in PyTorch'.",
@@ -79,7 +78,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="bfloat16 autocast",
         on=("precision=bf16",),
         why="Half-precision products with the range of float32, so gradients need no scaling.",
-        claim="The results of float32 in as many steps, at the same settings, in several fields.",
+        claim="Matches float32 in as many steps, at the same settings, in several fields.",
         source="Kalamkar et al. 2019, arXiv:1905.12322.",
         measured="On a CPU that multiplies bfloat16, `resnet_cifar` trains on 784 samples/s with "
         "preset=fast, which has it, and on 581 with preset=safe.",
@@ -91,8 +90,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _precision(
         name="float16 autocast",
         on=("precision=amp_fp16",),
-        why="Half-precision products, three bits finer than bf16; loss scaling makes up for the smaller "
-        "range.",
+        why="Half-precision products, 3 bits finer than bf16; loss scaling makes up for the smaller range.",
         claim="1.5 to 5.5x over float32 on V100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should Know "
         "About Mixed Precision Training in PyTorch'.",
@@ -119,8 +117,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="Up to 1.25 times the throughput of compiled bfloat16 for 8 billion parameters on 8 GPUs, up "
         "to 1.5 times for 405 billion on 512.",
         source="torchao documentation, 'Quantized Training'; Micikevicius et al. 2022, arXiv:2209.05433.",
-        avoid="Layers have under some thousand channels, or are not compiled: scaling and rounding cost "
-        "more.",
+        avoid="Layers have under some thousand channels, or are not compiled: scaling costs too much.",
         audit="A bfloat16 transformer of a billion parameters or more on a GPU of capability 8.9 or later.",
         needs=("float8",),
         trial=("precision=bf16", "model=mlp", "model.hidden=[32,32]"),
@@ -144,7 +141,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("precision.matmul_precision=auto",),
         off=("precision.matmul_precision=highest",),
         why="On some CPUs torch's `medium` setting selects another library that is faster at full precision.",
-        claim="That of the CPU's quicker kind, which is timed before it is taken; no figure is given.",
+        claim="The speed of the CPU's quicker kind, which is timed first; no figure is given.",
         source="PyTorch documentation of torch.set_float32_matmul_precision.",
         avoid="Layers with about 64 features, whose products are too small for it.",
         audit="Large float32 Linear layers on a CPU at the setting `highest`.",

@@ -31,8 +31,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="channels last",
         kind="reordered",
         on=("rewrites.channels_last=true",),
-        why="Convolutions read all channels of a pixel together; the default layout is converted around "
-        "each.",
+        why="Convolutions read all channels of a pixel together, without converting the layout and back.",
         claim="8 to 35 % on Volta GPUs, 26 to 76 % on Intel's CPUs since Ice Lake (PyTorch); over 796 models "
         "under AMP on an RTX 3090 the median is 1.11 times, ResNet-50 1.47, ViT 1.0 and RegNetY 0.38 (timm's "
         "tables).",
@@ -49,11 +48,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("rewrites.bias_before_norm=false",),
         why="BatchNorm subtracts any bias again, so adding it and reducing its gradient are wasted passes.",
-        claim="Some memory-bound kernels fewer for each such layer; the guide gives no figure.",
+        claim="Saves some memory-bound kernels per such layer; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Disable bias for convolutions directly followed by a "
         "batch norm'; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.",
-        avoid="A pattern in optimizer.groups names such a bias, or it should train on once its norm is "
-        "frozen.",
+        avoid="A pattern in optimizer.groups names such a bias, or it should train on with its norm frozen.",
         audit="A convolution or linear layer with a bias, whose output goes to one BatchNorm alone.",
         about=("rewrites/default",),
         needs=("batchnorm",),
