@@ -58,7 +58,7 @@ class Claim:
 
 
 def judge(claim: Claim, low: float, high: float) -> Finding:
-    """Compare the 95 % interval of a measured ratio with the range that is claimed."""
+    """Compare the 95 % interval of a measured ratio with the claimed range."""
     if claim.least <= low and high <= claim.most:
         return "confirmed"
     if high < claim.least or claim.most < low:

@@ -92,7 +92,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class SampleTrace:
-    """What fetching some samples one after another shows."""
+    """The cost of fetching some samples one after another."""
 
     num_samples: int
     seconds: float
@@ -202,7 +202,6 @@ class AuditContext:
         """The processors were slowed down by heat meanwhile."""
 
     def _trace_operators(self) -> None:
-        """Trace the operators of one forward pass."""
         calls = CallTrace(self.run.device.type)
         self.operators = operators = OperatorTrace(self.run.model, calls)
         self.untraced: str | None = None

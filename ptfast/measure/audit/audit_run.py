@@ -235,7 +235,6 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
 
 
 def price(finding: Finding) -> str:
-    """What a finding costs, as measured."""
     if (price := finding.price) is None:
         return ""
     if price.verdict in ("no difference", "cannot tell"):
@@ -247,7 +246,6 @@ def price(finding: Finding) -> str:
 
 
 def fix(finding: Finding) -> str:
-    """What mends a finding, in words."""
     return "; ".join(filter(None, [" ".join(finding.overrides), finding.mend]))
 
 

@@ -165,7 +165,7 @@ def _check_formulas(context: AuditContext) -> Iterator[Finding]:
 def _trial(
     build: Callable[[Any, torch.device], Formula], shapes: Sequence[Any], device: torch.device
 ) -> Trial:
-    """All calls of a step, forward and backward, by hand and by one operator each, on random tensors."""
+    """The trial of all calls in a step on random tensors: by hand, and by one operator each."""
 
     def make() -> Sides:
         formulas = [(*build(shape, device), count) for shape, count in Counter(shapes).items()]
@@ -216,7 +216,7 @@ def _gelu(shape: GeluShape, device: torch.device) -> Formula:
 
 @contextmanager
 def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Have modules of `model` do nothing inside."""
+    """Replace modules of `model` by `nn.Identity` inside."""
     found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     before = [getattr(parent, name) for parent, name in found]
     try:
@@ -229,7 +229,6 @@ def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def times(count: float) -> str:
-    """How often, in words."""
     return "once" if count == 1 else f"{count:g} times"
 
 

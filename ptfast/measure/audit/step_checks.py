@@ -242,7 +242,7 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
 
 @contextmanager
 def _without_anomaly_detection() -> Iterator[None]:
-    """Have nobody turn anomaly detection on inside."""
+    """Keep anomaly detection off inside."""
     before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.set_anomaly_enabled(False)
     try:

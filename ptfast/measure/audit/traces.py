@@ -344,7 +344,6 @@ class OperatorTrace(TorchDispatchMode):
         return result
 
     def _attention(self, name: str, args: Any, roles: list[Any]) -> Any:
-        """The role of an operator's result in attention, if it has one."""
         weights = next((role for role in roles if isinstance(role, _Weights)), None)
         if name in ("mm", "bmm"):
             if weights is None:

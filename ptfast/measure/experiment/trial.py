@@ -84,7 +84,6 @@ class TrialRank:
     send: OnResult = lambda _: None
 
     def report(self, result: dict[str, Any]) -> None:
-        """Send a result from the first rank."""
         if self.ranks.is_first:
             self.send(result)
 
@@ -134,7 +133,6 @@ def _start(parent: int, target: Callable[..., None], *arguments: Any) -> None:
 
 
 def end_ranks(ranks: Processes) -> None:
-    """End the processes."""
     for process, connection in ranks:
         process.kill()
         process.join()

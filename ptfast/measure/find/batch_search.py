@@ -87,7 +87,6 @@ class BatchSearch:
         return results, None if killed is None else signal.Signals(killed).name
 
     def median(self, size: int, figure: str = "samples_per_s") -> float:
-        """The median of a figure over all times that `size` was measured."""
         return statistics.median(result[figure] for result in self.seen[size])
 
     def multiple(self, size: int) -> int:
@@ -95,7 +94,7 @@ class BatchSearch:
         return max(size // self.parts, 1) * self.parts
 
     def ascend(self, first: int, largest: int) -> None:
-        """Double the size until it does not fit, has lost twice, or two in a row do not suit the data."""
+        """Double the size until it does not fit, loses twice in a row, or does not suit the data twice."""
         size, lost = first, 0
         while size <= largest and self.too_large is None and lost < 2:
             if self.seen and max(self.refused, default=0) > max(self.seen):

@@ -143,8 +143,8 @@ class NoiseTrainer(Trainer):
         # Gradients are weighted for averaging over ranks: those of one rank are too long by their number.
         figures = (
             *(squares / ranks.num_ranks**2, weighted / ranks.num_ranks**2, shares_squared, num_parts),
-            *(window.loss_sum - loss_before, window.num_items - items_before),
             batch.num_samples / ranks.num_ranks,
+            *(window.loss_sum - loss_before, window.num_items - items_before),
         )
         # Numbers reach the device as arguments of the sum; making them tensors would need a copy.
         self.rows.append((torch.stack([(zero + figure).float() for figure in figures]), self._square()))
@@ -157,9 +157,8 @@ class NoiseTrainer(Trainer):
             rows = sum_over_ranks(rows, self.run.ranks)
             of_steps = torch.stack([square for _, square in self.rows]).tolist()
             for row, square in zip(rows.tolist(), of_steps, strict=True):
-                squares, weighted, shares_squared, num_parts, loss, items, num_samples = row
-                parts = squares, weighted, shares_squared, num_parts
-                signal, noise = moments(square, *parts, num_samples, self.run.info.num_train)
+                *parts, loss, items = row
+                signal, noise = moments(square, *parts, num_train=self.run.info.num_train)
                 figures = signal, noise, square, loss / max(items, 1)
                 for name, figure in zip(MOMENTS, figures, strict=True):
                     found[name].append(figure)

@@ -177,7 +177,7 @@ class LoaderSearch:
         )
 
     def measure(self, *loaders: LoaderSetup) -> None:
-        """Measure those that were not measured before."""
+        """Measure loaders that were not measured before."""
         fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
         while fresh:
             others = [self.best()] if self.blocks else []
@@ -189,11 +189,11 @@ class LoaderSearch:
 
     @property
     def seen(self) -> list[LoaderSetup]:
-        """Those that have figures, in the order they were measured."""
+        """Loaders with figures, in the order in which they were measured."""
         return list(dict.fromkeys(one for block in self.blocks for one, run in block if run.time is not None))
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
-        """How much faster each other loader is than one of them."""
+        """How much faster each other loader is than `base`."""
         order = [base, *(loader for loader in self.seen if loader != base)]
         blocks: list[Block] = []
         times: list[list[float]] = []
@@ -206,12 +206,11 @@ class LoaderSearch:
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
     def by_speed(self) -> list[LoaderSetup]:
-        """Those that have figures, the quickest first."""
+        """Loaders with figures, the quickest first."""
         effects = self.effects(PLAIN)
         return sorted(self.seen, key=lambda one: -effects[one].log_ratio if one in effects else 0.0)
 
     def best(self) -> LoaderSetup:
-        """The quickest."""
         return self.by_speed()[0]
 
     def ratio(self, loader: LoaderSetup, base: LoaderSetup | None = None) -> float:
@@ -220,7 +219,7 @@ class LoaderSearch:
         return 1.0 if loader == base else self.effects(base)[loader].ratio
 
     def choose(self) -> LoaderSetup:
-        """Of those as quick as the quickest, the one of fewest processes, then of least memory."""
+        """Among the quickest, the loader with the fewest processes, then the least memory."""
         close = [loader for loader in self.seen if self.ratio(loader) >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
@@ -384,7 +383,6 @@ def _show(search: LoaderSearch) -> None:
 
 
 def _marks(search: LoaderSearch) -> dict[LoaderSetup, str]:
-    """Remarks in the table."""
     marks: dict[LoaderSetup, list[str]] = {search.chosen: ["chosen"]}
     for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
@@ -392,7 +390,6 @@ def _marks(search: LoaderSearch) -> dict[LoaderSetup, str]:
 
 
 def _remarks(search: LoaderSearch) -> Iterator[str]:
-    """Remarks below the table."""
     chosen = search.chosen
     if chosen != search.best():
         yield (

@@ -42,8 +42,6 @@ REPLACED = ("schedule", "ema", "callbacks", "watchers", "progress", "figures", "
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The steps of a test."""
-
     lrs: list[float]
     losses: list[float]
     """Mean item loss of each step over all ranks, before the step changed anything."""
