@@ -49,10 +49,10 @@ class Claim:
     workload: Words = ()
     without: str = ""
     with_it: str = ""
+    needs: tuple[Need, ...] = ()
     quantity: Literal["speed", "memory"] = "speed"
     least: float = 1.0
     most: float = math.inf
-    needs: tuple[Need, ...] = ()
     takes: str = ""
     against: str = ""
 
@@ -72,6 +72,7 @@ TUNING_GUIDE = "PyTorch Performance Tuning Guide"
 CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174"
 PADDING = "Benesty 2020, CamemBERT-base on X-NLI, RTX 2080 Ti"
 REPEATED = "often repeated; first source not found"
+ONE_CYCLE = "Smith, Topin 2018, arXiv:1708.07120: ResNet-56 on CIFAR-10"
 ZEROED = "ptfast.measure.claims.ZeroedResNet"
 
 RESNET: Words = ("data=arrays", "data.path={images}", "model=resnet20", "optimizer=sgd")
@@ -83,93 +84,55 @@ TEXTS: Words = (
     *("model=gpt", "model.width=64", "model.depth=2", "batch_size=16"),
 )
 
+Comparison = tuple[Words, str, str, tuple[Need, ...]]
+"""`workload`, `without`, `with_it` and `needs` of a claim."""
+AUTOCAST: Comparison = (WIDE, "precision=fp32", "precision=amp", ("half",))
+OVER_TF32: Comparison = (WIDE, "precision=tf32", "precision=amp", ("half", "nvidia_tf32"))
+TWO_WORKERS, FOUR_WORKERS = (f"dataloader=workers dataloader.workers={count}" for count in (2, 4))
+WORKERS: Comparison = (FILES, "dataloader=plain", FOUR_WORKERS, ("cores",))
+MORE_WORKERS: Comparison = (FILES, TWO_WORKERS, FOUR_WORKERS, ("cuda", "cores"))
+PINNED: Comparison = ((*WIDE, "dataloader=plain"), "dataloader.pin=false", "dataloader.pin=true", ("cuda",))
+LARGER: Comparison = (RESNET, "batch_size=64", "batch_size=512", ())
+FUSED: Comparison = ((*RESNET, "optimizer=adamw"), "optimizer.fused=false", "optimizer.fused=true", ())
+RECOMPUTED: Comparison = (RESNET, "checkpointing=none", "checkpointing=full", ())
+RECOMPUTED_LARGE: Comparison = (LARGE, *RECOMPUTED[1:])
+ACCUMULATED: Comparison = (LARGE, "gradients.accumulate=1", "gradients.accumulate=4", ())
+PADDED: Comparison = (TEXTS, "batching=none", "batching=longest", ())
+BUCKETS: Comparison = (TEXTS, "batching=longest", "batching=buckets", ())
+NO_GRADIENTS: Comparison = (RESNET, f"model._target_={ZEROED}", "", ())
+POINTWISE: Comparison = (TEXTS, "compile=none", "compile=pointwise", ("compiler",))
+
 CLAIMS = (
-    Claim(
-        *("mixed precision", "1.5 to 5.5 times float32", AMP),
-        *(WIDE, "precision=fp32", "precision=amp"),
-        least=1.5,
-        needs=("half",),
-    ),
+    Claim("mixed precision", "1.5 to 5.5 times float32", AMP, *AUTOCAST, least=1.5),
     Claim(
         *("mixed precision", "1.5 to 5.5 times float32", f"{AMP}; newer GPUs have TF32, too"),
-        *(WIDE, "precision=tf32", "precision=amp"),
+        *OVER_TF32,
         least=1.5,
-        needs=("half", "nvidia_tf32"),
     ),
-    Claim(
-        *("mixed precision", "less memory", AMP),
-        *(WIDE, "precision=fp32", "precision=amp"),
-        quantity="memory",
-        least=1.02,
-        needs=("half",),
-    ),
-    Claim(
-        *("worker processes", "twice as fast", f"{GUIDE}, after an MNIST example"),
-        *(FILES, "dataloader=plain", "dataloader=workers dataloader.workers=4"),
-        least=2.0,
-        needs=("cores",),
-    ),
-    Claim(
-        *("worker processes", "four for each GPU are best", GUIDE),
-        *(FILES, "dataloader=workers dataloader.workers=2", "dataloader=workers dataloader.workers=4"),
-        needs=("cuda", "cores"),
-    ),
-    Claim(
-        *("pinned memory", "faster copies to the GPU", TUNING_GUIDE),
-        *((*WIDE, "dataloader=plain"), "dataloader.pin=false", "dataloader.pin=true"),
-        needs=("cuda",),
-    ),
-    Claim(
-        *("largest batch", "512 is 4 times as fast as 64", REPEATED),
-        *(RESNET, "batch_size=64", "batch_size=512"),
-        least=4.0,
-    ),
-    Claim(
-        *("fused optimizer", "5 % of the step", REPEATED),
-        *((*RESNET, "optimizer=adamw"), "optimizer.fused=false", "optimizer.fused=true"),
-        least=1.05,
-    ),
-    Claim(
-        *("activation checkpointing", "30 % more time", CHECKPOINTING),
-        *(RESNET, "checkpointing=none", "checkpointing=full"),
-        least=1 / 1.3,
-        most=1.0,
-    ),
+    Claim("mixed precision", "less memory", AMP, *AUTOCAST, quantity="memory", least=1.02),
+    Claim("worker processes", "twice as fast", f"{GUIDE}, after an MNIST example", *WORKERS, least=2.0),
+    Claim("worker processes", "four for each GPU are best", GUIDE, *MORE_WORKERS),
+    Claim("pinned memory", "faster copies to the GPU", TUNING_GUIDE, *PINNED),
+    Claim("largest batch", "512 is 4 times as fast as 64", REPEATED, *LARGER, least=4.0),
+    Claim("fused optimizer", "5 % of the step", REPEATED, *FUSED, least=1.05),
+    Claim("activation checkpointing", "30 % more time", CHECKPOINTING, *RECOMPUTED, least=1 / 1.3, most=1.0),
     Claim(
         *("activation checkpointing", "7 times less memory", f"{CHECKPOINTING}, 1,000 layers"),
-        *(LARGE, "checkpointing=none", "checkpointing=full"),
+        *RECOMPUTED_LARGE,
         quantity="memory",
         least=7.0,
     ),
-    Claim(
-        *("gradient accumulation", "less memory", GUIDE),
-        *(LARGE, "gradients.accumulate=1", "gradients.accumulate=4"),
-        quantity="memory",
-        least=1.02,
-    ),
-    Claim(
-        *("dynamic padding", "1.17 to 4.7 times padding to one length", PADDING),
-        *(TEXTS, "batching=none", "batching=longest"),
-        least=1.17,
-    ),
-    Claim(
-        *("uniform-length batches", "1.17 to 1.6 times dynamic padding", PADDING),
-        *(TEXTS, "batching=longest", "batching=buckets"),
-        least=1.17,
-    ),
+    Claim("gradient accumulation", "less memory", GUIDE, *ACCUMULATED, quantity="memory", least=1.02),
+    Claim("dynamic padding", "1.17 to 4.7 times padding to one length", PADDING, *PADDED, least=1.17),
+    Claim("uniform-length batches", "1.17 to 1.6 times dynamic padding", PADDING, *BUCKETS, least=1.17),
     Claim(
         *("gradients set to None", "a write and a read of all gradients less", TUNING_GUIDE),
-        *(RESNET, f"model._target_={ZEROED}"),
+        *NO_GRADIENTS,
         against="filled with zeros",
     ),
+    Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *POINTWISE),
     Claim(
-        *("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE),
-        *(TEXTS, "compile=none", "compile=pointwise"),
-        needs=("compiler",),
-    ),
-    Claim(
-        *("one cycle", "10 times fewer steps than in steps"),
-        source="Smith, Topin 2018, arXiv:1708.07120: ResNet-56 on CIFAR-10",
+        *("one cycle", "10 times fewer steps than in steps", ONE_CYCLE),
         takes="hours of training: ptfast race, see docs/race.md",
     ),
     Claim(
