@@ -81,13 +81,17 @@ class DataSet(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsAsKnown(Protocol):
-    """A data set that learns a vocabulary or classes from its training split."""
+class ReadsAsKnown:
+    """A data set of texts, whose vocabulary and classes come from its training split or from a model's data."""
+
+    known: DataInfo | None = None
+    """The data that the model was trained on; None to learn from the training split."""
+    max_length: int
+    """Tokens of a sample, at most."""
 
     def read_as(self, known: DataInfo) -> None:
-        """Take vocabulary and classes from `known` instead; called before `load`."""
-        ...
+        """Take vocabulary and classes from `known`; to be called before `load`."""
+        self.known, self.max_length = known, known.context_length or self.max_length
 
 
 @dataclass(frozen=True)

@@ -93,15 +93,16 @@ class BaseSource:
 
 
 class MapSource(BaseSource):
-    """Samples by index. Subclasses give `__len__`, `fetch` and `columns`."""
+    """Samples by index. Subclasses give `fetch` and `columns`."""
 
     columns: tuple[str, ...]
-    """Names of the attributes that have an entry for each sample: arrays, tensors and lists, or None."""
+    """Names of the attributes with an entry for each sample: arrays, tensors and lists; all but the first may
+    be None."""
     cuts = True
     """Random crops are cut out of each original image; else out of images that were fetched."""
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(getattr(self, self.columns[0]))
 
     @property
     def num_samples(self) -> int | None:
@@ -213,9 +214,6 @@ class TensorSource(MapSource):
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, images: bool = False) -> None:
         self.inputs, self.targets, self.images = inputs, targets, images
-
-    def __len__(self) -> int:
-        return len(self.inputs)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         index = as_tensor(indices)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
-from ptfast.data.decoding.image_decoding import Decoder, fit
+from ptfast.data.decoding.image_decoding import decode_file, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.sources.arrays import as_inputs, read_arrays
@@ -83,13 +83,12 @@ def _each_image(
     extra: dict[str, Any], paths: Sequence[str], skip: Callable[[DataError], None] | None
 ) -> Iterator[Named]:
     channels, height, width = extra["input_shape"]
-    decoder = Decoder()
     for path in _files(paths):
         if path.suffix in (".npy", ".npz"):
             yield from _each_row(path, images=True)
             continue
         try:
-            pixels = decoder(str(path)).pixels
+            pixels = decode_file(str(path)).pixels
         except DataError as error:
             if skip is None:
                 raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -38,62 +39,57 @@ class Decoded(NamedTuple):
     converted: bool
 
 
-class Decoder:
-    """Reads image files as uint8 (height, width, 3).
+def decode_file(path: str) -> Decoded:
+    """Decode an image file; see `decode`."""
+    return decode(read_file(path), path)
+
+
+def decode(content: bytes, name: str) -> Decoded:
+    """Decode the bytes of an image file called `name` to uint8 (height, width, 3).
 
     JPEG goes through libjpeg-turbo by torchvision, which is 2 to 3 times as fast as PIL and gives the same
     pixels; everything else, and JPEG in CMYK, through PIL.
+
+    Raises:
+        DataError: D005 naming the file and what is wrong with it.
     """
-
-    def __init__(self) -> None:
-        self._decode_jpeg: Callable[..., Tensor] | Literal[False] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_decode_jpeg": None}
-
-    def __call__(self, path: str) -> Decoded:
-        return self.decode(read_file(path), path)
-
-    def decode(self, content: bytes, name: str) -> Decoded:
-        """Decode the bytes of a file called `name`.
-
-        Raises:
-            DataError: D005 naming the file and what is wrong with it.
-        """
-        if not content:
-            raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
-        shape = jpeg_shape(content)
-        try:
-            if shape is not None:
-                _check_pixels(shape[0] * shape[1], name)
-            if shape is not None and shape[2] in (1, 3):
-                return Decoded(self._jpeg(content, name), shape[2] == 1)
+    if not content:
+        raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
+    shape = jpeg_shape(content)
+    try:
+        if shape is not None:
+            _check_pixels(shape[0] * shape[1], name)
+        if shape is None or shape[2] not in (1, 3):
             return _by_pil(content, name)
-        except DataError:
-            raise
-        except Exception as error:
-            lines = str(error).strip().splitlines()
-            # torchvision names the line of its own source before it says what is wrong.
-            reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
-            what = f"is damaged or truncated: {reason.rstrip('.')}"
-            raise DataError("D005", what, key=name, suggestion=REMEDY) from None
-
-    def _jpeg(self, content: bytes, name: str) -> Pixels:
-        """A JPEG decoded by torchvision; by PIL where torchvision has no decoder. The pixels are the same."""
-        if self._decode_jpeg is None:
-            try:
-                import torchvision.io  # noqa: F401 - registers the operator
-
-                # `torchvision.io.decode_jpeg` would warn of its retirement at each call, which takes 30 us in
-                # which no other thread decodes.
-                self._decode_jpeg = torch.ops.image.decode_jpeg
-            except (ImportError, AttributeError):
-                self._decode_jpeg = False
-        if self._decode_jpeg is False:
-            return _by_pil(content, name).pixels
+        converted = shape[2] == 1
+        if (decode_jpeg := _jpeg_decoder()) is None:
+            return Decoded(_by_pil(content, name).pixels, converted)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return self._decode_jpeg(buffer, AS_RGB, False).permute(1, 2, 0).numpy()
+        return Decoded(decode_jpeg(buffer, AS_RGB, False).permute(1, 2, 0).numpy(), converted)
+    except DataError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        # torchvision names the line of its own source before it says what is wrong.
+        reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
+        what = f"is damaged or truncated: {reason.rstrip('.')}"
+        raise DataError("D005", what, key=name, suggestion=REMEDY) from None
+
+
+@functools.cache
+def _jpeg_decoder() -> Callable[..., Tensor] | None:
+    """torchvision's decoder, None where it was built without or no longer has one.
+
+    `torchvision.io.decode_jpeg` itself warns of its retirement at each call, which takes 30 us in which no
+    other thread decodes.
+    """
+    try:
+        import torchvision.io  # noqa: F401 - registers the operator
+
+        return torch.ops.image.decode_jpeg
+    except (ImportError, AttributeError):
+        return None
 
 
 def size_of(path: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptfast.core.errors import DataError, MachineError
-from ptfast.data.decoding.image_decoding import AS_RGB, MAX_PIXELS, jpeg_shape, read_file
+from ptfast.data.decoding.image_decoding import AS_RGB, MAX_PIXELS, decode, jpeg_shape, read_file
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.resized_crops import Boxes, pixel_edges
@@ -63,7 +63,7 @@ class NvJpegFiles(ImageFiles):
         images = dict(zip(plain, decode_on_device(buffers, device), strict=True)) if plain else {}
         for path, content in contents.items():
             if path not in images:
-                pixels = torch.from_numpy(self.decoder.decode(content, path).pixels)
+                pixels = torch.from_numpy(decode(content, path).pixels)
                 images[path] = pixels.permute(2, 0, 1).to(device)
         return [images[path] for path in paths]
 

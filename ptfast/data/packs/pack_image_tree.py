@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, read_file, resize_shorter
+from ptfast.data.decoding.image_decoding import Pixels, decode, decode_file, read_file, resize_shorter
 from ptfast.data.packs.pack_reader import FORMAT, ROW, Manifest, SourceFacts, newest_folder, stat_files
 from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan, Written
 from ptfast.data.packs.packed_images import pixel_sums
@@ -95,14 +95,13 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
 
 def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
     """Read, check and shrink the images of a job."""
-    decoder = Decoder()
     data: list[bytes | memoryview] = []
     rows: list[tuple[Any, ...]] = []
     skipped: list[dict[str, str]] = []
     for path, label in zip(*job, strict=True):
         try:
             content = read_file(path)
-            pixels, converted = decoder.decode(content, path)
+            pixels, converted = decode(content, path)
         except DataError as error:
             if skip_corrupt:
                 skipped.append({"file": path, "reason": error.what})
@@ -129,10 +128,10 @@ def shrink(pixels: Pixels, size: int) -> Pixels:
 
 def _mean_pixels(paths: Sequence[str], size: int | None) -> float:
     """Mean bytes of an image once decoded and shrunk, by a sample of the files."""
-    decoder, found = Decoder(), []
+    found: list[float] = []
     for path in paths[:: max(1, len(paths) // _PROBES)][:_PROBES]:
         try:
-            pixels = decoder(path).pixels
+            pixels = decode_file(path).pixels
         except DataError:
             continue  # reported when it is converted
         height, width, _ = pixels.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits, image_info
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, mixed_sizes
+from ptfast.data.decoding.image_decoding import Pixels, decode, mixed_sizes
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import TensorSource
 from ptfast.data.packs.pack_reader import ROW, Manifest
@@ -45,7 +45,6 @@ class PackedImages(ImageSource):
         shape = tuple(facts.shape or ())
         self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
         """Of every image, if all are fetched as they are stored, in one size."""
-        self._decoder = Decoder()
         self._bytes: Pixels | None = None
 
     @property
@@ -74,7 +73,7 @@ class PackedImages(ImageSource):
         stored = self._mapped()[self._ends[index] - row["length"] : self._ends[index]]
         if self.kind == "pixels":
             return stored.reshape(row["height"], row["width"], 3)
-        return self._decoder.decode(stored.tobytes(), self.name_of(index)).pixels
+        return decode(stored.tobytes(), self.name_of(index)).pixels
 
     def name_of(self, index: int) -> str:
         return f"image {self._numbers[index]} of {self.folder / self.split}.bin"

@@ -70,9 +70,6 @@ class DatasetSource(MapSource):
         self._numbers = np.arange(len(dataset))
         self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
     def ignores_labels(self) -> bool:
         return not self.all_count
 

@@ -10,9 +10,8 @@ import torch
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, import_extra
-from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
-from ptfast.data.dataset import Splits, image_info
+from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
 from ptfast.data.decoding.image_decoding import fit
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
 from ptfast.data.label_checks import check_labels
@@ -27,7 +26,7 @@ _GUESSES = {
 }
 
 
-class HfDataset:
+class HfDataset(ReadsAsKnown):
     """Text or image classification from a data set of the package `datasets`, held in memory.
 
     Args:
@@ -59,11 +58,6 @@ class HfDataset:
         self.path, self.config = path, name
         self.columns = {"text": text, "image": image, "label": label}
         self.tokenizer, self.max_length, self.image_size = tokenizer, max_length, image_size
-        self._known: DataInfo | None = None
-
-    def read_as(self, known: DataInfo) -> None:
-        """Take the vocabulary from `known`, and not from the training texts."""
-        self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         splits = self._splits()
@@ -92,7 +86,7 @@ class HfDataset:
         names = tuple(names) if names is not None else None
         if columns["text"] is not None:
             texts = {split: list(part[columns["text"]]) for split, part in splits.items()}
-            tokenizer = learn_tokenizer(self.tokenizer, texts["train"], known=self._known)
+            tokenizer = learn_tokenizer(self.tokenizer, texts["train"], known=self.known)
             info, sources = labelled_texts(
                 texts, labels, tokenizer, self.max_length, num_classes=num_classes, class_names=names
             )

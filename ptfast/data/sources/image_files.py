@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes, size_of
+from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes, size_of
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Indices
@@ -44,9 +44,6 @@ class ImageSource(MapSource):
     """Side of the square that images are brought to as they are fetched; None where they are not."""
     shape: tuple[int, ...] = ()
     """(height, width, channels) of every image as it is fetched; empty until it is known."""
-
-    def __len__(self) -> int:
-        return len(self.targets)
 
     @property
     def held_bytes(self) -> int | None:
@@ -91,7 +88,7 @@ class ImageFiles(ImageSource):
         threads: int = 1,
     ) -> None:
         self.paths, self.targets, self.image_size = paths, targets, image_size
-        self.skips, self.threads, self.decoder = on_corrupt == "skip", threads, Decoder()
+        self.skips, self.threads = on_corrupt == "skip", threads
         # As far as they were read: which are unreadable, which were not 8-bit RGB; heights and widths.
         self._corrupt, self._converted = np.zeros((2, len(paths)), np.bool_)
         self._sizes = np.zeros((len(paths), 2), np.int32)
@@ -116,7 +113,7 @@ class ImageFiles(ImageSource):
             if self._corrupt[other]:
                 continue
             try:
-                pixels, converted = self.decoder(self.paths[other])
+                pixels, converted = decode_file(self.paths[other])
             except DataError as error:
                 if not self.skips:
                     raise error.suggesting(REMEDY) from None

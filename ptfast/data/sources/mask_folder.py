@@ -16,7 +16,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
-from ptfast.data.decoding.image_decoding import Decoder, Pixels, fit, in_threads, mixed_sizes
+from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.class_folders import SPLITS, image_files, passed_over
 from ptfast.data.sources.image_files import ImageSource, set_shapes
@@ -82,10 +82,7 @@ class MaskedImages(ImageSource):
 
     def __init__(self, pairs: list[Pair], image_size: int | None) -> None:
         self.pairs, self.image_size = pairs, image_size
-        self._numbers, self._decoder = np.arange(len(pairs)), Decoder()
-
-    def __len__(self) -> int:
-        return len(self.pairs)
+        self._numbers = np.arange(len(pairs))
 
     def contents(self) -> list[Any]:
         return describe_part(len(self), "images", *(Path(file).name for pair in self.pairs for file in pair))
@@ -96,7 +93,7 @@ class MaskedImages(ImageSource):
         return self.label_check((images, masks), self._numbers[indices].tolist())
 
     def _read(self, image_file: str, mask_file: str) -> tuple[Pixels, Pixels]:
-        pixels, mask = self._decoder(image_file).pixels, read_mask(mask_file)
+        pixels, mask = decode_file(image_file).pixels, read_mask(mask_file)
         if mask.shape != pixels.shape[:2]:
             shapes = ("x".join(map(str, array.shape[1::-1])) for array in (mask, pixels))
             what = "is {}, and its image is {}".format(*shapes)

@@ -40,9 +40,6 @@ class RaggedSource(MapSource):
         self.tokens, self.starts, self.pad_id, self.max_length = tokens, starts, pad_id, max_length
         self._lengths = lengths.astype(np.int64, copy=False)
 
-    def __len__(self) -> int:
-        return len(self._lengths)
-
     def lengths(self) -> NDArray[np.int64]:
         return self._lengths
 
@@ -165,9 +162,6 @@ class PackedSequences(MapSource):
         self._lengths = lengths
         self._placed: dict[int, Indices] = {}
         self.padding_share = 1 - int(lengths.sum()) / (len(self._counts) * context_length)
-
-    def __len__(self) -> int:
-        return len(self._counts)
 
     @property
     def num_documents(self) -> int:

@@ -16,7 +16,7 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.decoding.text_tokenizer import (
     BUILT_IN,
     Encoded,
@@ -38,7 +38,7 @@ from ptfast.data.sources.text_files import SUFFIXES, Table, read_table, read_tex
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
 
-class TextTsv:
+class TextTsv(ReadsAsKnown):
     """Labelled texts: one `text<TAB>label` a line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
 
     Files may be `.csv` too, and have a first line that names their columns; see `read_table`.
@@ -72,16 +72,11 @@ class TextTsv:
         self.root, self.path = root, path
         self.text, self.label = [text] if isinstance(text, str) else text or [], label
         self.tokenizer, self.max_length, self.min_count = tokenizer, max_length, min_count
-        self._known: DataInfo | None = None
-
-    def read_as(self, known: DataInfo) -> None:
-        """Take vocabulary and classes from `known`, and not from the training texts."""
-        self._known, self.max_length = known, known.context_length or self.max_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         rows, notes = self._rows()
-        tokenizer = learn_tokenizer(self.tokenizer, rows["train"].texts, self.min_count, self._known)
-        names, labels = _number_labels(rows, self._known.class_names if self._known else None)
+        tokenizer = learn_tokenizer(self.tokenizer, rows["train"].texts, self.min_count, self.known)
+        names, labels = _number_labels(rows, self.known.class_names if self.known else None)
         texts = {split: table.texts for split, table in rows.items()}
         info, sources = labelled_texts(
             texts, labels, tokenizer, self.max_length, num_classes=len(names), class_names=names
@@ -129,7 +124,7 @@ class TextTsv:
         return {split: path for split, path in found.items() if path is not None}
 
 
-class TextFile:
+class TextFile(ReadsAsKnown):
     """Text for language modelling, from one file: running text, or documents.
 
     The last part of the text is for validation. Of running text, training windows begin at random places in
@@ -155,24 +150,19 @@ class TextFile:
         context_length: Count = 128,
         documents: Literal["none", "lines", "paragraphs"] = "none",
     ) -> None:
-        self.path, self.tokenizer, self.context_length = Path(path).expanduser(), tokenizer, context_length
+        self.path, self.tokenizer, self.max_length = Path(path).expanduser(), tokenizer, context_length
         self.documents = documents
-        self._known: DataInfo | None = None
-
-    def read_as(self, known: DataInfo) -> None:
-        """Take the vocabulary from `known`, and not from the text."""
-        self._known, self.context_length = known, known.context_length or self.context_length
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         manifest = open_pack(self.path, "data.path") if self.path.is_dir() else None
         if manifest is not None:
             tokenizer, encoded, text_bytes = _read_packed(
-                self.path, manifest, tokenizer=self.tokenizer, documents=self.documents, known=self._known
+                self.path, manifest, tokenizer=self.tokenizer, documents=self.documents, known=self.known
             )
         else:
             text = read_text(self.path)
-            if self._known is not None:
-                tokenizer = tokenizer_of(self._known)
+            if self.known is not None:
+                tokenizer = tokenizer_of(self.known)
             elif self.tokenizer in BUILT_IN:
                 entries = sorted(set(text.split() if self.tokenizer == "words" else text))
                 tokenizer = Vocabulary(self.tokenizer, entries, None)
@@ -186,9 +176,9 @@ class TextFile:
             kind="tokens",
             task="language_modelling",
             vocab_size=len(tokenizer),
-            context_length=self.context_length,
+            context_length=self.max_length,
             token_bytes=text_bytes / max(len(encoded.tokens), 1),
-            extra={"tokenizer": tokenizer.describe(), "max_length": self.context_length},
+            extra={"tokenizer": tokenizer.describe(), "max_length": self.max_length},
         )
         if self.documents == "none":
             splits = Splits(info, *self._windows(encoded.tokens, val, seed))
@@ -203,7 +193,7 @@ class TextFile:
         return splits
 
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[MapSource, MapSource | None]:
-        context = self.context_length
+        context = self.max_length
         num_windows = (len(tokens) - 1) // context
         if num_windows < 1:
             what = f"has {len(tokens):,} tokens, fewer than one sample of data.context_length={context} takes"
@@ -220,14 +210,14 @@ class TextFile:
     def _documents(self, info: DataInfo, texts: Encoded, val: Duration) -> Splits:
         size = len(texts.lengths)
         first = size - held_out(size, val)
-        parts = [Documents(part, 0, self.context_length) for part in texts.split(first)]
+        parts = [Documents(part, 0, self.max_length) for part in texts.split(first)]
         for part, key in zip(parts, ("data.path", "data.val"), strict=False):
             if not len(part):
                 what = "holds no document of two tokens or more" if key == "data.path" else "holds none out"
                 raise DataError("D006", what, key=key, value=self.path if key == "data.path" else val)
         note = ""
         if num_cut := sum(part.num_cut for part in parts):
-            note = f"{num_cut:,} of {size:,} documents are cut into parts of {self.context_length} tokens"
+            note = f"{num_cut:,} of {size:,} documents are cut into parts of {self.max_length} tokens"
         return Splits(info, *parts, note=note)
 
 
@@ -253,9 +243,6 @@ class Windows(MapSource):
         self._tokens, self._context, self._seed = tokens, context_length, seed
         self._numbers = np.arange((len(tokens) - 1) // context_length)
         self._places = np.arange(context_length + 1)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         numbers, context = self._numbers[indices], self._context

@@ -21,7 +21,7 @@ from packs import HALF, NO_VAL, files_of, load, mixed, pack, refused, same, tree
 
 from ptfast.cli.command_line import run
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.image_decoding import Decoder
+from ptfast.data.decoding.image_decoding import decode_file
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource
 from ptfast.data.packs import pack_reader
@@ -103,7 +103,7 @@ def test_a_size_shrinks_and_never_enlarges(mixed: Path, tmp_path: Path):
     manifest = pack(mixed, tmp_path / "pack", size=15)
     source = PackedImages(tmp_path / "pack", "train", manifest, None)
     paths = [path for name in "ab" for path in sorted((mixed / name).iterdir())]
-    originals = [Decoder()(str(path)).pixels for path in paths]
+    originals = [decode_file(str(path)).pixels for path in paths]
     for index, original in enumerate(originals):
         short = min(original.shape[:2])
         stored = source.original(index)
