@@ -82,7 +82,7 @@ class DataSet(Protocol):
 
 
 class ReadsAsKnown:
-    """A data set of texts, whose vocabulary and classes come from its training split or from a model's data."""
+    """A data set of texts: vocabulary and classes come from its training split, or from a model's data."""
 
     known: DataInfo | None = None
     """The data that the model was trained on; None to learn from the training split."""
