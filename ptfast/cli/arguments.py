@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
 
 WIDTH, INDENT = 80, 24
-"""Columns of help, and where its texts begin."""
+"""Columns of help, and the column where its texts begin."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """The long name."""
         return self.names.split()[0]
 
     @property
@@ -75,7 +74,6 @@ def switch(names: str, help: str) -> Flag:
 
 
 def path(text: str) -> Path:
-    """A path, perhaps in the home folder."""
     return Path(text).expanduser()
 
 
@@ -122,7 +120,6 @@ def _parser(name: str, command: Command) -> _Parser:
 
 
 def help_of(name: str, command: Command) -> str:
-    """What `--help` prints of one command."""
     text = _parser(name, command).format_help()
     return f"Usage: ptfast {name} {command.usage}".rstrip() + "\n\n" + text.strip()
 
@@ -190,7 +187,7 @@ def seconds(text: str) -> float:
 
 
 def number(least: float = 0.0) -> Callable[[str], Any]:
-    """A reader of numbers above 0 and of at least `least`; of whole ones where that is 1 or more."""
+    """A reader of numbers above 0 and of at least `least`; whole ones if that is 1 or more."""
     whole = least >= 1
     bound = f"of at least {least:g}" if least > 1 else "above 0"
     what = f"expected a {'whole ' * whole}number {bound}"
@@ -207,7 +204,6 @@ def number(least: float = 0.0) -> Callable[[str], Any]:
 
 
 def pixels(text: str) -> int:
-    """A length in pixels, or 0 for `keep`."""
     try:
         return 0 if text == "keep" else number(1)(text)
     except ValueError as error:

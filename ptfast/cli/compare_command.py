@@ -43,7 +43,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 
 
 def compare(args: Namespace) -> int:
-    """Print runs in order, and draw their curves over each other where a file is named.
+    """Print runs in order, and draw their curves over each other if a file is named.
 
     Raises:
         ConfigError: C001 when a path holds no run or the file is neither a page nor a picture, C005 for
@@ -124,7 +124,7 @@ def _print(
     title: str,
     links: Sequence[str] = (),
 ) -> None:
-    """Print a table; where it is too wide, its less important columns are left out, or its keys in one."""
+    """Print a table; if it is too wide, without its less important columns, or with its keys in one."""
     optional = (*LESS_IMPORTANT, ranking.loss if ranking.loss != ranking.metric else "")
     needed = [name for name in columns if name not in optional]
     if not fits([[name, *columns[name]] for name in needed]):
@@ -203,7 +203,7 @@ def _share_rows(ranking: Ranking) -> tuple[str, list[tuple[str, str, float]]]:
 
 
 def _report(run: RunFiles) -> Path:
-    """The report of a run, or its directory where it has none."""
+    """The report of a run, or its directory if it has none."""
     report = run.run_dir / REPORT_FILE
     return report if report.is_file() else run.run_dir
 
@@ -232,7 +232,7 @@ def _overlays(ranking: Ranking, max_names: int | None = None) -> Iterator[tuple[
 
 
 def _pairs(labels: Sequence[Label]) -> list[list[str]]:
-    """Each label as `key=value`, keys by their last word where no other ends in it."""
+    """Each label as `key=value`, keys by their last word unless another ends in it."""
     keys = dict.fromkeys(key for label in labels for key in label)
     words = [key.rpartition(".")[2] for key in keys]
     short = {key: word if words.count(word) == 1 else key for key, word in zip(keys, words, strict=True)}

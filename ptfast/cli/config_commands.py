@@ -85,7 +85,6 @@ def _check_actions(args: Namespace) -> None:
 
 
 def eval(args: Namespace) -> int:
-    """Evaluate a saved state."""
     where, *overrides = args.words
     if more := [word for word in overrides if "=" not in word]:
         hint = f"Usage: ptfast eval {COMMANDS['eval'].usage}"
@@ -147,7 +146,6 @@ def ablate(args: Namespace) -> int:
 
 
 def audit(args: Namespace) -> int:
-    """Audit a config."""
     composed, config = read_typed(args.words)
     with composed.naming_places():
         from ptfast.measure.audit.audit_run import audit
@@ -157,7 +155,6 @@ def audit(args: Namespace) -> int:
 
 
 def race(args: Namespace) -> int:
-    """Race variants of a config."""
     from ptfast.measure.race_results import RaceTarget
     from ptfast.measure.race_run import build_arms, race
 

@@ -56,7 +56,7 @@ def launch(args: Namespace) -> int:
     """Submit the training that the words mean, or print what would be submitted.
 
     Raises:
-        MachineError: E005 where the cluster's command is not there, E004 where Ray is not.
+        MachineError: E005 if the cluster's command is not installed, E004 if Ray is not.
     """
     text = _slurm(_job(args)) if args.kind == "slurm" else _ray(_job(args))
     if args.print:
@@ -170,7 +170,7 @@ exit $code
 
 
 def _ray(job: Job) -> str:
-    """A driver of Ray Train, whose workers are the ranks; it runs where `RAY_ADDRESS` says."""
+    """A driver of Ray Train, whose workers are the ranks; it runs at `RAY_ADDRESS`."""
     num_gpus = job.num_gpus or 1
     scaling = [f"num_workers={job.num_nodes * num_gpus}", f"use_gpu={bool(job.num_gpus)}"]
     if job.num_cpus:

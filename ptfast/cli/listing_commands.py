@@ -17,7 +17,6 @@ from ptfast.report.terminal.display import build_display, is_terminal, standard_
 
 
 def recipes(args: Namespace) -> int:
-    """List the recipes."""
     from ptfast.config.editors.help import entries
     from ptfast.config.files.paths import RECIPES
     from ptfast.report.terminal.display import say
@@ -31,7 +30,6 @@ def recipes(args: Namespace) -> int:
 
 
 def copy(args: Namespace) -> int:
-    """Copy a recipe."""
     name, *rest = args.words
     from ptfast.config.editors.help import copy_recipe
 
@@ -57,7 +55,6 @@ def schema(args: Namespace) -> int:
 
 
 def completion(args: Namespace) -> int:
-    """Print a completion script."""
     from ptfast.config.editors.completion import script
 
     print(script(args.words[0] if args.words else "bash"))

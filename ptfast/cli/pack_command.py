@@ -32,7 +32,7 @@ def pack(args: Namespace) -> int:
     Raises:
         ConfigError: C005, C011 or C016 for flags and folders that make no sense together.
         DataError: what is wrong with the source, or with the pack to be checked.
-        MachineError: E001 to E003 where it cannot be written.
+        MachineError: E001 to E003 if it cannot be written.
     """
     if args.verify:
         return _verify(args)
@@ -187,7 +187,6 @@ class Counter:
             self._write(f"{self._what} {text}\n")
 
     def close(self) -> None:
-        """Clear the bar."""
         if self._redraws and self._first is not None:
             self._write("\r\x1b[K")
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def predict(args: Namespace) -> int:
-    """Predict for files, or continue a prompt."""
     path, *words = args.words
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
     paths = [word for word in words if word not in overrides]

@@ -36,13 +36,12 @@ class Ranking:
     """`max` or `min`: which way it is better."""
     runs: list[RunFiles]
     values: list[float | None]
-    """The metric of each run; None where it is missing or does not count because the run failed."""
+    """The metric of each run; None if it is missing or does not count because the run failed."""
     labels: list[Label]
     """What tells each run from the others."""
 
     @property
     def keys(self) -> list[str]:
-        """The keys in which the runs differ."""
         return list(dict.fromkeys(key for label in self.labels for key in label))
 
     @property
@@ -63,7 +62,7 @@ class Variant:
 
     @property
     def average(self) -> float | None:
-        """The mean of the metric; None where no run has it."""
+        """The mean of the metric; None if no run has it."""
         return statistics.fmean(self.values) if self.values else None
 
     @property

@@ -36,7 +36,7 @@ from ptfast.launch.warm_process import start_process, warm_process
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
 OUTPUT = "output.log"
-"""What a job prints, where several run at a time."""
+"""The output of a job, if several run at a time."""
 
 
 class Terminated(BaseException):
@@ -74,7 +74,7 @@ class SweepJob:
 
         Returns:
             A function that waits for the run and returns its objective, the sweep's metric; it raises a
-            JobError where the run failed, whose own process has printed why.
+            JobError if the run failed, whose own process has printed why.
         """
         while len(self._running) == self.num_parallel:
             self._wait()
@@ -107,7 +107,6 @@ class SweepJob:
         return partial(self._objective, composed, run_dir, process)
 
     def _wait(self) -> None:
-        """Wait for a job to end."""
         wait([process.sentinel for _, process in self._running.values()])
         for slot, (run_dir, process) in list(self._running.items()):
             if process.exitcode is not None:
@@ -217,7 +216,7 @@ def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None
 
 
 def record_failure(run_dir: Path, composed: Composed, code: int, reason: str) -> None:
-    """Leave a summary where a job died without one, so that the ranking can name it."""
+    """Write the summary of a job that died without one, so that the ranking can name it."""
     path = run_dir / run_directory.SUMMARY
     if not path.exists() and run_dir.parent.is_dir():
         run_dir.mkdir(exist_ok=True)

@@ -24,7 +24,6 @@ class Stages(NamedTuple):
     """The first step, from 0, of each value."""
 
     def at(self, step: int) -> int:
-        """The figure at a step."""
         return self.values[bisect_right(self.starts, step) - 1]
 
 
@@ -39,7 +38,6 @@ def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
 
 
 def constant(value: int) -> Stages:
-    """A figure that does not grow."""
     return Stages((value,), (0,))
 
 
@@ -51,7 +49,7 @@ class BatchPlan:
     Args:
         size: samples of an epoch; None for data of unknown length, which is one endless epoch.
         sizes: samples of a step over all ranks, by step.
-        last: `keep` or `drop` the last batch of an epoch where it is short, or `pad` it.
+        last: `keep` or `drop` the last batch of an epoch if it is short, or `pad` it.
     """
 
     def __init__(self, size: int | None, sizes: Stages, last: str = "keep") -> None:
@@ -75,7 +73,7 @@ class BatchPlan:
         return len(self.sizes.values) > 1
 
     def order(self, epoch: int) -> NDArray[np.int64] | None:
-        """The order of an epoch's samples that `batch` refers to; None where any will do."""
+        """The order of an epoch's samples that `batch` refers to; None if any will do."""
         return None
 
     def batch(self, step: int) -> tuple[int, int, int]:

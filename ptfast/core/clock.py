@@ -31,7 +31,7 @@ class Clock:
     """The wall time of a run by cause, from marks at which one cause ends and the next begins.
 
     Args:
-        age_s: seconds that have gone by already: those of `start_up`, which is where a run begins.
+        age_s: seconds that have gone by already: those of `start_up`, with which a run begins.
 
     Cost: 0.25 us a mark, of which a training step has four to six.
     """
@@ -168,7 +168,7 @@ def label(cause: str) -> str:
 
 
 def for_device(clock: Clock, device: torch.device) -> Clock:
-    """`clock`, or its continuation where the device works asynchronously and has events."""
+    """`clock`, or its continuation if the device works asynchronously and has events."""
     if device.type == "cpu":
         return clock
     import torch

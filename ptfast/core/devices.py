@@ -192,7 +192,7 @@ def _lack_of_bf16(device: str) -> Unsupported | None:
 
 
 def _cpu_flags() -> set[str]:
-    """Return the CPU's flags, in Linux's words, or in torch's where there is no Linux."""
+    """Return the CPU's flags as Linux names them, or as torch does on other systems."""
     if flags := cpu_facts("flags", "Features"):
         return set(flags[0].split())
     import torch

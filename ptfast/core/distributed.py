@@ -47,7 +47,7 @@ def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> 
     """Join the ranks of this run: NCCL between GPUs, gloo between CPU processes.
 
     Raises:
-        ConfigError: C012 where ranks of this machine have one GPU together, which NCCL cannot serve.
+        ConfigError: C012 if ranks of this machine share a GPU, which NCCL does not support.
     """
     import torch
     import torch.distributed as dist
@@ -75,14 +75,12 @@ def _refuse_shared_gpu(mine: str, ranks: Ranks, timeout_s: float) -> None:
 
 
 def joined() -> bool:
-    """Return True if this process is in a process group."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if one was joined."""
     if joined():
         import torch.distributed as dist
 
@@ -213,7 +211,7 @@ def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
         name: under which it lies in the store; each word has its own.
 
     Raises:
-        ParallelError: P001 where the ranks do not find each other.
+        ParallelError: P001 if the ranks do not find each other.
     """
     if word is not None and not ranks.distributed:
         return word
@@ -248,7 +246,7 @@ def count_neighbours(ranks: Ranks) -> Ranks:
     """`ranks` with the number of ranks on this machine, if the launcher has not said it. Waits for all.
 
     Raises:
-        ParallelError: P001 where the ranks do not find each other.
+        ParallelError: P001 if the ranks do not find each other.
     """
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks
@@ -319,7 +317,6 @@ def broadcast_buffers(buffers: list[Tensor], ranks: Ranks) -> None:
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait until every rank is here."""
     if ranks.distributed:
         import torch.distributed as dist
 

@@ -120,7 +120,7 @@ def memory_of(pids: Iterable[int]) -> tuple[int, str]:
 
 
 def peak_memory_bytes(device_type: str) -> int:
-    """Most memory taken so far: on the GPU where there is one, of this process otherwise."""
+    """Most memory taken so far: on the GPU if there is one, of this process otherwise."""
     if device_type == "cuda":
         import torch
 
@@ -195,7 +195,7 @@ def others_cores(num_local_ranks: int = 1) -> float:
 
 
 def _kilobytes(pid: int, name: str, row: str) -> int:
-    """Bytes in a row of a process's file; 0 where there is none."""
+    """Bytes in a row of a process's file; 0 if there is none."""
     lines = read_setting(ROOT / "proc" / str(pid) / name).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(row)), 0)
 
@@ -238,7 +238,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies, which would otherwise leave it running.
 
     Args:
-        parent: the parent's id; this process leaves at once where that has died already.
+        parent: the parent's id; this process leaves at once if that has died already.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1
@@ -279,7 +279,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def read_setting(path: Path) -> str:
-    """What a file of the kernel's says, such as one of /proc; "" where it cannot be read."""
+    """What a file of the kernel's says, such as one of /proc; "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

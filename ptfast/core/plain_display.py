@@ -56,7 +56,7 @@ class Display:
         """Training starts after `step` steps already done: the time to finish is estimated from here on.
 
         Args:
-            total_steps: optimizer steps of the whole run; None where only time limits it: no bar, no ETA.
+            total_steps: optimizer steps of the whole run; None if only time limits it: no bar, no ETA.
             steps_per_epoch: None for data of unknown length.
         """
         self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch

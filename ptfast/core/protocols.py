@@ -51,7 +51,7 @@ class DataInfo:
     num_train: int | None = None
     """Training samples; None for data of unknown length."""
     task_reason: str = ""
-    """The labels' trait that implies the task, in words for the panel; empty where nothing was guessed."""
+    """The labels' trait that implies the task, in words for the panel; empty if nothing was guessed."""
     target_kind: Literal["whole", "mask", "map", "unknown"] = "whole"
     """A target describes the whole input (a class, a figure), each pixel of an image (a `mask` of classes, a
     `map` of figures), or something `unknown`, such as boxes, which would move with the pixels."""
@@ -92,7 +92,7 @@ class PackedTokens(NamedTuple):
     tokens: Tensor
     """(batch, length)."""
     positions: Tensor
-    """(batch, length): of each token in its sequence; 0 where one begins."""
+    """(batch, length): of each token in its sequence, from 0."""
 
 
 class LinearLogits(NamedTuple):
@@ -162,7 +162,6 @@ class Task(Protocol):
 
 
 def takes_own_steps(task: Task) -> bool:
-    """Return True for a task with a method `step`."""
     return hasattr(task, "step")
 
 
@@ -175,7 +174,7 @@ class Callback:
     """
 
     def on_start(self, run: Any) -> None:
-        """Before the first step of this process: `run.progress.step` is above 0 where a run is resumed."""
+        """Before the first step of this process: `run.progress.step` is above 0 if a run is resumed."""
 
     def on_epoch(self, run: Any, epoch: int) -> None:
         """After the last step of epoch `epoch` (the first is 1), before what is due then is evaluated.
@@ -195,7 +194,7 @@ class Callback:
     def on_end(self, run: Any, status: str) -> None:
         """After the last evaluation and save: `finished`, `stopped`, `paused`, `preempted`, `interrupted`.
 
-        Not where an error ends the run.
+        Not called if an error ends the run.
         """
 
 

@@ -55,10 +55,10 @@ class Resolved:
     side_stream: bool = False
     read_ahead: bool = False
     sampling: str | None = None
-    """How samples are drawn, in words; None where each comes once in an epoch."""
+    """How samples are drawn, in words; None if each comes once in an epoch."""
     padding: str | None = None
     padding_share: float | None = None
-    """Of the tokens of an epoch, in [0, 1]; None where nothing is padded."""
+    """Of the tokens of an epoch, in [0, 1]; None if nothing is padded."""
     optimizer: str = ""
     """Which kernels take its step."""
     lr_scaling: str | None = None
@@ -120,6 +120,6 @@ class Progress:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Training samples a second, warm-up left out; None where the run was too short."""
+        """Training samples a second, warm-up left out; None if the run was too short."""
         enough = self.timed_steps >= LEAST_STEPS and self.timed_s >= LEAST_S
         return self.timed_samples / self.timed_s if enough else None

@@ -162,7 +162,7 @@ def plain_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is none to be read."""
+    """The JSON object in `path`; empty if there is none to be read."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -27,7 +27,7 @@ REPEATED_S = 1.0
 AGENT_S = 5.0
 """How long the agent, which may wait for machines that do not answer, may outlast its ranks."""
 EXIT_BARRIER_S = 30.0
-"""How long it waits for the other machines' agents where all has gone well."""
+"""How long it waits for the other machines' agents if all has gone well."""
 
 
 @dataclass

@@ -59,7 +59,7 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
     """Run `python -m MODULE ARGUMENTS...` as ranks under torchrun, until all of this machine have ended.
 
     Raises:
-        ParallelError: P002 where the machines do not find each other, P001 where they lose each other.
+        ParallelError: P002 if the machines do not find each other, P001 if they lose each other.
     """
     # torchrun would give each rank one thread; our ranks divide the cores themselves and record it, or take
     # the user's number.
@@ -120,7 +120,7 @@ def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
 
 
 def _interface(address: str) -> str | None:
-    """The name of the network interface with an IPv4 address; None where that is not known."""
+    """The name of the network interface with an IPv4 address; None if that is not known."""
     if sys.platform != "linux" or ":" in address:
         return None
     import fcntl

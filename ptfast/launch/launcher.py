@@ -347,6 +347,6 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
         return None
     line = str(failure["line"])
     if "parts" in failure:
-        # Ranks read the frozen file: only here it is known where the user gave the key.
+        # Ranks read the frozen file; only this process knows where the user gave the key.
         line = error_line(composed.placed(PtfastError(**failure["parts"])))
     return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))

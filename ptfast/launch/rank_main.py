@@ -67,7 +67,7 @@ class Outcome:
     exit_code: int = EXIT_BUG
     error_line: str | None = None
     together: bool = True
-    """False where this rank leaves without waiting for the others."""
+    """False if this rank leaves without waiting for the others."""
 
 
 def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None) -> int:
@@ -171,7 +171,7 @@ class RankPart:
         return Outcome(status, EXIT_CODES[status])
 
     def ended_by(self, error: BaseException, signals: Signals) -> tuple[Outcome, BaseException | None]:
-        """How an error ends this rank, and the error to raise; None where a signal is the cause."""
+        """How an error ends this rank, and the error to raise; None if a signal is the cause."""
         run, ranks = self.run, self.ranks
         where = f"at step {run.progress.step}, without saving" if run else "before the first step"
         signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
@@ -268,7 +268,6 @@ class RankPart:
 
 
 def out_of_memory(config: Config) -> MachineError:
-    """The error to raise when memory runs out in a step."""
     limit, name = machine.memory_limit(config.device)
     return MachineError(
         "E002",

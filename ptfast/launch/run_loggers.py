@@ -21,7 +21,7 @@ def build_loggers(config: Config) -> dict[str, Any]:
 
     Raises:
         ConfigError: C017 for a constructor that raises, or a function that returns no logger.
-        MachineError: E004 where a package is not installed.
+        MachineError: E004 if a package is not installed.
     """
     loggers: dict[str, Any] = {}
     for key, target in config.logger.targets.items():
@@ -39,7 +39,7 @@ def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
 
     Raises:
         ConfigError: C017 for one that raises.
-        MachineError: E001 where metrics.jsonl cannot be written, E006 for a service that refuses.
+        MachineError: E001 if metrics.jsonl cannot be written, E006 for a service that refuses.
     """
     opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step)]
     # As written: without secrets and values from the environment.

@@ -94,6 +94,6 @@ def _main(
             server._forkserver_alive_fd = None
         die_with_parent()
         exit_code = act(*arguments)
-    # As an interpreter does on its way out, where multiprocessing does not.
+    # An interpreter runs these at exit; multiprocessing does not.
     atexit._run_exitfuncs()
     sys.exit(exit_code)

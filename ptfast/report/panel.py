@@ -123,7 +123,7 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
 
 
 def left_out(run: Run) -> dict[str, int]:
-    """Samples that evaluations leave out, by split; empty where each counts."""
+    """Samples that evaluations leave out, by split; empty if each counts."""
     return {name: count for name, loader in run.eval_loaders.items() if (count := loader.left_out)}
 
 
@@ -140,7 +140,6 @@ def _evaluation(run: Run) -> str | None:
 
 
 def device_name(run: Run) -> str:
-    """The device of the run, by its maker's name."""
     if run.device.type != "cuda":
         return run.device.type
     import torch

@@ -52,7 +52,6 @@ class SavedTensor:
         return torch.Size([sum(part.get_shape()[0] for part in self.parts), *others])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Read the rows from `start` up to `stop`."""
         found, first = [self.parts[0][:1][:0]], 0
         for part in self.parts:
             last = first + part.get_shape()[0]

@@ -28,7 +28,7 @@ SHARDED_FORMAT = 2
 """Of a state that several ranks have written."""
 MANIFEST = "manifest.json"
 TREE = "tree.json"
-"""What a state of several ranks holds besides tensors, and which of them goes where."""
+"""The values of a state of several ranks besides its tensors, and where each tensor goes."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,6 @@ def list_states(saved: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a state folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -221,7 +220,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
     """The JSON part of a state, after checking its form, and every file of the state against the manifest.
 
     Args:
-        check: False where the files have been hashed already for this load.
+        check: False if the files have been hashed already for this load.
 
     Raises:
         SavedStateError: S001, naming the file that is missing, changed or of another form, or the format

@@ -41,7 +41,7 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.yaml as plain values; empty where it cannot be read."""
+        """config.yaml as plain values; empty if it cannot be read."""
         import yaml
 
         with contextlib.suppress(yaml.YAMLError):
@@ -67,7 +67,6 @@ class RunFiles:
 
     @property
     def last_step(self) -> float:
-        """The last step that was logged."""
         return max((step for record in self.records if is_finite(step := record.get("step"))), default=0)
 
     def figures(self, split: str) -> dict[str, Any]:

@@ -104,7 +104,6 @@ def _render(run: RunFiles) -> str:
 
 
 def _versions(run: RunFiles) -> str:
-    """Versions, device and commit, in a line."""
     facts = run.environment
     named = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
     named += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
@@ -114,7 +113,6 @@ def _versions(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles) -> str:
-    """Key figures in a row of tiles."""
     summary = run.summary
     shown: list[tuple[str, str]] = []
     for split in ("test", "best", "val"):
@@ -145,7 +143,6 @@ def headline(figures: Mapping[str, Any]) -> str | None:
 
 
 def _figure_table(run: RunFiles) -> str:
-    """Figures of each split; steps where they were taken."""
     shown = {split: run.figures(split) for split in SPLITS if run.figures(split)}
     hidden = ("step", "lr", "samples_per_s", "grad_norm")
     names = list(dict.fromkeys(name for figures in shown.values() for name in figures if name not in hidden))
@@ -191,7 +188,6 @@ def _examples(run: RunFiles) -> str:
 
 
 def _sample(sample: dict[str, Any]) -> str:
-    """A sample with its target and its prediction."""
     target, prediction = sample["target"], sample["prediction"]
     is_figure = isinstance(prediction, float)
     words = [f"{value:.4g}" if is_figure else str(value) for value in (target, prediction)]

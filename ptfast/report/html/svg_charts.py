@@ -44,7 +44,7 @@ class Series:
 
     @property
     def css(self) -> str:
-        """Colour class, and a dash where the palette has been used up."""
+        """Colour class, and a dash once the palette is used up."""
         return line_color(self.color) + (" dash" if self.color // NUM_COLORS % 2 else "")
 
 
@@ -61,7 +61,6 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """The pixel of `value`."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
@@ -110,7 +109,6 @@ def stacked_bar(parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> st
 
 
 def line_color(index: int) -> str:
-    """The class of a line's colour."""
     return f"c{index % NUM_COLORS}"
 
 

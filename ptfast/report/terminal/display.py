@@ -188,7 +188,7 @@ def _longest_word(column: Sequence[str]) -> int:
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:
-    """Widths that sum to `room` and break no word; None where all fit, or no such widths exist."""
+    """Widths that sum to `room` and break no word; None if all fit, or no such widths exist."""
     natural = [max(map(len, column)) for column in columns]
     widths = [_longest_word(column) for column in columns]
     if sum(natural) <= room or sum(widths) > room:
