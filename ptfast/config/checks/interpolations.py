@@ -201,17 +201,12 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
     references = " ".join(str(value) for value in flatten(tree).values() if "${" in str(value))
     known = sorted(set(re.findall(rf"\b(?:{'|'.join(map(re.escape, sections))})\b(?:\.\w+)*", references)))
-    errors = [
-        ConfigError(
-            "C002",
-            f"no key refers to ${{{key}}}",
-            key=key,
-            place=COMMAND_LINE,
-            suggestion=did_you_mean(key, known) or "A run's config.yaml holds values in place of variables",
-        )
-        for key in typed
-        if not _named(key, known)
-    ]
+    errors: list[PtfastError] = []
+    for key in typed:
+        if not _named(key, known):
+            hint = did_you_mean(key, known) or "A run's config.yaml holds values in place of variables"
+            what = f"no key refers to ${{{key}}}"
+            errors.append(ConfigError("C002", what, key=key, place=COMMAND_LINE, suggestion=hint))
     if errors:
         raise together(errors)
     idle = [name for name in sections - {VARIABLES} if tree.get(name) and not _named(name, known)]

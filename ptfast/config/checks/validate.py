@@ -228,9 +228,8 @@ class _Checker:
         known = _known_keys(key)
         if value in paths.options(key):
             hint = f"In a recipe's defaults write `- override /{key}: {value}`"
-            return ConfigError(
-                "C004", f"{value} is an option of {key}", key=key, value=value, suggestion=hint
-            )
+            what = f"{value} is an option of {key}"
+            return ConfigError("C004", what, key=key, value=value, suggestion=hint)
         expected = f"expected keys such as {key}.{known[0]}" if known else item["msg"].lower()
         return ConfigError("C004", expected, key=key, value=value)
 

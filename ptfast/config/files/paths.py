@@ -111,18 +111,8 @@ def shown(file: Path) -> str:
 # Names that other programs use for what is called differently here.
 _ELSEWHERE = {("checkpointing", "last"): "saving=last", ("checkpointing", "best"): "saving=default"}
 _TORCHVISION = (
-    *(
-        "resnet18",
-        "resnet34",
-        "resnet50",
-        "resnet101",
-        "resnet152",
-        "vit_",
-        "vgg",
-        "convnext",
-        "efficientnet",
-    ),
-    *("mobilenet", "densenet", "regnet", "swin", "alexnet"),
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vit_", "vgg", "convnext"),
+    *("efficientnet", "mobilenet", "densenet", "regnet", "swin", "alexnet"),
 )
 
 
@@ -144,31 +134,22 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
         return
     known = options(group)
     if not isinstance(option, str) or option not in known:
-        raise ConfigError(
-            "C003",
-            f"no such option of {group}",
-            key=group,
-            value="null" if option is None else option,
-            place=place,
-            suggestion=_hint(group, str(option), list(known), groups),
-        )
+        what, value = f"no such option of {group}", "null" if option is None else option
+        hint = _hint(group, str(option), list(known), groups)
+        raise ConfigError("C003", what, key=group, value=value, place=place, suggestion=hint)
 
 
 def check_recipe(name: str, place: str | None, folder: Path | None = None) -> None:
     """Refuse a recipe, given by name or path, that does not exist (C003); `folder` as in `recipe_file`."""
     if recipe_file(name, folder) is None:
         known = list(options(RECIPES))
-        is_path = name.endswith(".yaml") or "/" in name
-        everything = f"Recipes: {', '.join(known)}"
-        hint = did_you_mean(name, known)
-        raise ConfigError(
-            "C003",
-            "no such recipe file" if is_path else "no such recipe",
-            key="+recipe" if folder is None else "defaults",
-            value=name,
-            place=place,
-            suggestion=f"{hint} {everything}" if hint else everything,
+        everything, near = f"Recipes: {', '.join(known)}", did_you_mean(name, known)
+        what = "no such recipe file" if name.endswith(".yaml") or "/" in name else "no such recipe"
+        key, hint = (
+            "+recipe" if folder is None else "defaults",
+            f"{near} {everything}" if near else everything,
         )
+        raise ConfigError("C003", what, key=key, value=name, place=place, suggestion=hint)
 
 
 def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> str:
