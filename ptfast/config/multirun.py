@@ -154,10 +154,10 @@ def _direction(
     key = "hydra.sweeper.direction"
     sweeper = loader.load_configuration(PRIMARY, overrides, RunMode.MULTIRUN).hydra.sweeper
     if intervals and str(sweeper._target_).endswith(".BasicSweeper"):
-        key, value = intervals[0].key, intervals[0].values[0]
+        swept, value = intervals[0].key, intervals[0].values[0]
         hint = "Add hydra/sweeper=optuna, or name the points: key=a,b"
         what = "the points of an interval are chosen by another sweeper than Hydra's own"
-        raise ConfigError("C014", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
+        raise ConfigError("C014", what, key=swept, value=value, place=COMMAND_LINE, suggestion=hint)
     if "direction" not in sweeper or key in loader.places() or any(o.startswith(key) for o in overrides):
         return []
     metric, mode = point.tree["sweep"]["metric"], point.tree["sweep"]["mode"]

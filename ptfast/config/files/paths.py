@@ -143,12 +143,9 @@ def check_recipe(name: str, place: str | None, folder: Path | None = None) -> No
     """Refuse a recipe, given by name or path, that does not exist (C003); `folder` as in `recipe_file`."""
     if recipe_file(name, folder) is None:
         known = list(options(RECIPES))
-        everything, near = f"Recipes: {', '.join(known)}", did_you_mean(name, known)
+        hint = " ".join(filter(None, (did_you_mean(name, known), f"Recipes: {', '.join(known)}")))
         what = "no such recipe file" if name.endswith(".yaml") or "/" in name else "no such recipe"
-        key, hint = (
-            "+recipe" if folder is None else "defaults",
-            f"{near} {everything}" if near else everything,
-        )
+        key = "+recipe" if folder is None else "defaults"
         raise ConfigError("C003", what, key=key, value=name, place=place, suggestion=hint)
 
 
