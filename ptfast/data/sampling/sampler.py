@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -95,12 +95,12 @@ class Sharding:
     rank: int = 0
     num_ranks: int = 1
 
-    @property
+    @cached_property
     def per_rank(self) -> int:
         """Micro-batches of a step on each rank."""
         return self.micro_batches // self.num_ranks
 
-    @property
+    @cached_property
     def first(self) -> int:
         """Number, within a step, of this rank's first micro-batch; its others follow."""
         return self.rank * self.per_rank
