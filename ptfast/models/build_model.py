@@ -120,7 +120,14 @@ def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
             found += [f"data.image_size={side}"] * (side is not None)
         if found:
             return f"Set {' or '.join(found)}"
-        taken = next((other for other in _other_shapes(shape) if _fits(model, info, other)), None)
+        # Other shapes, those that differ in one respect first.
+        others: list[tuple[int, ...]] = []
+        if len(shape) == 3:
+            channels = [number for number in (3, 1) if number != shape[0]]
+            larger = [side for side in _SIDES if side > max(shape[1:])]
+            others = [(number, *shape[1:]) for number in channels]
+            others += [(number, side, side) for number in (shape[0], *channels) for side in larger]
+        taken = next((other for other in others if _fits(model, info, other)), None)
     if taken is None:
         return None
     what = "images" if info.kind == "image" else "inputs"
@@ -139,16 +146,6 @@ def _settings(model: Target, info: DataInfo) -> Iterator[tuple[str, Any]]:
     for name, value in tried.items():
         if name in known or open_ended:
             yield name, value
-
-
-def _other_shapes(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Other shapes of inputs, those that differ in one respect first."""
-    if len(shape) != 3:
-        return
-    channels = [number for number in (3, 1) if number != shape[0]]
-    sides = [side for side in _SIDES if side > max(shape[1:])]
-    yield from ((number, *shape[1:]) for number in channels)
-    yield from ((number, side, side) for number in (shape[0], *channels) for side in sides)
 
 
 def _fits(

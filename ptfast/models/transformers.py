@@ -75,8 +75,14 @@ def build(
         ConfigError: a field that the model's config does not have (C002), a task without a head or, with
             published weights, the tokenizer of another model (C011).
     """
-    if pretrained:
-        _check_tokenizer(name, (extra or {}).get("tokenizer"))
+    tokenizer = (extra or {}).get("tokenizer")
+    used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
+    # A user's own `tokenizer.json` is trusted to be that of the model.
+    if pretrained and used != name and not used.endswith(".json"):
+        own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
+        what = f"the weights of {name} know only the tokens of its own tokenizer"
+        hint = f"Set data.tokenizer={own}"
+        raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
     transformers = import_extra("transformers", "hf", "model")
     if task not in HEADS:
         raise ConfigError("C011", f"there is no head for the task `{task}`", key="model.name", value=name)
@@ -108,16 +114,6 @@ def build(
     else:
         model = head.from_config(config)
     return HfModel(model, kind, pad_id)
-
-
-def _check_tokenizer(name: str, tokenizer: dict[str, Any] | None) -> None:
-    """Refuse a tokenizer other than that of the published weights; a user's `tokenizer.json` is trusted."""
-    used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
-    if used != name and not used.endswith(".json"):
-        own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
-        what = f"the weights of {name} know only the tokens of its own tokenizer"
-        hint = f"Set data.tokenizer={own}"
-        raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
 
 
 def _unreachable(name: str, error: Exception) -> MachineError:

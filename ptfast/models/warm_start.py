@@ -56,7 +56,12 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     while weights and all(name.startswith("module.") and name not in own for name in weights):
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
-    head = [name for name in differing if _is_head(model, name, weights[name], own[name])]
+    head: list[str] = []
+    for name in differing:
+        # The layer differs only in its number of outputs.
+        layer, theirs, ours = model.get_submodule(name.rpartition(".")[0]), weights[name], own[name]
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and theirs.dim() and theirs.shape[1:] == ours.shape[1:]:
+            head.append(name)
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
     shapes = {
@@ -124,14 +129,6 @@ def _read_pt(path: Path) -> Any:
             what = "holds pickled objects, which could run code; only tensors are read"
             raise _damaged(path, what) from error
         raise _damaged(path) from error
-
-
-def _is_head(model: nn.Module, name: str, theirs: Tensor, ours: Tensor) -> bool:
-    """Return True if the tensor belongs to a layer that differs in its number of outputs alone."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    return (
-        isinstance(owner, (nn.Linear, nn.Conv2d)) and theirs.dim() > 0 and theirs.shape[1:] == ours.shape[1:]
-    )
 
 
 def _shape(tensor: Tensor) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,12 +38,18 @@ class NvJpegFiles(ImageFiles):
             images = self._on_device([self.paths[int(i)] for i in indices], device)
         except (RuntimeError, DataError):
             return super().crops(indices, boxes, size, mirrored).to(device)
-        return torch.stack(
-            [
-                crop_on_device(image, box, mirror, size)
-                for image, box, mirror in zip(images, boxes, mirrored.tolist(), strict=True)
+        crops: list[Tensor] = []
+        for image, box, mirror in zip(images, boxes, mirrored.tolist(), strict=True):
+            top, bottom = pixel_edges(box[0], box[2], image.shape[1])
+            left, right = pixel_edges(box[1], box[3], image.shape[2])
+            # As `resized_crops.resized_crop`, but in floats: torch does not antialias bytes on a GPU.
+            part = image[None, :, top:bottom, left:right].float()
+            resized = F.interpolate(part, (size, size), mode="bilinear", antialias=True, align_corners=False)[
+                0
             ]
-        )
+            pixels = resized.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0)
+            crops.append(pixels.flip(1) if mirror else pixels)
+        return torch.stack(crops)
 
     @staticmethod
     def device() -> torch.device:
@@ -73,19 +78,6 @@ def decode_on_device(buffers: list[Tensor], device: torch.device) -> list[Tensor
     import torchvision.io  # noqa: F401 - registers the operator
 
     return torch.ops.image.decode_jpegs_cuda(buffers, AS_RGB, device)
-
-
-def crop_on_device(image: Tensor, box: np.ndarray, mirrored: int, size: int) -> Tensor:
-    """`resized_crops.resized_crop` of a uint8 (channels, height, width), in floats and rounded once.
-
-    Torch antialiases no bytes on a GPU.
-    """
-    top, bottom = pixel_edges(box[0], box[2], image.shape[1])
-    left, right = pixel_edges(box[1], box[3], image.shape[2])
-    part = image[None, :, top:bottom, left:right].float()
-    resized = F.interpolate(part, (size, size), mode="bilinear", antialias=True, align_corners=False)[0]
-    pixels = resized.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0)
-    return pixels.flip(1) if mirrored else pixels
 
 
 def check_decoder() -> None:

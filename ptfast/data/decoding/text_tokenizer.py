@@ -228,7 +228,12 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
 
     def store() -> Path:
         nonlocal encoded
-        path = cache_folder() / "tokens" / f"{_key(texts, tokenizer)}.npz"
+        sha = hashlib.sha256(json.dumps([_FORMAT, tokenizer.describe()]).encode())
+        for text in texts:
+            data = text.encode("utf-8", "surrogatepass")
+            sha.update(b"%d:" % len(data))
+            sha.update(data)
+        path = cache_folder() / "tokens" / f"{sha.hexdigest()[:32]}.npz"
         encoded = _stored(path)
         if encoded is None:
             encoded = encode_anew(texts, tokenizer)
@@ -250,12 +255,3 @@ def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     tokens, lengths = tokenizer.encode_all(texts) if texts else np.zeros((2, 0), np.int64)
     return Encoded(tokens.astype(dtype, copy=False), lengths)
-
-
-def _key(texts: list[str], tokenizer: Tokenizer) -> str:
-    sha = hashlib.sha256(json.dumps([_FORMAT, tokenizer.describe()]).encode())
-    for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
-        sha.update(b"%d:" % len(data))
-        sha.update(data)
-    return sha.hexdigest()[:32]

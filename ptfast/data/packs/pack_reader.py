@@ -1,4 +1,4 @@
-"""Packs: what `ptfast pack` has made of images or text, opened with the checks that a damaged one fails."""
+"""Packs that `ptfast pack` has made of images or text: their files, and the checks when one is opened."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import size_and_time
 
 FORMAT = 1
-"""Version of what is written; another one is not read."""
+"""Version of the files; others are refused."""
 MANIFEST = "manifest.json"
-"""Written last: a folder without it is no whole pack."""
+"""Written last: without it a pack is unfinished."""
 JOURNAL = "pack.unfinished"
 """Lists the pieces of an unfinished pack."""
 CHECKED_BYTES = 256 * 2**20
-"""A pack that takes no more is checked byte by byte whenever it is opened: a fifth of a second."""
+"""Smaller packs are checked byte by byte whenever they are opened, which takes a fifth of a second."""
 STAT_LIMIT = 100_000
-"""Files of a source that are looked at whenever a pack of it is opened; of more, only their folders."""
+"""Sources of more files are compared by their folders only when a pack is opened."""
 _MARK = "ptfast_pack"
 
 ROW = np.dtype(
@@ -314,7 +314,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def _command(folder: Path, made: Manifest | dict[str, Any]) -> str:
-    """The command that makes the pack in `folder` again, by what is left of its manifest or journal."""
+    """The command that makes the pack in `folder` again, as far as its manifest or journal shows it."""
     known = asdict(made) if isinstance(made, Manifest) else made
     source, text = known.get("source") or {}, known.get("text") or known
     words = ["ptfast pack", str(source.get("path", "SRC")), str(folder)]

@@ -37,7 +37,7 @@ from ptfast.data.packs.pack_reader import (
 
 _SPLITS = ("train", "val", "test", "text")
 PIECE_BYTES = 16 * 2**20
-"""Bytes that a process converts at once: what a kill costs, and the memory that each takes a few times."""
+"""Bytes that a process converts at once. A kill costs one piece, and each process needs a few in memory."""
 
 
 class Piece(NamedTuple):
@@ -131,12 +131,12 @@ def make(
 
 
 def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piece]]:
-    """Converted jobs from `first` on, in order; as many under way at a time as keep the processes busy."""
+    """Converted jobs from `first` on, in order, with enough under way to keep the processes busy."""
     jobs = plan.jobs[first:]
     if workers <= 1 or len(jobs) <= 1:
         yield from ((split, plan.convert(job)) for split, job in jobs)
         return
-    # Forking spares each process the seconds of importing torch; elsewhere it is not safe.
+    # Forking saves each process the seconds of importing torch; it is only safe on Linux.
     context = mp.get_context("fork" if sys.platform == "linux" else None)
     under_way: deque[tuple[str, Future[Piece]]] = deque()
     pool = ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_start_process)
@@ -160,7 +160,7 @@ def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piec
 
 
 def _start_process() -> None:
-    # Ctrl-C reaches every process of the terminal; the parent decides what becomes of it.
+    # Ctrl-C reaches every process of the terminal; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     torch.set_num_threads(1)
@@ -188,10 +188,10 @@ class _Writer:
             (folder / MANIFEST).unlink()
         self._read_journal()
         for name in _SPLITS if not self.jobs_done else ():
-            # A run that still maps the pack of before keeps its files.
+            # A run that still maps the old pack keeps its files.
             (folder / f"{name}.bin").unlink(missing_ok=True)
             (folder / f"{name}.index").unlink(missing_ok=True)
-        # Beyond the last line of the journal there may be half a piece.
+        # A half-written piece may follow the last one in the journal.
         for split, written in self.written.items():
             for name, size in ((f"{split}.bin", written.bytes), (f"{split}.index", written.index_bytes)):
                 with (folder / name).open("ab") as file:
@@ -219,7 +219,7 @@ class _Writer:
         self._add(line)
 
     def finish(self) -> Manifest:
-        """Make sure that all is on disk, then write the manifest."""
+        """Flush the data to disk, then write the manifest."""
         for split in self.written:
             for name in (f"{split}.bin", f"{split}.index"):
                 with (self._folder / name).open("rb") as file:
@@ -281,7 +281,7 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
     try:
         manifest = read_manifest(folder)
     except DataError:
-        # Unfinished, damaged, or of another format: made anew, or resumed.
+        # An unfinished pack is resumed; a damaged one or another format is made anew.
         before = read_header(folder)
         if before and before["source"]["path"] != path:
             what = f"holds an unfinished pack of {before['source']['path']}"

@@ -54,8 +54,13 @@ class PackedImages(ImageSource):
         return self.original_bytes
 
     @property
+    def stored_shapes(self) -> NDArray[np.int64]:
+        """Height and width of every image in the pack: (images, 2)."""
+        return np.stack([self._rows["height"], self._rows["width"]], 1).astype(np.int64)
+
+    @property
     def original_bytes(self) -> int:
-        return 3 * int((self._rows["height"].astype(np.int64) * self._rows["width"]).sum())
+        return 3 * int(self.stored_shapes.prod(1).sum())
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process maps the file itself; pickling the map would copy all of it.
@@ -83,7 +88,7 @@ class PackedImages(ImageSource):
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
     def hold(self, holder: Holder | None = None) -> TensorSource:
-        """All images; those of a whole pack as they are stored without a copy: ranks share one memory."""
+        """All images; those of a whole pack as stored, without a copy, in memory that ranks share."""
         if not self.shape or not np.array_equal(self._numbers, np.arange(self._facts.samples)):
             return super().hold(holder)
         images = torch.from_numpy(self._mapped().reshape(-1, *self.shape))
@@ -91,24 +96,13 @@ class PackedImages(ImageSource):
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of the pixels of samples, per channel, as packing summed them."""
-        rows = self._rows
-        size = self.image_size
-        if size is not None and bool(((rows["height"] != size) | (rows["width"] != size)).any()):
+        if self.image_size is not None and bool((self.stored_shapes != self.image_size).any()):
             return None
-        return pixel_sums(rows[indices])
+        return pixel_sums(self._rows[indices])
 
     def contents(self) -> list[Any]:
         facts = self._facts
         return describe_part(len(self), "images", facts.index_sha256, *(each.sha256 for each in facts.parts))
-
-    def check_size(self, height: int, width: int) -> None:
-        """Raise DataError D005 unless every image is stored at this size: now, and not within an epoch."""
-        rows = self._rows
-        other = np.flatnonzero((rows["height"] != height) | (rows["width"] != width))
-        if len(other):
-            row = rows[other[0]]
-            shape = (int(row["height"]), int(row["width"]))
-            raise mixed_sizes(self.name_of(other[0]), shape, (height, width))
 
     def _mapped(self) -> Pixels:
         if self._bytes is None:
@@ -120,7 +114,7 @@ class PackedImages(ImageSource):
 
 
 def pixel_sums(rows: NDArray[Any]) -> tuple[int, Tensor, Tensor]:
-    """Count, sums and sums of squares of the pixels of images, per channel, by their index entries."""
+    """Count, sums and sums of squares of the pixels of images, per channel, from their index entries."""
     count = int((rows["height"].astype(np.int64) * rows["width"]).sum())
     sums, squares = (torch.from_numpy(rows[name].sum(0)).double() for name in ("sums", "squares"))
     return count, sums, squares
@@ -133,9 +127,12 @@ def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None)
         raise DataError("D001", "is a pack of text", key="data.root", value=folder, suggestion=hint)
     sources = {split: PackedImages(folder, split, manifest, image_size) for split in manifest.splits}
     shape = sources["train"].fetch(np.array([0]))[0].shape[1:]
-    if image_size is None:
-        for source in sources.values():
-            source.check_size(*shape[:2])
+    for source in sources.values() if image_size is None else ():
+        # Images of another size are refused now, not in the middle of an epoch.
+        stored = source.stored_shapes
+        other = np.flatnonzero((stored != shape[:2]).any(1))
+        if len(other):
+            raise mixed_sizes(source.name_of(other[0]), stored[other[0]].tolist(), shape[:2])
     info = image_info((shape[2], shape[0], shape[1]), class_names=tuple(manifest.class_names))
     checksums = " ".join(split.index_sha256 for split in manifest.splits.values())
     key = f"{folder.resolve()} {image_size} {checksums}"

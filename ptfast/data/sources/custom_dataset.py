@@ -43,11 +43,11 @@ _SCAN_LIMIT = 2000
 class DatasetSource(MapSource):
     """A map-style data set, collated as torch's DataLoader does, or by a function of the user's.
 
-    Sequences of tokens may differ in length where the data set has an attribute `lengths` with that of each:
-    they are filled up with its `pad_id` (0 if there is none), and targets of a token each with -100.
+    Sequences of tokens may differ in length if an attribute `lengths` of the data set holds their lengths:
+    they are padded with its `pad_id` (default 0), and targets with one label per token with -100.
 
-    Transforms that draw from the global generators (torch, numpy, random) are seeded by epoch and samples, so
-    that a resumed run and one with workers draw the same; so are collate functions.
+    Transforms and collate functions that draw from the global generators (torch, numpy, random) are seeded by
+    epoch and samples, so that resumed runs and any number of workers draw the same.
     """
 
     columns = ("_numbers", "_lengths", "all_labels")
@@ -127,11 +127,10 @@ def adapt(
 ) -> Splits:
     """The splits of a user's data set: training samples and what they look like.
 
-    Its attributes `val` and `test`, where they are data sets, are the held-out splits. Class count and names
+    Its attributes `val` and `test`, if they are data sets, are the held-out splits. Class count and names
     come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
-    the input shape from its first sample. How many tokens there are comes from its attribute `vocab_size`, or
-    from all of them where it is held in memory or has at most 2,000 samples; how many a sample has, where
-    that differs, from `lengths`.
+    the input shape from its first sample. The size of the vocabulary comes from its attribute `vocab_size`,
+    or from all samples if they are in memory or at most 2,000; lengths of sequences come from `lengths`.
 
     Args:
         known: of a model's own data, for what this data set does not say itself.
@@ -213,17 +212,6 @@ def _adapt(
     return Splits(info, source, note=note)
 
 
-def _is_pair(sample: Any) -> bool:
-    """Return True for `(input, target)`, of one sample or collated."""
-    if not (isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor)):
-        return False
-    target = sample[1]
-    if isinstance(target, (list, tuple)):
-        # A collated target of several parts is a list of tensors.
-        return bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
-    return not isinstance(target, Mapping)
-
-
 def _opaque_info(
     dataset: Any, batch: Any, collate: Collate, task: str, known: DataInfo | None
 ) -> DataInfo | None:
@@ -232,7 +220,13 @@ def _opaque_info(
     Raises:
         DataError: D004 for a batch that a built-in task cannot read.
     """
-    is_pair, built_in = _is_pair(batch), task in TASKS or task == "auto"
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor)
+    if is_pair and isinstance(target := batch[1], (list, tuple)):
+        # A collated target of several parts is a list of tensors.
+        is_pair = bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
+    elif is_pair:
+        is_pair = not isinstance(batch[1], Mapping)
+    built_in = task in TASKS or task == "auto"
     if is_pair and (built_in or not collate.is_own):
         return None
     if not built_in or task == "hf":
@@ -273,7 +267,7 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
             return torch.as_tensor(targets)
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
         first = source.fetch(np.zeros(1, np.int64))[1]
-        # Floats are classes or figures by what all of them are.
+        # Only all labels show whether floats are classes or figures.
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return first
     return _scan(source)[1]
@@ -312,7 +306,7 @@ def _info(
     trained_on: DataInfo | None,
     all_inputs: Tensor | None = None,
 ) -> DataInfo:
-    """The facts shown by one sample `(input, target)`, the labels, and the inputs where there are all."""
+    """The facts shown by one sample `(input, target)`, the labels, and all inputs if they are in memory."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     if isinstance(sample[1], str):
         what = f"labels are numbers, and the first one is the text {sample[1]!r}"
@@ -341,7 +335,7 @@ def _info(
         if trained_on is not None:
             facts["vocab_size"] = trained_on.vocab_size
         elif all_inputs is not None:
-            # One sample shows some of the tokens only; what is predicted are tokens too.
+            # One sample shows only some tokens; predicted targets are tokens, too.
             seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
             facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
     names = _class_names(dataset)

@@ -20,8 +20,8 @@ _TIMEOUT_S = 20
 def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = True) -> Path:
     """The archive of `url` in `folder`, downloaded unless it lies there whole.
 
-    What an interrupted download left is replaced; an archive gets its name only once its checksum is right.
-    Processes that ask at the same time wait for the first.
+    An archive gets its name only after its checksum is verified; partial downloads are replaced. Processes
+    that ask at the same time wait for the first.
 
     Args:
         md5: checksum of the archive, in hexadecimal digits.
@@ -99,7 +99,7 @@ def file_md5(path: Path) -> str:
 def locked_folder(
     folder: Path, hint: str, pause: Callable[[], None] = lambda: time.sleep(0.1)
 ) -> Iterator[bool]:
-    """Hold a lock on `folder` among the processes of this machine; a folder that stays empty is removed.
+    """Hold a lock on `folder` among the processes of this machine; remove the folder if it stays empty.
 
     Gives False on a file system that cannot lock.
 
@@ -118,7 +118,7 @@ def locked_folder(
         if folder.exists() and os.path.samestat(folder.stat(), os.fstat(lock)):
             yield locked
         else:
-            # Whoever had locked it before left it empty, and has removed it.
+            # The process that held the lock has removed the empty folder.
             with locked_folder(folder, hint, pause) as locked:
                 yield locked
     finally:

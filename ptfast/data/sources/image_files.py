@@ -1,4 +1,4 @@
-"""Images of sizes of their own, brought to one as they are fetched: out of files, or of memory."""
+"""Images of differing sizes, from files or memory, brought to one size as they are fetched."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ptfast.data.transforms.resized_crops import Sizes
 OnCorrupt = Literal["error", "skip"]
 REMEDY = "Replace the file, remove it, or leave such files out with data.on_corrupt=skip"
 _SOME = 64
-"""Files whose sizes tell how large all are, about."""
+"""Files whose sizes estimate those of all."""
 _CHUNK = 256
 
 
 class ImageSource(MapSource):
     """Images of one class each, fitted to `image_size` as they are fetched. Subclasses give `original`.
 
-    They are read by as many threads as torch has here: decoding leaves the interpreter to others.
+    As many threads as torch uses here read them: decoding releases the interpreter lock.
     """
 
     columns = ("targets",)

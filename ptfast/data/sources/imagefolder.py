@@ -23,7 +23,7 @@ DecodesJpeg = Literal["cpu", "nvjpeg"]
 
 
 class ImageFolder:
-    """A tree of class folders, of which the loader decides when images are decoded.
+    """A tree of class folders of images; the loader decides when they are decoded.
 
     Args:
         root: the folder: with `train/` (and `val/`, `test/`) of class folders, with class folders, or with a
@@ -31,13 +31,13 @@ class ImageFolder:
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
         threads: that decode what is held in memory; `auto` for one per core.
-        on_corrupt: what is done about files that cannot be decoded: `error` names the first and stops; `skip`
-            leaves them out, without moving any other sample to another index.
-        decoder: of JPEG files for `augment.resized_crop`: `cpu`, or `nvjpeg` for the GPU that trains, which
-            leaves other files to the CPU.
+        on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out, and
+            other samples keep their index.
+        decoder: of JPEG files for `augment.resized_crop`: `cpu`, or `nvjpeg` for the GPU that trains; the CPU
+            decodes all other files.
 
     Raises:
-        ConfigError: C011 for a pack that a GPU is to decode, or of which files are to be skipped.
+        ConfigError: C011 for a pack with `decoder=nvjpeg` or `on_corrupt=skip`.
         MachineError: E005 for a GPU that decodes no JPEG.
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
             D007 for a pack that is not whole or older than its source.
@@ -64,7 +64,7 @@ class ImageFolder:
                 what, hint = "packs are read on the host", "Use data.decoder=cpu"
                 raise ConfigError("C011", what, key="data.decoder", value=self.decoder, suggestion=hint)
             if self.on_corrupt != "error":
-                what = "the pack has left out already what cannot be read"
+                what = "unreadable files were left out when the pack was made"
                 hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
                 raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
             return load_packed_images(self.root, manifest, self.image_size)
@@ -93,7 +93,7 @@ class ImageFolder:
             for split, listing in listings.items()
         ]
         contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
-        # Files that are written over leave their folder as it is.
+        # Overwriting a file does not change its folder's time.
         newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks))
         digests = [facts[-1] for facts in contents.values()]
         return contents, " ".join(map(str, (self.root.resolve(), self.image_size, newest, *digests)))

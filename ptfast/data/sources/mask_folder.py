@@ -31,8 +31,8 @@ class MaskFolder:
         root: the folder: with `train/` (and `val/`, `test/`) that hold the two folders each, or with these.
         image_size: side in pixels that images and masks are brought to: shorter side resized, centre
             cropped. None where all have one size.
-        num_classes: where the labels that occur do not show it. They are the grey values of a mask, or the
-            numbers of the entries in its palette.
+        num_classes: if the labels that occur do not show it. Labels are the grey values of a mask, or the
+            indices into its palette.
 
     Raises:
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be read or a

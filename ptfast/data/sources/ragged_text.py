@@ -1,4 +1,4 @@
-"""Sequences of unequal length in one flat array; how a batch of them is padded, or packed in windows."""
+"""Sequences of unequal length in one flat array, padded in batches or packed into windows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RaggedSource(MapSource):
         tokens: of all sequences.
         starts: where each begins.
         lengths: tokens of each, >= 1.
-        pad_id: what is put behind a sequence that is shorter than its batch.
-        max_length: the longest that the data allows, to which `Padding.fixed` pads.
+        pad_id: fills sequences that are shorter than their batch.
+        max_length: length that `Padding.fixed` pads to.
     """
 
     columns: tuple[str, ...] = ("starts", "_lengths")
@@ -49,23 +49,23 @@ class RaggedSource(MapSource):
         return describe_part(len(self), "texts", self.tokens, self.starts, self._lengths, *labels)
 
     def gather(self, indices: Indices, ahead: int = 0, fill: int | None = None) -> Tensor:
-        """Sequences, or what stands `ahead` tokens further on: (batch, length) int64, filled up."""
+        """Sequences, shifted by `ahead` tokens and padded with `fill`: (batch, length) int64."""
         lengths = self._lengths[indices]
         columns = np.arange(self.padding.width(int(lengths.max()), self.max_length))
         places = (self.starts[indices] + ahead)[:, None] + columns
-        # Places beyond a sequence may lie beyond the array; they are clipped here and filled below.
+        # Places beyond the end of the array are clipped here; all beyond a sequence are filled below.
         tokens = self.tokens.take(places, mode="clip").astype(np.int64, copy=False)
         tokens[columns >= lengths[:, None]] = self.pad_id if fill is None else fill
         return torch.from_numpy(tokens)
 
 
 class TextSource(RaggedSource):
-    """Texts with a label each, of which at most the first `max_length` tokens are kept."""
+    """Texts with a label each, cut after `max_length` tokens."""
 
     columns = (*RaggedSource.columns, "targets")
 
     def __init__(self, texts: Encoded, targets: Tensor, pad_id: int, max_length: int) -> None:
-        # A text without tokens would have nothing to average over: one pad is the least.
+        # An empty text gets one pad token, so that there is something to average over.
         empty = texts.lengths == 0
         tokens = np.append(texts.tokens, texts.tokens.dtype.type(pad_id)) if empty.any() else texts.tokens
         starts = np.where(empty, len(texts.tokens), texts.starts)
@@ -87,7 +87,7 @@ def labelled_texts(
     num_classes: int,
     class_names: tuple[str, ...] | None,
 ) -> tuple[DataInfo, dict[str, TextSource]]:
-    """The facts about texts of one class each, and the texts of each split."""
+    """The facts about texts with one class each, and a source for each split."""
     sources = {
         split: TextSource(encode(own, tokenizer), labels[split], tokenizer.pad_id, max_length)
         for split, own in texts.items()
@@ -107,10 +107,10 @@ def labelled_texts(
 
 
 class Documents(RaggedSource):
-    """Documents to model: `(inputs, targets)`, the targets one token further on and -100 behind the end.
+    """Documents to model: `(inputs, targets)`, the targets one token further on and -100 beyond the end.
 
-    A document longer than `max_length` comes as several samples, one after another, of which each begins at
-    position 0: every token but a document's first is predicted once.
+    A document longer than `max_length` is cut into several samples, each beginning at position 0. Every token
+    but a document's first is predicted once.
     """
 
     def __init__(self, texts: Encoded, pad_id: int, max_length: int) -> None:
@@ -135,17 +135,14 @@ Lengths = NDArray[np.int64]
 class PackedSequences(MapSource):
     """Windows that hold several documents each: `(PackedTokens, targets)`, all of one length.
 
-    Padded, a batch of documents is as long as its longest; packed, next to nothing of it is padding, and all
-    batches have one shape. A document attends to itself alone and its positions begin at 0: its loss is that
-    of the document by itself. Which lengths share a window stays; which documents of these lengths they are
-    is drawn anew in every epoch.
+    Packed batches have almost no padding and a single shape. A document attends only to itself and its
+    positions begin at 0, so its loss is that of the document alone. Each window keeps its mix of lengths; the
+    documents of these lengths are drawn anew in every epoch.
 
     Args:
-        documents: what is packed.
-        context_length: tokens of a window, no fewer than the longest document has.
+        context_length: tokens of a window, at least as many as the longest document has.
 
-    Cost: attention goes over whole windows, of which a mask hides the other documents. Once an epoch, a sort
-        of the documents.
+    Cost: attention computes whole windows, with other documents masked. Once an epoch, a sort of documents.
     Source: Krell et al. 2021, arXiv:2107.02027.
     """
 
@@ -176,7 +173,7 @@ class PackedSequences(MapSource):
         which = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         documents = self._in_slots(epoch)[self._firsts[indices][rows] + which]
         lengths = self._lengths[documents]
-        # Every token by its document, its place in that, and its place in the batch.
+        # For every token: its document, its position there, and its place in the batch.
         token_of = np.repeat(np.arange(len(documents)), lengths)
         before = np.cumsum(lengths) - lengths
         positions = np.arange(len(token_of)) - before[token_of]
@@ -187,7 +184,7 @@ class PackedSequences(MapSource):
         shape = (len(indices), self._context)
         inputs = np.full(shape, self._documents.pad_id, np.int64)
         targets = np.full(shape, IGNORE_INDEX, np.int64)
-        # What is left of a window counts as a document too, so that it attends to something.
+        # The rest of a window counts as a document, because every token must attend to something.
         used = np.bincount(rows, lengths, len(indices)).astype(np.int64)
         where = np.maximum(np.arange(self._context) - used[:, None], 0)
         inputs.reshape(-1)[flat] = self._documents.tokens[source]
@@ -202,18 +199,18 @@ class PackedSequences(MapSource):
             by_length = shuffled[np.argsort(self._lengths[shuffled], kind="stable")]
             placed = np.empty_like(by_length)
             placed[self._slot_order] = by_length
-            # Workers may still be at the epoch before.
+            # Workers may still read the previous epoch.
             self._placed = {**dict([*self._placed.items()][-1:]), epoch: placed}
         return self._placed[epoch]
 
 
 def pack_lengths(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
-    """Fill windows with documents by best fit: the longest first, each where the least room is left.
+    """Fill windows with documents by best fit: the longest first, each into the least sufficient room.
 
     Args:
         lengths: tokens of each document, 1 to `capacity`.
 
-    Cost: a loop over the lengths that occur and the fillings that come about, not over documents.
+    Cost: a loop over the distinct lengths and fillings, not over documents.
     """
     remaining = np.bincount(lengths, minlength=capacity + 1)
     # By the room left: fillings as (lengths, how many windows have it).

@@ -41,7 +41,7 @@ _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "t
 class TextTsv(ReadsAsKnown):
     """Labelled texts: one `text<TAB>label` a line in `train.tsv`, `dev.tsv` (or `val.tsv`) and `test.tsv`.
 
-    Files may be `.csv` too, and have a first line that names their columns; see `read_table`.
+    Files may also be `.csv`, and their first line may name the columns; see `read_table`.
 
     Args:
         root: folder of these files.
@@ -88,7 +88,7 @@ class TextTsv(ReadsAsKnown):
         return Splits.of(info, sources, "; ".join(notes))
 
     def _rows(self) -> tuple[dict[str, Table], list[str]]:
-        """Texts and labels of each split, and which columns of which files they come from."""
+        """Texts and labels of each split, and a note for each set of columns that they come from."""
         tables, files = dict[str, Table](), dict[str, list[str]]()
         for split, path in self._files().items():
             table = read_table(path, self.text, self.label)
@@ -127,15 +127,14 @@ class TextTsv(ReadsAsKnown):
 class TextFile(ReadsAsKnown):
     """Text for language modelling, from one file: running text, or documents.
 
-    The last part of the text is for validation. Of running text, training windows begin at random places in
-    the rest; of documents, each is a sample.
+    The last part of the text is for validation. Training windows of running text begin at random places in
+    the rest; each document is a sample.
 
     Args:
         path: a text file in UTF-8, or a pack of one, made by `ptfast pack`.
         tokenizer: `characters`, `words`, a `tokenizer.json`, or a name on the Hugging Face hub.
         context_length: tokens of a sample, at most.
-        documents: what a document is: none for one running text, `lines`, or `paragraphs` with blank lines
-            between them.
+        documents: `none` for running text, `lines`, or `paragraphs` separated by blank lines.
 
     Raises:
         DataError: D001, D002, D005 or D006 by `load`.
@@ -203,7 +202,7 @@ class TextFile(ReadsAsKnown):
         cut = len(tokens) - num_val * context
         if cut <= context:
             raise DataError("D006", "leaves no training text", key="data.val", value=val)
-        # One token more than the tail: the first target of a window follows its first input.
+        # The token before them is the first input: targets are one token further on.
         held = Windows(tokens[cut - 1 :], context) if num_val else None
         return Windows(tokens[:cut], context, seed), held
 

@@ -1,4 +1,4 @@
-"""Images in tar shards as webdataset writes them: files of one sample beside each other, under one name."""
+"""Images in tar shards as webdataset writes them: consecutive files of one name make a sample."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 class WebDataset:
     """Images and labels in tar shards, on local disks or at URLs.
 
-    Reading the headers shows what lies where. So the data has a length and epochs, and is shuffled, shared
-    out over ranks and workers and resumed like any other, whatever the shards. With `data.shuffle_buffer`
-    the shards are read nearly in their order, as disks that seek slowly and network disks need it.
+    Reading the headers shows where each sample lies. So the data has a length and epochs, and is shuffled,
+    shared out over ranks and workers and resumed like any other. With `data.shuffle_buffer` shards are read
+    nearly in their order, which slow and network disks need.
 
     Args:
         shards: of the training data: a pattern such as `DIR/train-{000..146}.tar` or `DIR/*.tar`, a folder,
@@ -143,10 +143,10 @@ class Members(Sequence[str]):
 
 
 def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Indices:
-    """An order of shards drawn at random, in which samples lie less than `size` from their place.
+    """A random order of shards, in which each sample moves by less than `size` places.
 
-    What a shuffle buffer gives, as a function of (seed, epoch): nothing is held back, and any step is there
-    at once. Reads stay within a few shards at a time.
+    This is the effect of a shuffle buffer as a function of (seed, epoch): no samples are held back, and any
+    step is known at once. Reads stay within a few shards at a time.
 
     Args:
         shards: the number of each sample's shard.
@@ -166,9 +166,9 @@ def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Ind
 
 
 def expand(pattern: str | Sequence[str], key: str) -> list[str]:
-    """The files that a pattern of shards stands for: `{000..146}`, `{a,b}`, `*`, a folder, or a list of such.
+    """The files that a pattern of shards stands for: `{000..146}`, `{a,b}`, `*`, a folder, or a list.
 
-    Of URLs only braces are expanded.
+    In URLs only braces are expanded.
 
     Raises:
         DataError: D001 for one that is not there.
