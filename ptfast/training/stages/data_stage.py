@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
@@ -165,14 +166,16 @@ def evaluated_at_once(run: PartialRun) -> int:
     return run.config.eval.batch_size or eval_batch_size(run.info, run.micro_batch_size)
 
 
-def few_samples(data: Data, loading: ReaderOptions, num_samples: int = 2) -> Any:
-    """A batch of evenly spaced training samples, as a task takes it, to look at before training."""
+def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
+    """A batch of evenly spaced training samples, as a task takes it, on the device where `model` is now."""
+    data = run.splits
     if isinstance(data.train, IterableSource):
         raise TypeError("iterable data has no length")
     places = np.linspace(0, len(data.train) - 1, min(num_samples, len(data.train)))
     few = data.train.take(places.astype(np.int64))
-    loader = build_eval_loader(few, data.info, loading, batch_size=num_samples)
-    return next(iter(loader)).data
+    device = next((p.device for p in model.parameters()), run.device)
+    options = replace(reader_options(run), device=device)
+    return next(iter(build_eval_loader(few, data.info, options, batch_size=num_samples))).data
 
 
 def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:

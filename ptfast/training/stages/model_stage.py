@@ -6,13 +6,12 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
 from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
@@ -21,8 +20,6 @@ from ptfast.core.protocols import DataInfo, takes_own_steps
 from ptfast.core.sections.targets import EMPTY, Target, check_constructs, keywords
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
-from ptfast.data.build_data import Data
-from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
 from ptfast.models.build_model import build_model, mismatch, remedy
@@ -36,7 +33,7 @@ from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
-from ptfast.training.stages.data_stage import few_samples, reader_options
+from ptfast.training.stages.data_stage import few_samples
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import has_many_lengths
 from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
@@ -70,19 +67,18 @@ def check_fits(run: PartialRun) -> None:
     there. A misfit that this does not find fails in the first step, with the same words.
     """
     config, target, model, task = run.config, run.config.model.target, run.model, run.task
-    data = run.splits
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
     calls = getattr(type(task), "loss", None) is SupervisedTask.loss and not takes_own_steps(task)
-    if ours or not calls or run.state is not None or not mismatch(model, data.info):
+    if ours or not calls or run.state is not None or not mismatch(model, run.info):
         return
-    if isinstance(data.train, IterableSource):
+    if isinstance(run.splits.train, IterableSource):
         return
-    samples = few_samples(data, reader_options(run))
     twin = copy.deepcopy(model)
     if run.precision.half_weights:
         apply_half_weights(twin)
     twin.to(run.device)
+    samples = few_samples(run, twin)
     try:
         with run.precision.autocast:
             task.loss(twin, samples)
@@ -91,7 +87,7 @@ def check_fits(run: PartialRun) -> None:
         found = failure(error, SimpleNamespace(model=twin, task=task), ours=True, given=given)
         if found is None:
             return  # not the model's fault: training reports it
-        raise found.suggesting(remedy(target, config.data.target, data.info) or TRACEBACK) from error
+        raise found.suggesting(remedy(target, config.data.target, run.info) or TRACEBACK) from error
 
 
 @contextlib.contextmanager
@@ -162,7 +158,7 @@ def place_model(run: PartialRun) -> None:
 
     A saved model has no data to find cancelled biases with: those it was trained without are dropped.
     """
-    model, data = run.model, run.data
+    model, has_data = run.model, run.data is not None
     if run.precision.half_weights:
         apply_half_weights(model)
     if not run.shards_weights:
@@ -177,9 +173,9 @@ def place_model(run: PartialRun) -> None:
         run.config.rewrites,
         kind=run.info.kind,
         device=run.device,
-        cancelled_biases=None
-        if data is None
-        else partial(on_first_rank, partial(_cancelled_biases, run, data), run.ranks),
+        cancelled_biases=partial(on_first_rank, partial(_cancelled_biases, run), run.ranks)
+        if has_data
+        else None,
         task=run.task,
         # FSDP splits weights into contiguous rows.
         sharded=run.shards_weights,
@@ -187,20 +183,19 @@ def place_model(run: PartialRun) -> None:
         resolved=run.resolved,
     )
     fresh = run.state is None and not run.config.model.weights
-    if fresh and data is not None and hasattr(model, "init_from_data"):
-        _init_from_data(model, run, data)
+    if fresh and has_data and hasattr(model, "init_from_data"):
+        _init_from_data(run, model)
 
 
-def _init_from_data(model: Any, run: PartialRun, data: Data) -> None:
+def _init_from_data(run: PartialRun, model: Any) -> None:
     """Let a model with `init_from_data` compute its first weights from training inputs, on the first rank."""
-    if isinstance(data.train, IterableSource):
+    if isinstance(run.splits.train, IterableSource):
         what = "computes its first weights from the data, and a stream is read only once"
         raise ConfigError("C011", what, key="model._target_", value=run.config.model.target.path)
 
     def init() -> None:
         with run.display.status("looking at the data"):
-            samples = few_samples(data, _reading_for(model, run), NUM_INIT_SAMPLES)
-            model.init_from_data(next(tensors_in(samples)))
+            model.init_from_data(next(tensors_in(few_samples(run, model, NUM_INIT_SAMPLES))))
 
     on_first_rank(init, run.ranks)
     if not run.shards_weights:
@@ -247,12 +242,7 @@ def shape_model(run: PartialRun) -> None:
     run.forward = wrap()
 
 
-def _reading_for(model: nn.Module, run: PartialRun) -> ReaderOptions:
-    """Options that bring samples to where the model is now, which may not be its device yet."""
-    return replace(reader_options(run), device=next((p.device for p in model.parameters()), run.device))
-
-
-def _cancelled_biases(run: PartialRun, data: Data) -> dict[str, str]:
+def _cancelled_biases(run: PartialRun) -> dict[str, str]:
     """Biases that a BatchNorm subtracts, found on a few samples; none if the model cannot be traced."""
     model, task = run.model, run.task
     if takes_own_steps(task):
@@ -260,7 +250,7 @@ def _cancelled_biases(run: PartialRun, data: Data) -> dict[str, str]:
 
     def forward() -> object:
         with run.precision.autocast:
-            return task.loss(model, few_samples(data, _reading_for(model, run)))
+            return task.loss(model, few_samples(run, model))
 
     try:
         return find_cancelled_biases(model, forward)
