@@ -30,7 +30,7 @@ comes; then, how long they wait for each other. Also the interval at which a sig
 HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
 """How long a step, the evaluation of a batch or a callback may go on after a signal, on one rank or among
 several; twice a step's usual time if that is more."""
-DEAF_S = 10.0
+UNHANDLED_S = 10.0
 """The same for a call that keeps Python from handling the signal: a rank in CUDA that waits for another."""
 REPEATED_S = 1.0
 """Signals within this time count as one: a scheduler and a script in between may both have sent it."""
@@ -104,7 +104,7 @@ class Signals:
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
         self._first_s, self._leaves, self._aborted = 0.0, False, False
         self._heard_s = self._moved_s = 0.0
-        self._place: Any = None
+        self._last_place: Any = None
 
     @property
     def exit_code(self) -> int:
@@ -121,7 +121,7 @@ class Signals:
         self._heard_s = time.monotonic()
         if first:
             self._first_s = self._heard_s
-            self._later(LATE_S, self._look)
+            self._call_later(LATE_S, self._check_progress)
         drop_unread(sys.stdout, sys.stderr)
         if run is not None:
             run.stop_signal = number
@@ -130,7 +130,7 @@ class Signals:
         if again and not self._leaves:
             self._leaves = True
             # Even code that swallows every exception, or a connection that hangs, must not keep it alive.
-            self._later(LAST_S, self._leave)
+            self._call_later(LAST_S, self._leave)
         if number == signal.SIGINT and (run is None or not first):
             raise KeyboardInterrupt
         if self.closing:
@@ -153,7 +153,7 @@ class Signals:
         came_s: float | None = None
         with heard:
             while True:
-                heard.settimeout(None if came_s is None else min(DEAF_S, 1.0))
+                heard.settimeout(None if came_s is None else min(UNHANDLED_S, 1.0))
                 with contextlib.suppress(TimeoutError):
                     if not (numbers := heard.recv(4096)):
                         return
@@ -164,7 +164,7 @@ class Signals:
                 if came_s is None or self._heard_s > came_s - REPEATED_S:
                     came_s = None
                 elif run is not None and run.device.type == "cuda" and run.clock.cause != "saving":
-                    late_s = now - came_s - self._patience_s(DEAF_S)
+                    late_s = now - came_s - self._patience_s(UNHANDLED_S)
                     if late_s > 0 and not self._aborted:
                         self._aborted = True
                         # Aborting may hang too.
@@ -178,21 +178,21 @@ class Signals:
 
     def _end_wait(self) -> None:
         if self.run is None or self._aborted:
-            raise self._unsaved("in what waits for other ranks " * self._aborted)
+            raise self._unsaved("while waiting for other ranks " * self._aborted)
         if self.run.waits:
             raise Stopped
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """End a wait, or a step that hangs; called every `LATE_S` from the first signal on."""
         run = self.run
         if self.closing:
             return
-        self._later(LATE_S, self._look)
+        self._call_later(LATE_S, self._check_progress)
         self._end_wait()
         assert run is not None
         place = run.progress.step, run.batches
-        if place != self._place or run.clock.cause == "saving":
-            self._place, self._moved_s = place, self._heard_s
+        if place != self._last_place or run.clock.cause == "saving":
+            self._last_place, self._moved_s = place, self._heard_s
         elif self._heard_s - self._moved_s > self._patience_s(HUNG_TOGETHER_S if self._several else HUNG_S):
             if self._several or run.clock.cause == "optimizer" or takes_own_steps(run.task):
                 raise self._unsaved("in a step that hangs ")
@@ -205,7 +205,7 @@ class Signals:
     def _leave(self) -> None:
         os._exit(self.exit_code)
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+    def _call_later(self, seconds: float, act: Callable[[], None]) -> None:
         def awake(number: int, frame: FrameType | None) -> None:
             self._heard_s = time.monotonic()
             act()

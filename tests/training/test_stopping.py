@@ -256,7 +256,7 @@ def aborts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each time that a process group is aborted, which ranks do at once."""
     found: list[int] = []
     monkeypatch.setattr(stopping, "abort_process_group", lambda: found.append(1))
-    monkeypatch.setattr(stopping, "DEAF_S", 0.1)
+    monkeypatch.setattr(stopping, "UNHANDLED_S", 0.1)
     return found
 
 
