@@ -90,9 +90,9 @@ class Run:
     seed_step: Callable[[int, int, int], None] = field(init=False)
     """Seeds dropout and the like from (seed, step, micro-batch)."""
     callbacks: list[Callback] = field(default_factory=list)
-    watchers: list[Callback] = field(default_factory=list)
-    """Debugging aids: called after the callbacks' `on_step`, and never saved."""
-    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
+    debug_aids: list[Callback] = field(default_factory=list)
+    """Called after the callbacks' `on_step`, and never saved."""
+    watch_batches: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
     """Looks at the training batches as they pass."""
     counter: Any = None
     """Counts the operators of a step (`ptfast.profiling.operator_counting.StepCounter`)."""
@@ -137,7 +137,7 @@ class Run:
     """Why training ended before its last step."""
     stop_signal: int | None = None
     """Set by a signal handler; the loop ends after the current step."""
-    batches: int = 0
+    num_batches: int = 0
     """Batches received so far, of training and evaluation: this number stands still in a run that hangs."""
     waits: Literal["alone", "together"] | None = None
     """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""

@@ -50,7 +50,7 @@ def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
         opened.append(logger)
     background = BackgroundLogger(opened, run.display.warn)
     if background.shows_images and run.info.kind == "image":
-        run.watch = partial(_log_first_images, run.watch, run.progress.step, background)
+        run.watch_batches = partial(_log_first_images, run.watch_batches, run.progress.step, background)
     return background
 
 

@@ -52,12 +52,12 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
             phases.to(cause if cause in PHASES else None)
 
     vars(clock)["to"] = report
-    run.watchers.append(phases)
+    run.debug_aids.append(phases)
     try:
         yield
     finally:
         phases.to(None)
-        run.watchers.remove(phases)
+        run.debug_aids.remove(phases)
         if around is None:
             del vars(clock)["to"]
         else:

@@ -107,7 +107,7 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
         (run.display.warn if is_warning else run.display.note)(text)
         with counter.uncompiled(batches) as counted:
             batches = batches if counted is None else trainer.warm_up(counted)
-    return batches if run.watch is None else run.watch(batches)
+    return batches if run.watch_batches is None else run.watch_batches(batches)
 
 
 class Segment(NamedTuple):

@@ -42,13 +42,13 @@ class Trainer:
         is_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if is_double else torch.float32
         scaler = run.precision.scaler
-        self.scaled = None if scaler is None else ScaledSteps(scaler, run.optimizer, run.device, run.progress)
-        self.take_step = build_step(run.optimizer) if self.scaled is None else self.scaled.take
-        self.statistics = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
+        self.fp16 = None if scaler is None else ScaledSteps(scaler, run.optimizer, run.device, run.progress)
+        self.take_step = build_step(run.optimizer) if self.fp16 is None else self.fp16.take
+        self.batchnorm = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
         self.optimizers = named_optimizers(run.optimizer) if takes_own_steps(run.task) else None
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
-        self.window = LossWindow(run, self.dtype, self.parameters, self.scaled, self.first_look)
+        self.window = LossWindow(run, self.dtype, self.parameters, self.fp16, self.first_look)
         self._weights: dict[int, Tensor] = {}
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
@@ -60,22 +60,22 @@ class Trainer:
         """
         run, progress, optimizer, mark = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)
-        clip, scaled, ema, statistics, window = run.clip, self.scaled, run.ema, self.statistics, self.window
-        on_step = hooks([*run.callbacks, *run.watchers], "on_step")
+        clip, fp16, ema, batchnorm, window = run.clip, self.fp16, run.ema, self.batchnorm, self.window
+        on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         inspected_step = last_step - 1 if window.inspects_gradients else -1
         run.forward.train()
         for step, batch in zip(range(progress.step, last_step), batches, strict=False):
             if self.optimizers is None:
                 self.accumulate(batch, step)
-            if statistics is not None:
+            if batchnorm is not None:
                 mark("gradient_sync")
-                statistics.merge()
+                batchnorm.merge()
             mark("optimizer")
             if step == inspected_step:
                 window.inspect_gradients()
             if clip is not None:
-                if scaled is not None:
-                    scaled.unscale()
+                if fp16 is not None:
+                    fp16.unscale()
                 clip()
             apply_lr(optimizer, base_lrs, *next(rates))
             if self.optimizers is None:
@@ -86,10 +86,10 @@ class Trainer:
                 parameter.grad = None
             progress.step += 1
             progress.samples += batch.num_samples
-            if scaled is not None:
-                window.leave_out(scaled.skipped)
+            if fp16 is not None:
+                window.leave_out(fp16.skipped)
             if ema is not None:
-                ema.update(progress.step, None if scaled is None else scaled.skipped)
+                ema.update(progress.step, None if fp16 is None else fp16.skipped)
             if on_step:
                 mark("callbacks")
                 for method in on_step:
@@ -103,7 +103,7 @@ class Trainer:
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Run forward and backward of this rank's micro-batches: the gradient of the step's mean loss."""
-        run, mark, alone = self.run, self.run.clock.to, self.statistics is None
+        run, mark, alone = self.run, self.run.clock.to, self.batchnorm is None
         weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
         for index, (data, num_samples) in enumerate(batch.micro_batches):
             if not num_samples and alone:
@@ -164,10 +164,10 @@ class Trainer:
             num_samples: 0 for the dummy of an empty share, which must leave BatchNorm's statistics alone.
             exchanges: send gradients to the other ranks: once a step, with its last micro-batch.
         """
-        assert self.statistics is not None
+        assert self.batchnorm is not None
         with (
             _nothing if exchanges else self.run.forward.no_sync(),
-            _nothing if num_samples else self.statistics.untouched(),
+            _nothing if num_samples else self.batchnorm.untouched(),
         ):
             yield
 
@@ -237,14 +237,14 @@ class Trainer:
 
         Steps skipped by fp16 do not advance the schedule.
         """
-        schedule, scaled, first_step = self.run.schedule, self.scaled, self.run.progress.step
-        held_steps = 0 if scaled is None else scaled.held_steps
+        schedule, fp16, first_step = self.run.schedule, self.fp16, self.run.progress.step
+        held_steps = 0 if fp16 is None else fp16.held_steps
         factors = schedule.lr_factors(first_step - held_steps, last_step)
         momenta = schedule.momenta(first_step - held_steps, last_step)
         rates = [*zip(factors, momenta or repeat(None), strict=False)]
-        if scaled is None:
+        if fp16 is None:
             return iter(rates)
-        return (rates[index + held_steps - scaled.held_steps] for index in count())
+        return (rates[index + held_steps - fp16.held_steps] for index in count())
 
 
 def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

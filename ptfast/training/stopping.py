@@ -75,7 +75,7 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
             raise
         finally:
             run.waits = None
-        run.batches += 1
+        run.num_batches += 1
         if batch is None:
             return
         yield batch
@@ -190,7 +190,7 @@ class Signals:
         self._call_later(LATE_S, self._check_progress)
         self._end_wait()
         assert run is not None
-        place = run.progress.step, run.batches
+        place = run.progress.step, run.num_batches
         if place != self._last_place or run.clock.cause == "saving":
             self._last_place, self._moved_s = place, self._heard_s
         elif self._heard_s - self._moved_s > self._patience_s(HUNG_TOGETHER_S if self._several else HUNG_S):

@@ -101,11 +101,11 @@ def test_off_leaves_the_run_as_it_is(run: Run) -> None:
     with debugging("none", run):
         assert not torch.is_anomaly_enabled()
         assert "to" not in vars(run.clock)
-        assert run.watchers == []
+        assert run.debug_aids == []
     with watched(run, Phases(print, print)):
         assert "to" in vars(run.clock)
     assert "to" not in vars(run.clock)
-    assert run.watchers == []
+    assert run.debug_aids == []
 
 
 def test_runs_are_the_same_with_each_of_them(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_an_error_inside_is_passed_on(run: Run) -> None:
     for mode in ("profiler", "memory"):
         with pytest.raises(NumericsError), debugging(mode, run, active=2):  # type: ignore[arg-type]
             raise NumericsError("N001", "the loss is nan")
-    assert run.watchers == []
+    assert run.debug_aids == []
 
 
 @pytest.mark.parametrize(

@@ -224,13 +224,13 @@ class TestShapes:
         monkeypatch.setattr(machine_stage, "watch_shapes", partial(watch_shapes, most=1))
         words = ("model.hidden=[8]", "epochs=1", "batch_size=512", "eval.every=4steps")
         run = build_run(tmp_path, *words)
-        assert run.watch is not None
+        assert run.watch_batches is not None
         notes = []
         monkeypatch.setattr(run.display, "note", notes.append)
         assert fit(run) == "finished"
         assert notes == ["cudnn_benchmark is off from step 3: inputs of more than 1 shapes"]
         assert read_json(tmp_path / "resolved.json")["cudnn_benchmark"] is False
-        assert build_run(tmp_path / "off", *words, "backend.cudnn_benchmark=true").watch is None
+        assert build_run(tmp_path / "off", *words, "backend.cudnn_benchmark=true").watch_batches is None
 
     def test_a_resumed_run_does_not_search_again(self, tmp_path, monkeypatch):
         """On a GPU; a run that comes from a CPU had not tried."""

@@ -109,7 +109,7 @@ class NoiseTrainer(Trainer):
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Accumulate the gradient of the step, and keep the norms of its parts."""
-        run, ranks, window, alone = self.run, self.run.ranks, self.window, self.statistics is None
+        run, ranks, window, alone = self.run, self.run.ranks, self.window, self.batchnorm is None
         weight = self.item_weight(batch)
         zero = torch.zeros((), dtype=torch.float32, device=run.device)
         squares, weighted, shares_squared, num_parts = zero.clone(), zero.clone(), 0.0, 0
@@ -168,7 +168,7 @@ class NoiseTrainer(Trainer):
     def _square(self) -> Tensor:
         """The squared norm of the current gradients, without fp16's scale; on the device."""
         norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
-        return (norm if self.scaled is None else norm / self.scaled.scale).float() ** 2
+        return (norm if self.fp16 is None else norm / self.fp16.scale).float() ** 2
 
 
 def moments(

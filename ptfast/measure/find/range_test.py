@@ -36,7 +36,7 @@ DIVERGED = 4.0
 FACTOR = math.sqrt(10)
 """Ratio of neighbouring trials: half a decade, within which the loss hardly depends on the rate."""
 MOST_TRIALS = 6
-REPLACED = ("schedule", "ema", "callbacks", "watchers", "progress", "figures", "best_figures")
+REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "figures", "best_figures")
 """Attributes of a run that are replaced during a trial."""
 
 
@@ -88,7 +88,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             if batch is None:
                 ended = "the data ended"
                 break
-            lr = lrs[step - (trainer.scaled.held_steps if trainer.scaled is not None else 0)]
+            lr = lrs[step - (trainer.fp16.held_steps if trainer.fp16 is not None else 0)]
             trainer.train(iter([batch]), first + step + 1)
             loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
             trainer.window.clear()
@@ -127,7 +127,7 @@ def preserving_state(run: Run) -> Iterator[None]:
     of_python, of_numpy = random.getstate(), np.random.get_state()
     run.progress = replace(run.progress)
     run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
-    run.ema, run.callbacks, run.watchers = None, [], []
+    run.ema, run.callbacks, run.debug_aids = None, [], []
     was_training = run.model.training
     try:
         with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):

@@ -46,7 +46,7 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
         **switches,
     )
     if config.backend.cudnn_benchmark == "auto" and run.resolved.cudnn_benchmark:
-        run.watch = partial(watch_shapes, turn_off=partial(_stop_searching, run))
+        run.watch_batches = partial(watch_shapes, turn_off=partial(_stop_searching, run))
 
 
 def _stop_searching(run: PartialRun) -> None:
