@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
+"""`True` if torchrun's agent keeps the store, which then outlives the ranks."""
 MEET_S = 600.0
 """How long ranks wait for each other's notes in their store."""
 _stores: list[Any] = []
@@ -224,8 +226,8 @@ def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
             return heard_word
         assert word is not None
         store.set(place, word)
-        if not _agent_serves():
-            # The store goes with this process.
+        if os.environ.get(AGENT_SERVES) != "True":
+            # The store ends with this process.
             store.wait(heard[1:], timedelta(seconds=MEET_S))
         return word
 
@@ -278,15 +280,11 @@ def _meeting(timeout_s: float = MEET_S) -> Iterator[Any]:
         raise ParallelError("P001", what, key=address, suggestion=hint) from error
 
 
-def _agent_serves() -> bool:
-    """Return True if torchrun's agent keeps the store, which then outlives the ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _place(name: str) -> str:
     """A key in the store; after a restart another one, if the store outlives its ranks."""
     # In a store that the first rank serves, the others may count their restarts differently.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
+    agent_serves = os.environ.get(AGENT_SERVES) == "True"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_serves else "0"
     return f"ptfast/{restarts}/{name}"
 
 
