@@ -69,7 +69,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("option", sorted(every_option()))
+def technique_of(option: str) -> Technique | None:
+    """The record that an option belongs to: the one that switches it on, or else names it."""
+    word = option.replace("/", "=")
+    on = [technique for technique in CATALOGUE if word in technique.on]
+    named = [technique for technique in CATALOGUE if option in technique.options]
+    return next(iter(on + named), None)
+
+
+def is_trained_elsewhere(option: str) -> bool:
+    """Return True if the test of a technique trains with the option."""
+    technique = technique_of(option)
+    if technique is None or option.replace("/", "=") not in technique.on:
+        return False
+    return not {*technique.needs, *NEEDS.get(option, ())} & (ON_GPU | SLOW)
+
+
+@pytest.mark.parametrize("option", sorted(each for each in every_option() if not is_trained_elsewhere(each)))
 def test_it_trains(option: str, files: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     technique = technique_of(option)
     words = words_for(option, technique, files)
@@ -78,8 +94,6 @@ def test_it_trains(option: str, files: Path, in_tmp: Path, monkeypatch: pytest.M
         # What can be trained here is trained by the slow test of its technique.
         assert needs
         return
-    if technique is not None and option.replace("/", "=") in technique.on:
-        return  # Trained by the test of its technique.
     monkeypatch.setitem(sys.modules, "datasets", stand_ins.datasets())
     monkeypatch.setenv("WANDB_MODE", "offline")
     if option.split("/")[0] in WHOLE_RUNS:
@@ -93,14 +107,6 @@ def test_it_trains(option: str, files: Path, in_tmp: Path, monkeypatch: pytest.M
         assert caught.value.code == "E004"
     else:
         assert trained(words).losses
-
-
-def technique_of(option: str) -> Technique | None:
-    """The record that an option belongs to: the one that switches it on, or else names it."""
-    word = option.replace("/", "=")
-    on = [technique for technique in CATALOGUE if word in technique.on]
-    named = [technique for technique in CATALOGUE if option in technique.options]
-    return next(iter(on + named), None)
 
 
 def words_for(option: str, technique: Technique | None, files: Path) -> Words:
