@@ -101,7 +101,12 @@ class Cases:
         self.ranks = ranks
 
     def build(self, name: str, *words: str, strategy: str = "ddp", **given: Any) -> Run:
-        words = (*words, f"parallel={strategy}", f"parallel.nproc={self.ranks.num_ranks}", "device=cpu")
+        words = (
+            *words,
+            f"parallel.strategy={strategy}",
+            f"parallel.nproc={self.ranks.num_ranks}",
+            "device=cpu",
+        )
         # Composed once, as by the launcher.
         config = on_first_rank(lambda: read_config(words)[1], self.ranks)
         Path(name).mkdir(parents=True, exist_ok=True)
@@ -339,11 +344,11 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
         found[f"checkpointed {strategy}"] = on.train(f"checkpointed-{strategy}", *words, strategy=strategy)
         for precision in ("fp32", "bf16", "amp_fp16"):
             name = f"gpt {precision} {strategy}"
-            found[name] = on.train(name, *GPT, f"precision={precision}", strategy=strategy)
+            found[name] = on.train(name, *GPT, f"precision.mode={precision}", strategy=strategy)
     middle = Path("mixed-ddp/saved/step-4")
     words = (*SMALL, *MIXED)
     found["taken up"] = on.train("taken-up", *words, strategy="fsdp", state_folder=middle)
-    words = ("model=resnet_digits", "batch_size=32", "steps=2", "precision=bf16_true")
+    words = ("model=resnet_digits", "batch_size=32", "steps=2", "precision.mode=bf16_true")
     try:
         on.build("two types", *words, strategy="fsdp")
     except PtfastError as error:

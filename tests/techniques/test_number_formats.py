@@ -159,7 +159,9 @@ def test_half_gradients_are_measured_in_float32() -> None:
 @pytest.mark.parametrize("name", [*FUSED, *OWN, *UNFUSED])
 def test_every_optimizer_trains_half_weights(tmp_path: Path, name: str) -> None:
     words = (*SMALL, f"optimizer={name}", "steps=20", "eval.every=20steps")
-    single, half = (build_run(tmp_path / mode, *words, f"precision.mode={mode}") for mode in ("fp32", "bf16_true"))
+    single, half = (
+        build_run(tmp_path / mode, *words, f"precision.mode={mode}") for mode in ("fp32", "bf16_true")
+    )
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
     assert fit(single) == fit(half) == "finished"
     assert half.figures["val"]["loss"] == pytest.approx(single.figures["val"]["loss"], rel=0.05)
