@@ -11,7 +11,7 @@ from ptfast.core.sections.targets import Target
 
 
 class DataSection(TargetSection):
-    """The data set, and what of it is held out."""
+    """The data set, and the share of it that is held out."""
 
     val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
     """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
@@ -20,10 +20,10 @@ class DataSection(TargetSection):
     collate: Target | None = None
     """Import path of a function of a list of samples that makes a batch; null for the data set's own."""
     shuffle_buffer: Count | None = None
-    """Samples that come next in a stream, of which one is drawn; null for the order that data lies in."""
+    """Samples among which the next one of a stream is drawn; null to keep their order."""
 
 
 def panel(data: DataSection) -> dict[str, object]:
-    """The window that samples are drawn out of, where that is not the whole."""
+    """The shuffle buffer, for the panel."""
     size = data.shuffle_buffer
     return {"shuffling": f"each sample is drawn out of {size:,} that lie together" if size else None}

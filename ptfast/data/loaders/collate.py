@@ -1,4 +1,4 @@
-"""Samples put together to a batch: as torch does it, or by a function of the user's."""
+"""Collating samples to a batch: by torch, or by a function of the user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Collate:
     """Makes a batch of a list of samples, by torch's `default_collate` or a function of the user's.
 
     Args:
-        key, value: by which the config names the function, for errors.
+        key, value: where the config names the function, for errors.
     """
 
     def __init__(self, function: Callable[[list[Any]], Any] | None, *, key: str, value: str) -> None:
@@ -46,6 +46,6 @@ class Collate:
 
 
 def collate_of(dataset: Any, named: Collate | None = None) -> Collate:
-    """The function that makes batches of a data set: the `named` one, its own `collate_fn`, or torch's."""
+    """The function that collates a data set: the `named` one, its own `collate_fn`, or torch's."""
     own = getattr(dataset, "collate_fn", None)
     return named or Collate(own if callable(own) else None, key="data._target_", value=name_of(dataset))

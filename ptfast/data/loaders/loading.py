@@ -1,4 +1,4 @@
-"""How batches are read and brought to the device, for every loader of a run."""
+"""How batches are read and moved to the device, for every loader of a run."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def build_stream_batches(
 ) -> WholeBatches | PartBatches:
     """The batches of iterable data, on one rank.
 
-    Where readers have parts of their own, `last` of the plan, `keep` or `drop`, is about the end of a pass.
+    If readers have parts of their own, the plan's `last` (`keep` or `drop`) applies to the end of each pass.
     """
     augment = augment or Augment()
     if augment.resized_crop is not None:

@@ -19,7 +19,7 @@ from ptfast.data.sampling.sampler import Indices, Share
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, draw_boxes
 
 _CACHED_PIXELS = 1 << 17
-"""Of images that the host changes at a time: what it computes in between stays in its caches."""
+"""Pixels that the host changes at a time, so that intermediate results stay in its caches."""
 
 
 class Augment(transforms.AugmentSection):
@@ -122,7 +122,7 @@ class Augment(transforms.AugmentSection):
         return drawn
 
     def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """Apply what follows the gathering of a batch: a changed copy, of the same type and shape.
+        """Apply the changes after gathering: a changed copy of a batch, of the same type and shape.
 
         Args:
             images: uint8 (batch, height, width, channels).
@@ -318,20 +318,20 @@ def recolour(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[int]) -> Tensor:
-    """Images of each of which a square is hidden, as far as it lies inside.
+    """Images with a square hidden in each, as far as it lies inside.
 
     Args:
         images: (batch, height, width, channels), uint8 or of a type that holds `fill`.
         corners: top and left of the squares, (batch, 2), whose centres lie inside.
         side: of the squares, in pixels.
-        fill: what is seen there instead, by channel; black if empty.
+        fill: the colour of the squares, by channel; black if empty.
 
     Source: DeVries, Taylor 2017, arXiv:1708.04552.
     """
     size, height, width, channels = images.shape
     device = images.device
     steps = torch.arange(side, device=device)
-    # What lies outside is moved to the border, of which a square that reaches beyond it hides as much.
+    # Pixels outside are clamped to the border, which such a square hides anyway.
     y, x = (
         (corner[:, None] + steps).clamp_(0, most - 1)
         for corner, most in zip(corners.unbind(1), (height, width), strict=True)

@@ -44,7 +44,7 @@ def cropped(
     """The raw batch of `share` by `augment.resized_crop`: images are uint8 (batch, side, side, channels).
 
     Args:
-        places: of the samples in `source`, where these are not their numbers.
+        places: of the samples in `source`; None for the share's indices.
     """
     places, size = share.indices if places is None else places, augment.size
     boxes, flipped = augment.draw_boxes(share, source.sizes(places)), augment.draw(share)[2]
