@@ -45,8 +45,16 @@ class Vocabulary:
         return len(self.entries)
 
     @classmethod
-    def of(cls, kind: str, texts: Iterable[str], min_count: int) -> Vocabulary:
-        """Pad, unknown, and the tokens that occur `min_count` times in `texts`, most frequent first."""
+    def of(cls, kind: str, texts: Iterable[str], min_count: int | None) -> Vocabulary:
+        """Pad, unknown, and the tokens that occur `min_count` times in `texts`, most frequent first.
+
+        If `min_count` is None, all tokens in their order, without pad and unknown.
+        """
+        if min_count is None:
+            tokens: set[str] = set()
+            for text in texts:
+                tokens.update(_cut(kind, text))
+            return cls(kind, sorted(tokens), None)
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(_cut(kind, text))
@@ -153,12 +161,14 @@ def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
 
 
 def learn_tokenizer(
-    name: str, texts: list[str], min_count: int = 1, known: DataInfo | None = None
+    name: str, texts: Iterable[str], min_count: int | None = 1, known: DataInfo | None = None
 ) -> Tokenizer:
-    """The built-in tokenizer `name` with the vocabulary of `texts`, or the one that `name` leads to.
+    """The built-in tokenizer `name` with the vocabulary of `texts`, or the tokenizer that `name` refers to.
 
     Args:
-        known: of a model that has a tokenizer already, which is taken instead.
+        texts: read for a built-in tokenizer only.
+        min_count: as of `Vocabulary.of`.
+        known: the data of a trained model, whose tokenizer is taken instead.
     """
     if known is not None:
         return tokenizer_of(known)

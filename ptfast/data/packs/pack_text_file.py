@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.text_tokenizer import BUILT_IN, HubTokenizer, Tokenizer, Vocabulary, encode_anew
+from ptfast.data.decoding.text_tokenizer import BUILT_IN, Tokenizer, Vocabulary, encode_anew, learn_tokenizer
 from ptfast.data.packs.pack_reader import FORMAT, Manifest, SourceFacts, TextFacts, newest_folder, stat_files
 from ptfast.data.packs.pack_writer import Piece, Plan, Written
 from ptfast.data.sources.text_dataset import cut_into_documents
@@ -43,7 +43,9 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
     _, num_bytes, newest_ns, listing = stat_files([str(path)], path.parent)
     whole = documents == "none" and tokenizer not in BUILT_IN
     jobs = list(_jobs(path, WHOLE_BYTES if whole else PIECE_BYTES, blank_lines=documents == "paragraphs"))
-    found = _vocabulary(tokenizer, jobs) if tokenizer in BUILT_IN else HubTokenizer(tokenizer)
+    found = learn_tokenizer(tokenizer, map(_read, jobs), None)
+    if isinstance(found, Vocabulary) and not any(entry.strip() for entry in found.entries):
+        raise DataError("D002", "holds no text", key="SRC", value=path)
     source = SourceFacts(str(path), 1, num_bytes, newest_ns, newest_folder(path), listing)
     facts = TextFacts(tokenizer, found.describe(), documents)
     manifest = Manifest("tokens", source, {}, text=facts)
@@ -84,16 +86,6 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
     text_bytes = sum(piece["text_bytes"] for piece in split.facts)
     facts = replace(text, dtype=split.facts[0]["dtype"], text_bytes=text_bytes)
     return replace(manifest, splits={_SPLIT: split.split(folder / f"{_SPLIT}.index")}, text=facts)
-
-
-def _vocabulary(kind: str, jobs: list[_TextJob]) -> Vocabulary:
-    entries: set[str] = set()
-    for job in jobs:
-        text = _read(job)
-        entries.update(text.split() if kind == "words" else text)
-    if not any(entry.strip() for entry in entries):
-        raise DataError("D002", "holds no text", key="SRC", value=jobs[0].path)
-    return Vocabulary(kind, sorted(entries), None)
 
 
 def _read(job: _TextJob) -> str:

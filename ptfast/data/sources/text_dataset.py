@@ -18,11 +18,8 @@ from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.decoding.text_tokenizer import (
-    BUILT_IN,
     Encoded,
-    HubTokenizer,
     Tokenizer,
-    Vocabulary,
     encode,
     learn_tokenizer,
     read_tokenizer,
@@ -160,13 +157,7 @@ class TextFile(ReadsAsKnown):
             )
         else:
             text = read_text(self.path)
-            if self.known is not None:
-                tokenizer = tokenizer_of(self.known)
-            elif self.tokenizer in BUILT_IN:
-                entries = sorted(set(text.split() if self.tokenizer == "words" else text))
-                tokenizer = Vocabulary(self.tokenizer, entries, None)
-            else:
-                tokenizer = HubTokenizer(self.tokenizer)
+            tokenizer = learn_tokenizer(self.tokenizer, [text], None, self.known)
             texts = cut_into_documents(text, self.documents)
             # Blank lines between documents are neither tokens nor text that is modelled.
             text_bytes = sum(len(part.encode()) for part in texts)
