@@ -317,16 +317,12 @@ class Ablation:
         """The deviation of processes and its degrees of freedom, from the plan and the pick's own runs."""
         known = [effect for effect in self.fitted.effects if effect] if self.fitted is not None else []
         of_plan = (self.fitted.residual_sd, known[0].dof) if self.fitted is not None and known else (0.0, 0.0)
-        of_pick = self._noise_of_pick
+        confirmed = self.confirmed
+        of_pick = (confirmed.process_sd, confirmed.over_plain.dof) if confirmed is not None else (0.0, 0)
         dof = of_plan[1] + of_pick[1]
         if self.fits_poorly or not dof:
             return of_pick[0], max(of_pick[1], 1)
         return math.sqrt(sum(sd**2 * each for sd, each in (of_plan, of_pick)) / dof), dof
-
-    @property
-    def _noise_of_pick(self) -> tuple[float, float]:
-        confirmed = self.confirmed
-        return (confirmed.process_sd, confirmed.over_plain.dof) if confirmed is not None else (0.0, 0)
 
     @property
     def process_sd(self) -> float | None:
@@ -336,8 +332,10 @@ class Ablation:
     @property
     def fits_poorly(self) -> bool:
         """Return True if switches interact more than chance explains."""
-        sd, dof = self._noise_of_pick
-        return self.fitted is not None and dof > 1 and self.fitted.residual_sd > POOR_FIT * sd
+        fitted, confirmed = self.fitted, self.confirmed
+        if fitted is None or confirmed is None or confirmed.over_plain.dof <= 1:
+            return False
+        return fitted.residual_sd > POOR_FIT * confirmed.process_sd
 
     def _is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.

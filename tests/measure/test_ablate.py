@@ -193,7 +193,7 @@ def test_a_real_ablation_and_ctrl_c(in_tmp: Path) -> None:
     lines: list[str] = []
     while not any("switches are set at once" in line for line in lines):
         lines.append(process.stdout.readline())
-    time.sleep(10)
+    time.sleep(30)
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == EXIT_INTERRUPTED
