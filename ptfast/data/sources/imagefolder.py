@@ -64,7 +64,7 @@ class ImageFolder:
                 what, hint = "packs are read on the host", "Use data.decoder=cpu"
                 raise ConfigError("C011", what, key="data.decoder", value=self.decoder, suggestion=hint)
             if self.on_corrupt != "error":
-                what = "unreadable files were left out when the pack was made"
+                what = "the pack has left out unreadable files already"
                 hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
                 raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
             return load_packed_images(self.root, manifest, self.image_size)
