@@ -46,8 +46,8 @@ def test_loss_and_gradients_are_those_of_the_logits(tied: bool, half: bool) -> N
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_types_are_summed_in_float32(half: torch.dtype) -> None:
     draws = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(8192, 16, generator=draws), torch.randn(3000, 16, generator=draws)
-    targets = torch.randint(3000, (8192,), generator=draws)
+    hidden, weight = torch.randn(4096, 16, generator=draws), torch.randn(1000, 16, generator=draws)
+    targets = torch.randint(1000, (4096,), generator=draws)
 
     def taken(dtype: torch.dtype, *, chunked: bool) -> list[torch.Tensor]:
         leaves = [each.to(half).to(dtype).requires_grad_() for each in (hidden, weight)]
