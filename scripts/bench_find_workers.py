@@ -124,7 +124,7 @@ def rate(words: list[str], row: Row, expected: float, seconds: float, folder: Pa
 
 
 def compare(data: str, arguments: argparse.Namespace) -> None:
-    """Choose for one of the data sets, measure the grid, and print both."""
+    """Choose for one of the datasets, measure the grid, and print both."""
     words = [*WORDS, *NETWORKS[arguments.network], f"data.read_s={DATA[data]}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -159,7 +159,7 @@ def compare(data: str, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Compare for both data sets."""
+    """Compare for both datasets."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of the grid")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4, 8, 12, 16])
     parser.add_argument("--network", choices=NETWORKS, default="waiting")
-    parser.add_argument("--only", choices=DATA, help="one of the two data sets")
+    parser.add_argument("--only", choices=DATA, help="one of the two datasets")
     arguments = parser.parse_args()
     for data in [arguments.only] if arguments.only else DATA:
         compare(data, arguments)

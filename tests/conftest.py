@@ -116,7 +116,7 @@ def run_ptfast(tmp_path: Path) -> RunPtfast:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data sets beside the repository, or the one that PTFAST_SHARED_DATA names."""
+    """The folder of real datasets beside the repository, or the one that PTFAST_SHARED_DATA names."""
     folder = Path(os.environ.get("PTFAST_SHARED_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not a folder (PTFAST_SHARED_DATA names another)")

@@ -132,7 +132,7 @@ def declare(file: Path, monkeypatch: Patch) -> None:
 def test_52_a_data_set_that_cannot_be_pickled_under_spawn(capsys: Capture, monkeypatch: Patch) -> None:
     Path("their_sets.py").write_text(bad_data.THEIR_SETS)
     monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda: "spawn")
-    says = ("data (command line): the data set cannot be sent to worker processes", "by spawn", "=plain")
+    says = ("data (command line): the dataset cannot be sent to worker processes", "by spawn", "=plain")
     assert_refused(f"train {OWN}Unpicklable {bad_data.WORKERS}".split(), "D008", says, capsys)
 
 

@@ -209,7 +209,7 @@ DAMAGES = {
     "a file gone": (lambda s: (s / "training.pt").unlink(), "S001", "training.pt: the file is missing"),
     "a newer format": (_newer, "S001", "format 99 is newer than this ptfast reads (2). Upgrade ptfast"),
     "a pickled object": (_pickled, "S001", "model.pt: it holds a pickled object, which could run code"),
-    "another model's shapes": (_reshape, "S002", "of another model"),
+    "another model's shapes": (_reshape, "S002", "another model"),
     "a format of nobody": (_changed("manifest.json", {"format": -1}), "S001", "the manifest cannot be read"),
     "nothing to check": (_changed("manifest.json", {"sha256": {}}), "S001", "the manifest cannot be read"),
     "another step": (_changed("manifest.json", {"step": 3}), "S001", FACTS),
@@ -219,7 +219,7 @@ DAMAGES = {
     "other facts of the data": (_changed("state.json", {"info": {"extra": None}}), "S001", FACTS),
     "too deep": (_deep, "S001", FACTS),
     "no weights": (_saved("model.pt", [1]), "S001", "model.pt: it cannot be read"),
-    "names that are numbers": (_saved("model.pt", {1: 2}), "S002", "of another model"),
+    "names that are numbers": (_saved("model.pt", {1: 2}), "S002", "another model"),
 }
 TRAINING: dict[str, Callable[[Any], Any]] = {
     "no optimizer": lambda training: training.pop("optimizer"),

@@ -127,7 +127,7 @@ NODES = "parallel.nnodes=2"
 
 @pytest.fixture(scope="module")
 def small_data(in_users_folder: Path) -> Path:
-    """A small data set of each kind, and packs of two of them."""
+    """A small dataset of each kind, and packs of two of them."""
     folder = in_users_folder / "small"
     folder.mkdir()
     stand_ins.write(folder)

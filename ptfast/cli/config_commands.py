@@ -131,7 +131,7 @@ def ablate(args: Namespace) -> int:
 
         others = [flag for flag, given in (("--only", args.only), ("--compile", args.compile)) if given]
         if other := [*args.words, *others]:
-            what, hint = "claims bring their own models and data", "Leave it out, or leave out --claims"
+            what, hint = "claims use their own models and data", "Leave it out, or leave out --claims"
             raise ConfigError("C011", what, key=other[0], place=COMMAND_LINE, suggestion=hint)
         return compare_claims(budget_s=args.budget, out=args.out)
     from ptfast.config.catalogue import technique_named

@@ -156,7 +156,7 @@ def _direction(
     if intervals and str(sweeper._target_).endswith(".BasicSweeper"):
         swept, value = intervals[0].key, intervals[0].values[0]
         hint = "Add hydra/sweeper=optuna, or name the points: key=a,b"
-        what = "the points of an interval are chosen by another sweeper than Hydra's own"
+        what = "Hydra's own sweeper cannot choose points from an interval"
         raise ConfigError("C014", what, key=swept, value=value, place=COMMAND_LINE, suggestion=hint)
     if "direction" not in sweeper or key in loader.places() or any(o.startswith(key) for o in overrides):
         return []

@@ -101,7 +101,10 @@ def _check_single(argument: Argument, written: str, before: Argument | None, swe
         otherwise = f", write [{value}] for a list, or quote it twice for a text"
         otherwise = "" if "(" in value or is_secret(argument.key) else otherwise
         sweeper = " and hydra/sweeper=optuna" if argument.is_interval else ""
-        what, hint = "several values in a single run", f"Add -m{sweeper} to sweep over them{otherwise}"
+        what, hint = (
+            "several values, but this is a single run",
+            f"Add -m{sweeper} to sweep over them{otherwise}",
+        )
         raise ConfigError("C014", what, key=argument.key, value=value, place=COMMAND_LINE, suggestion=hint)
     if before and before.values != argument.values:
         both = f", with {' '.join(before.values)} and {' '.join(argument.values)}"

@@ -47,7 +47,7 @@ class Duration:
 
     Args:
         value: how many, >= 0; whole for steps and samples, at most 100 for percent.
-        unit: `steps`, `epochs`, `samples`, `percent` (of the run or the data set) or `seconds`.
+        unit: `steps`, `epochs`, `samples`, `percent` (of the run or the dataset) or `seconds`.
     """
 
     value: float

@@ -11,14 +11,14 @@ from ptfast.core.sections.targets import Target
 
 
 class DataSection(TargetSection):
-    """The data set, and the share of it that is held out."""
+    """The dataset, and the share of it that is held out."""
 
     val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
     """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
     normalize: bool = True
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
     collate: Target | None = None
-    """Import path of a function of a list of samples that makes a batch; null for the data set's own."""
+    """Import path of a function of a list of samples that makes a batch; null for the dataset's own."""
     shuffle_buffer: Count | None = None
     """Samples among which the next one of a stream is drawn; null to keep their order."""
 

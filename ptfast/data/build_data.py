@@ -43,7 +43,7 @@ _LABELS_OF = {
 }
 """The tasks whose labels each task can train on."""
 _SCANNED = 2000
-"""Masks that are read at most to find the classes, if the data set does not state their number."""
+"""Masks that are read at most to find the classes, if the dataset does not state their number."""
 _AT_ONCE = 32
 _VOID = 255
 """The value that masks often have for ignored pixels, or for everything but the background."""
@@ -69,7 +69,7 @@ def build_data(
     """The splits of a run and the facts about them.
 
     Args:
-        source: what an option of the group `data` constructs, or any torch data set.
+        source: what an option of the group `data` constructs, or any torch dataset.
         val: training samples to hold out if the source has no validation split.
         seed: decides which samples are held out.
         task: `auto`, or the task to train for.
@@ -84,7 +84,7 @@ def build_data(
         once: calls a function on one rank, for all ranks.
         holder: of arrays decoded into memory, which ranks may hold together; None for this process.
         ignore_index: the label of ignored pixels.
-        collate: a user's function that makes batches; None for the data set's own, or torch's.
+        collate: a user's function that makes batches; None for the dataset's own, or torch's.
 
     Raises:
         ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
@@ -94,7 +94,7 @@ def build_data(
     if isinstance(source, DataSet):
         if collate is not None:
             what = f"batches of {source.name} are made without {collate.name}"
-            hint = "Leave it out, or bring a data set of your own: data=custom data._target_=mine.Data"
+            hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
             raise ConfigError("C011", what, key=collate.key, suggestion=hint)
         if known is not None and isinstance(source, ReadsAsKnown):
             source.read_as(known)
@@ -187,7 +187,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
         kind = "map" if info.target_kind == "mask" else info.target_kind
         info = replace(info, task=task, num_classes=1, class_names=None, target_kind=kind)
     if info.task not in _LABELS_OF.get(task, (info.task,)):
-        what = f"the labels of this data are for task={info.task}"
+        what = f"this data's labels are for task={info.task}"
         raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
     if task == "classification" and info.task in ("regression", "multilabel"):
         # Labels name classes by floats or by rows with a single 1.
@@ -241,7 +241,7 @@ def _count_classes(source: Source, ignore_index: int) -> int:
         if holds(masks.dtype, _VOID):
             below = max(below, int(counted.masked_fill(counted == _VOID, 0).max()))
     if highest == _VOID and below < _VOID - 1:
-        what = f"labels of pixels go up to {below}, except for {_VOID}"
+        what = f"pixel labels go up to {below}, except for {_VOID}"
         hint = f"Set task.ignore_index={_VOID} if such pixels do not count, or number the classes from 0"
         raise DataError("D004", what, key="data", suggestion=hint)
     return highest + 1
@@ -256,7 +256,7 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices
         if val.unit == "percent":
             note = "; ".join(filter(None, [splits.note, "nothing is held out of iterable data"]))
             return splits._replace(note=note), None
-        hint = "Use data.val=0, or a map-style data set"
+        hint = "Use data.val=0, or a map-style dataset"
         raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
     train, held = split_indices(len(splits.train), val, seed)
     return splits._replace(train=splits.train.take(train), val=splits.train.take(held)), train

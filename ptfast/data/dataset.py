@@ -1,4 +1,4 @@
-"""Data sets: splits of samples, by index or in a stream, and the facts about them."""
+"""Datasets: splits of samples, by index or in a stream, and the facts about them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def image_info(
 
 
 class Splits(NamedTuple):
-    """The splits that a data set loads."""
+    """The splits that a dataset loads."""
 
     info: DataInfo
     train: Source
@@ -71,7 +71,7 @@ class Splits(NamedTuple):
 
 @runtime_checkable
 class DataSet(Protocol):
-    """A built-in data set, or a user's of the same kind: what options of the group `data` construct."""
+    """A built-in dataset, or a user's of the same kind: what options of the group `data` construct."""
 
     name: str
     """Its name in the panel, e.g. `digits`."""
@@ -82,7 +82,7 @@ class DataSet(Protocol):
 
 
 class ReadsAsKnown:
-    """A data set of texts: vocabulary and classes come from its training split, or from a model's data."""
+    """A dataset of texts: vocabulary and classes come from its training split, or from a model's data."""
 
     known: DataInfo | None = None
     """The data that the model was trained on; None to learn from the training split."""
@@ -111,9 +111,9 @@ class Data:
     order: Callable[[int, int], Indices | None] = lambda seed, epoch: None
     """The order of the training samples in an epoch, by (seed, epoch); None to shuffle all."""
     weights: Callable[[], NDArray[np.float64] | None] = lambda: None
-    """The relative frequency of each training sample, if the data set gives one."""
+    """The relative frequency of each training sample, if the dataset gives one."""
     kept: Indices | None = None
-    """The samples of the data set that are trained on; None for all."""
+    """The samples of the dataset that are trained on; None for all."""
     holder: Holder | None = None
     """Where decoded arrays are held; None for this process."""
 

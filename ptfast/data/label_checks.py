@@ -55,7 +55,7 @@ def check_range(
     negative = labels[(labels < 0) & ~is_ignored(labels, ignore_index)] if low < 0 else labels[:0]
     if negative.numel():
         low = int(negative[0])
-        hint = f"Number the classes from 0, or use {ignore_index} for samples to ignore"
+        hint = f"Number the classes from 0, or use {ignore_index} for samples that do not count"
         if masks:
             hint = f"Number the classes from 0, or set task.ignore_index={low} if such pixels do not count"
         what = f"label {low} at {name} {_first(labels, low, numbers):,}"
@@ -138,7 +138,7 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
         labels: first dimension samples.
         name, numbers: as for `check_range`.
     """
-    hint = "Use task=auto for what they are for, or number the classes from 0"
+    hint = "Use task=auto, which infers the task, or number the classes from 0"
     if labels.dim() == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dim() == 2:
@@ -213,7 +213,7 @@ def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str
     """How the names of classes differ from the known ones, in words; empty for another order.
 
     Args:
-        who: a clause about unknown classes, e.g. `which train/ has not`.
+        who: a clause about unknown classes, e.g. `which train/ lacks`.
     """
     unknown, missing = sorted({*names} - {*known}), sorted({*known} - {*names})
     parts = [f"has {', '.join(unknown[:3])}, {who}"] if unknown else []

@@ -142,7 +142,7 @@ class MapSource(BaseSource):
 
             targets, inputs = columns((holder or Holder()).fill((int(ends[-1]),), fill)[0])
         except (RuntimeError, TypeError, ValueError):
-            what = "samples that are not (input, target) tensors of one shape cannot be held in memory"
+            what = "samples that are not (input, target) tensors of one shape cannot be kept in memory"
             raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
         return TensorSource(inputs, targets, images=True)
 

@@ -240,7 +240,7 @@ def _resolve_local_ranks(config: Config) -> int:
 def _check_started(config: Config, ranks: Ranks) -> None:
     """Refuse a config that contradicts the ranks that were started."""
     if config.parallel.strategy == "single" and ranks.distributed:
-        what = f"{ranks.num_ranks} processes were started, which would all train the same"
+        what = f"{ranks.num_ranks} processes were started, which would all train the same run"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
     started = {"nproc": ranks.num_local_ranks, "nnodes": ranks.num_ranks // ranks.num_local_ranks}
     for name, number in started.items():
@@ -259,11 +259,11 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
     """
     parallel = config.parallel
     if parallel.strategy == "single":
-        what = "several machines were started, which would all train the same"
+        what = "several machines were started, which would all train the same run"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
     if not parallel.rdzv and not any(map(os.environ.get, ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"))):
         hint = "Start this on each of them, with parallel.rdzv=HOST:29500 and one of them as HOST"
-        what = "the machines are not told where they meet"
+        what = "the machines do not know where to meet"
         raise ConfigError("C016", what, key="parallel.nnodes", value=parallel.nnodes, suggestion=hint)
     # The ranks' time counts from their own start: they may be started again.
     os.environ.pop(STARTED_VARIABLE, None)

@@ -67,7 +67,7 @@ def find_place(composed: Composed, config: Config) -> Place:
     source, facts = state_folder.parent.parent, read_facts(state_folder)
     if not (source / run_directory.CONFIG).is_file():
         hint = "Give a state inside a run directory, or start afresh with model.weights=PATH"
-        raise SavedStateError("S004", "the run that it belongs to is not there", key=resume, suggestion=hint)
+        raise SavedStateError("S004", "its run directory is missing", key=resume, suggestion=hint)
     if given and given.resolve() != source.resolve() and _holds_run(given):
         raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
     return _continue(source, tree, config, state_folder, facts, given or source)

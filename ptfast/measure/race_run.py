@@ -286,7 +286,7 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     given = parse(arguments, sweep=True)
     for argument in given:
         if flag := _OWN.get(argument.key):
-            what = "is not the same for all runs of a race"
+            what = "differs between the runs of a race"
             hint = f"Leave it out; {flag} says it"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
         if argument.is_interval:

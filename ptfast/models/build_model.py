@@ -49,7 +49,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     if missing:
         # The constructor would fail with a TypeError.
         keys = " and ".join(missing)
-        attribute = ", give your data set an attribute vocab_size" if missing[0] == "vocab_size" else ""
+        attribute = ", give your dataset an attribute vocab_size" if missing[0] == "vocab_size" else ""
         what = f"needs {keys}, which {info.kind} data does not determine"
         hint = f"Set model.{missing[0]}{attribute}, or choose a model that fits the data"
         raise ConfigError("C011", what, key="model._target_", value=target.path, suggestion=hint)
@@ -59,7 +59,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         raise ConfigError("C009", what, key="model._target_", value=target.path)
     tensors = (*model.named_parameters(), *model.named_buffers())
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
-        what = f"is built with layers that have no sizes yet: {name_some(lazy)}"
+        what = f"has lazy layers, which have no sizes yet: {name_some(lazy)}"
         hint = "Give their sizes, or call the model once in its constructor, on zeros of input_shape"
         raise ConfigError("C017", what, key="model._target_", value=target.path, suggestion=hint)
     return model

@@ -194,7 +194,7 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
     for group in groups:
         decay = group.get("weight_decay")
         if decay is not None and "weight_decay" not in optimizer.defaults:
-            what = f"{type(optimizer).__name__} knows no weight decay"
+            what = f"{type(optimizer).__name__} has no weight decay"
             hint = "Set optimizer.decay_1d=true, and no weight_decay in optimizer.groups"
         elif decay and optimizer.defaults.get("exclude_1d") and all(p.ndim <= 1 for p in group["params"]):
             what = f"weight decay {decay:g} for parameters that optimizer.exclude_1d exempts from it"

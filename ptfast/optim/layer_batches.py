@@ -80,7 +80,9 @@ class LayerBatch:
             assert grad is not None
             if grad.is_sparse:
                 hint = "Build the embedding with sparse=False"
-                raise ConfigError("C011", "it takes no sparse gradients", key="optimizer", suggestion=hint)
+                raise ConfigError(
+                    "C011", "it does not support sparse gradients", key="optimizer", suggestion=hint
+                )
             grads.append(laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype)))
         for piece, cut in zip(self.pieces, self._cut(grads), strict=True):
             piece[1] = cut

@@ -132,7 +132,9 @@ class Muon(Optimizer):
                 continue
             if weight.grad.is_sparse:
                 hint = "Build the embedding with sparse=False, or name it in optimizer.rest_names"
-                raise ConfigError("C011", "Muon takes no sparse gradients", key="optimizer", suggestion=hint)
+                raise ConfigError(
+                    "C011", "Muon does not support sparse gradients", key="optimizer", suggestion=hint
+                )
             state = self.state[weight]
             buffer = state.get("momentum_buffer")
             buffer = torch.zeros_like(weight) if buffer is None else laid_out_as(weight, buffer)

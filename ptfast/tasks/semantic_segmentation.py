@@ -30,7 +30,7 @@ class SemanticSegmentation(SupervisedTask):
 
     Args:
         loss: replaces the cross entropy, see `SupervisedTask`; gets logits as above and int64 masks.
-        ignore_index: the label of pixels that do not count; 255 in many data sets.
+        ignore_index: the label of pixels that do not count; 255 in many datasets.
     """
 
     metric = "mean_iou"

@@ -113,7 +113,7 @@ class SupervisedTask:
         except RuntimeError as error:
             if "vmap" not in str(error):
                 raise
-            what = "mixed samples need the loss of each, and this one cannot be taken sample by sample"
+            what = "mixed samples need a loss for each, which this loss cannot give"
             hint = "Leave out .item() and branches on values, or set augment.mixup=0 augment.cutmix=0"
             raise ConfigError("C011", what, key="task.loss", suggestion=hint) from error
 

@@ -184,5 +184,5 @@ def check_own_steps(run: PartialRun) -> None:
     }
     for key, instead in out_of_reach.items():
         if instead is not None:
-            what = f"{task} takes its steps itself, which this cannot reach into"
+            what = f"{task} takes its own steps, which this cannot change"
             raise ConfigError("C011", what, key=key, suggestion=f"Set {instead}")

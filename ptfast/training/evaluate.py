@@ -94,12 +94,12 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
     elif info.target_kind == "unknown" and targets == "auto":
         what = "targets that may be coordinates, such as boxes or points, differ between views of an image"
     elif type(task).__name__ == "OwnLoss":
-        what = "a model that returns its own loss has no outputs that can be averaged before it"
+        what = "a model that returns its own loss has no outputs to average"
     if what is not None:
         key, value, off = ("eval.flip", "true", "false") if flip else ("eval.shift", shift, 0)
         raise ConfigError("C011", what, key=key, value=value, suggestion=f"Set {key}={off}")
     if shift and info.target_kind in ("mask", "map"):
-        what = "pixels that a shift moves out of the image have no outputs"
+        what = "pixels shifted out of the image have no outputs"
     elif shift and info.input_shape is not None and shift >= min(info.input_shape[-2:]):
         what = f"the images have {info.input_shape[-2]} x {info.input_shape[-1]} pixels"
     if what is not None:

@@ -85,7 +85,7 @@ def restore_model(model: nn.Module, state: State) -> None:
         reason = (str(error).splitlines()[1] if "\n" in str(error) else summary_of(error)).strip().rstrip(".")
         hint = "Resume with the config it was saved with, or warm-start with model.weights"
         raise SavedStateError(
-            "S002", f"it is of another model: {reason}", key="run.resume", suggestion=hint
+            "S002", f"it belongs to another model: {reason}", key="run.resume", suggestion=hint
         ) from error
 
 

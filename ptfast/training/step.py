@@ -98,7 +98,7 @@ class Trainer:
                 return
         if progress.step < last_step and run.stop_signal is None:
             what = f"the data ended after step {progress.step} of {run.total_steps}"
-            hint = "Set steps to what the data has"
+            hint = "Lower steps to what the data provides"
             raise DataError("D006", what, key="steps", value=run.total_steps, suggestion=hint)
 
     def accumulate(self, batch: StepBatch, step: int) -> None:

@@ -48,7 +48,7 @@ def write(root: Path) -> None:
 
 
 def opened(root: Path, hold: bool) -> Any:
-    """The data set, left where it is or decoded into memory."""
+    """The dataset, left where it is or decoded into memory."""
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data
     from ptfast.data.loaders.loader_choice import Choice

@@ -310,6 +310,6 @@ def test_nothing_under_torchrun_runs_twice(
         monkeypatch.setenv(name, value)
     for name in ("find", "ablate", "audit", "race"):
         assert run([name, *["lr"] * (name == "find"), "+recipe=resnet_digits"]) == 2
-        assert "would measure by itself" in capsys.readouterr().err
+        assert "would measure on its own" in capsys.readouterr().err
     assert run(["train", "--dry-run"]) == 0
     assert capsys.readouterr().out == ""

@@ -146,5 +146,5 @@ def test_a_bomb_of_interpolations_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("\n".join(["vars:", "  v0: boom", *lines, ""]))
     for trusted in (True, False):
-        with pytest.raises(ConfigError, match="come to more than 1,000,000 characters"):
+        with pytest.raises(ConfigError, match="expand to more than 1,000,000 characters"):
             load(file, trusted=trusted)

@@ -369,7 +369,7 @@ def test_the_vocabulary_is_told_by_all_tokens_or_by_nobody(in_tmp: Path) -> None
     assert read(Tokens(40, stated=True)).info.vocab_size == 50
     assert read(Tokens(3000)).info.vocab_size is None
     with pytest.raises(
-        ConfigError, match=r"needs vocab_size.*Set model.vocab_size, give your data set an attr"
+        ConfigError, match=r"needs vocab_size.*Set model.vocab_size, give your dataset an attr"
     ):
         build_run(
             in_tmp / "run",

@@ -35,7 +35,7 @@ def search_among(
         keywords, results = arguments[5], []
         mode = keywords["checkpointing"]
         if mode is not None and "no_blocks" in limits:
-            raise ReportedError("error[C011]: checkpointing=full: Mlp has no blocks that recur", 2)
+            raise ReportedError("error[C011]: checkpointing=full: Mlp has no repeated blocks", 2)
         more = 1 if mode is None else 3
         room = limits.get("spare" if keywords["rehearsed"] else "room", limits.get("room", sys.maxsize))
         for size in keywords["sizes"]:
@@ -213,7 +213,7 @@ def test_two_ranks_agree_on_one_size(tmp_path: Path) -> None:
 def test_batches_of_so_many_tokens_have_no_size(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data=text_tsv", "data.path=x.tsv", "model=text_encoder", "batching=tokens"]
     assert command_line.run(["find", "batch", *words]) == 2
-    assert "no size to search for" in capsys.readouterr().err
+    assert "no batch size to search for" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_first(

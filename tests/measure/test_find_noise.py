@@ -242,7 +242,7 @@ def test_flags_that_go_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.run(["find", "lr", "--noise"]) == 2
     assert "--noise (command line): no such flag. Flags: --from, --to" in capsys.readouterr().err
     assert command_line.run(["find", "batch", *SMALL, "--noise", "parallel=fsdp"]) == 2
-    assert "no rank has whole gradients" in capsys.readouterr().err
+    assert "whole gradients, which no rank holds" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -289,7 +289,7 @@ CASES: dict[str, Case] = {
         "batch_size: ${seed}\nseed: ${batch_size}\n",
         "C008",
         "batch_size=${seed} (mine.yaml:1)",
-        "back to itself",
+        "refers to itself",
     ),
     "26 an empty key": recipe(
         "seed: ${..}\n", "C008", "seed=${..} (mine.yaml:1): an interpolation that cannot"

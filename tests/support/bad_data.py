@@ -90,7 +90,7 @@ class Dies(Good):
 
 @dataclass(frozen=True)
 class BadData:
-    """One data set that is refused.
+    """One dataset that is refused.
 
     Args:
         make: makes it in the current folder.
@@ -283,7 +283,7 @@ CASES: dict[str, BadData] = {
         _all_empty,
         f"{IMAGES} data.on_corrupt=skip",
         "D005",
-        ("cannot be decoded, nor any other file",),
+        ("cannot be decoded, and neither can any other file",),
     ),
     "44 text named .jpg": BadData(
         _with(lambda path: path.write_text("no image at all")),
@@ -363,10 +363,10 @@ CASES: dict[str, BadData] = {
         "D006",
         ("batch_size=4 (command line): 13 samples leave a last micro-batch of 1", "Set dataloader.last=drop"),
     ),
-    "a data set that cannot be made": _own(
+    "a dataset that cannot be made": _own(
         "Unmade", "D008", TARGET, "its constructor raises RuntimeError (their_sets.py:", "no such base"
     ),
-    "a data set without a length": _own(
+    "a dataset without a length": _own(
         "Unmeasured", "D008", TARGET, "__len__ raises RuntimeError (their_sets.py:", "): nobody knows"
     ),
     "labels that are names": _own(
@@ -386,15 +386,15 @@ CASES: dict[str, BadData] = {
         "Dies",
         "D008",
         "dataloader.workers=1 (command line): a loader worker died: exit code 3",
-        "The data set has ended its process",
+        "The dataset ended its process",
         more=WORKERS,
     ),
-    "a data set that leaves": _own("Quits", "D008", TARGET, "__getitem__ raises SystemExit (their_sets.py:"),
+    "a dataset that leaves": _own("Quits", "D008", TARGET, "__getitem__ raises SystemExit (their_sets.py:"),
     "labels of another task": BadData(
         lambda: arrays([0, 1] * 12),
         f"{ARRAYS} task=multilabel",
         "C011",
-        ("task=multilabel (command line): the labels of this data are for task=classification", "task=auto"),
+        ("task=multilabel (command line): this data's labels are for task=classification", "task=auto"),
     ),
     "no samples of their own": _own("Empty", "D002", DATA, "Empty has no samples"),
 }

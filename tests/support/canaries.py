@@ -1,4 +1,4 @@
-"""A data set that takes whatever it is given, and can fail with all of it."""
+"""A dataset that takes whatever it is given, and can fail with all of it."""
 
 from __future__ import annotations
 

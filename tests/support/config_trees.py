@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 
 
 class Points(Dataset[int]):
-    """A data set."""
+    """A dataset."""
 
     def __init__(self, root: str = "data", name: str = "points") -> None:
         self.root, self.name = root, name

@@ -1,4 +1,4 @@
-"""Models, data sets and callbacks with one defect each, on a line that ends in `# planted`."""
+"""Models, datasets and callbacks with one defect each, on a line that ends in `# planted`."""
 
 from __future__ import annotations
 

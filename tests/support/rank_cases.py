@@ -240,7 +240,7 @@ def refuse_to_map(path: str, size: int) -> Any:
 
 
 def refusal_of_stream(on: Cases, name: str) -> str:
-    """The message about a data set of `streamed` within the first steps; empty where it is read."""
+    """The message about a dataset of `streamed` within the first steps; empty where it is read."""
     loader = None
     try:
         loader = on.build(f"of-{name}", *(word.replace("WithHeldOut", name) for word in STREAM)).train_loader

@@ -1,4 +1,4 @@
-"""Small data sets, as files and as classes, for options that read what a user brings."""
+"""Small datasets, as files and as classes, for options that read what a user brings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Table:
 
 
 def datasets() -> ModuleType:
-    """A stand-in for the package `datasets` in which every data set is there."""
+    """A stand-in for the package `datasets` in which every dataset is there."""
     module = ModuleType("datasets")
     splits = {"train": Table(32), "validation": Table(8)}
     module.load_dataset = lambda path, name=None: splits  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,7 +70,7 @@ def datasets() -> ModuleType:
 
 
 def write(folder: Path) -> None:
-    """Write into `folder` one small data set of each kind: `cifar10`, `cifar100`, `images`, `masked`, ..."""
+    """Write into `folder` one small dataset of each kind: `cifar10`, `cifar100`, `images`, `masked`, ..."""
     chance = np.random.default_rng(0)
     for name, classes, files in (
         ("cifar10", 10, [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]),

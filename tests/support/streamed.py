@@ -1,4 +1,4 @@
-"""Streams for tests: numbers out of shards, in all the ways that data sets share them out."""
+"""Streams for tests: numbers out of shards, in all the ways that datasets share them out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptfast.data.streams import stream_loaders
 from ptfast.data.streams.iterable import IterableSource
 
 SIZES = (7, 2, 11, 1, 5, 3, 4)
-"""Samples in each shard of the data sets below."""
+"""Samples in each shard of the datasets below."""
 NUMBERS = [float(number) for number in range(sum(SIZES))]
 
 

@@ -109,7 +109,7 @@ def test_which_blocks() -> None:
 def test_what_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpointing\.blocks=bloks\.\*: .*There is blocks"):
         apply_checkpointing(gpt(), Checkpointing(mode="full", blocks="bloks.*"))
-    with pytest.raises(ConfigError, match="Mlp has no blocks that recur") as caught:
+    with pytest.raises(ConfigError, match="Mlp has no repeated blocks") as caught:
         apply_checkpointing(Mlp((4,), 2), Checkpointing(mode="full"))
     assert caught.value.code == "C011"
 

@@ -114,7 +114,7 @@ class TestRefusals:
             (["compile=reduce_overhead", "gradients.accumulate=2"], "C011", "overwrites the gradients"),
             (["compile=reduce_overhead", "micro_batches=2"], "C011", "one micro-batch for each rank"),
             (["compile=pointwise", "checkpointing=budget"], "C011", "only the compiler can keep"),
-            (["compile=blocks"], "C011", "Mlp has no blocks that recur. Name modules"),
+            (["compile=blocks"], "C011", "Mlp has no repeated blocks. Name modules"),
             (["compile=blocks", "compile.blocks=[layer.*]"], "C005", "matches no module"),
         ],
     )

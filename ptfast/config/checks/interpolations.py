@@ -47,7 +47,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
     """
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
-        what = f"its interpolations come to more than {_MOST_CHARS:,} characters"
+        what = f"its interpolations expand to more than {_MOST_CHARS:,} characters"
         raise ConfigError("C008", what, key=key, place=place(key))
     found: dict[str, PtfastError] = {}
     for key, parent, name in _interpolations(config, ""):
@@ -99,7 +99,7 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
         near = nearest(name, map(str, inside)) if isinstance(inside, DictConfig) else None
         return f"there is no key {absent[1]}", near and f"Did you mean ${{{section}{dot}{near}}}?"
     if isinstance(error, RecursionError) or "recursi" in message.lower():
-        return "an interpolation that leads back to itself", None
+        return "the interpolation refers to itself", None
     return f"an interpolation that cannot be resolved: {_first_line(error)}", None
 
 

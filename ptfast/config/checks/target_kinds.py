@@ -14,7 +14,7 @@ from ptfast.core.protocols import HOOKS, LOGGER_METHODS, Callback
 from ptfast.core.sections.targets import is_torch_scheduler, keywords, signature
 
 _WANTED = {
-    "data": "a data set (a class with __getitem__ or __iter__, or a function that returns one)",
+    "data": "a dataset (a class with __getitem__ or __iter__, or a function that returns one)",
     "model": "a torch.nn.Module, nor a function that returns one",
     "optimizer": "a torch.optim.Optimizer",
     "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
@@ -91,7 +91,7 @@ def _fits(found: Any, section: str) -> bool:
 
             if issubclass(found, ReduceLROnPlateau):
                 what = "depends on figures of the run, but a schedule is a function of the step only"
-                hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a run that gains no more"
+                hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a stalled run"
                 raise ConfigError("C009", what, suggestion=hint)
             return True
         return hasattr(found, "factor") if is_class else bool(keywords(found))

@@ -69,7 +69,7 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
     else:
         fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
     if not fits:
-        what = "not trusted, it is no model, data set, optimizer or other part of a run"
+        what = "not trusted, it is no model, dataset, optimizer or other part of a run"
         raise ConfigError("C009", what)
     return found
 

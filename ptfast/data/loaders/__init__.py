@@ -118,7 +118,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="A step of a small MLP in 205 us, against 473 us with a DataLoader over samples.",
         command="python scripts/bench_overhead.py --hidden 1",
         avoid="The data takes more than half of the free memory, or changes during training.",
-        audit="A DataLoader over a data set whose files would fit into memory.",
+        audit="A DataLoader over a dataset whose files would fit into memory.",
         about=("dataloader/auto",),
         trial=("model=mlp", "model.hidden=[16]"),
     ),
@@ -141,7 +141,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="data on the device",
         kind="reordered",
         on=("dataloader=device",),
-        why="The data set lives on the device: batches are gathered, augmented and normalised there, many "
+        why="The dataset lives on the device: batches are gathered, augmented and normalised there, many "
         "steps at a time, and only the epoch's order crosses the bus.",
         claim="Part of what takes CIFAR-10 to 94 % in 2.59 s on one A100; no figure for it alone.",
         source="KellerJordan/cifar10-airbench.",
@@ -281,7 +281,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="One copy of the data less in memory and in time.",
         source="PyTorch documentation of torch.from_numpy and torch.as_tensor.",
         avoid="The array is written to while the tensor is in use.",
-        audit="torch.tensor(array) in a data set or in a collate function.",
+        audit="torch.tensor(array) in a dataset or in a collate function.",
     ),
 )
 

@@ -132,7 +132,7 @@ def build_train_loader(
         DataError: D002 or D006 if there are too few samples.
     """
     if loading.read_ahead and not (data.train.repeatable or data.train.storage == "memory"):
-        what = "samples may draw from the random generators of the training, which a thread would share"
+        what = "samples may draw from the training's random generators, which a thread would share"
         hint = "Use dataloader=workers, which have generators of their own"
         raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
     augment = (augment or Augment()).model_copy(update={"seed": seed})

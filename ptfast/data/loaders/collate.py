@@ -31,7 +31,7 @@ class Collate:
             if self.is_own:
                 given = f"given a list of {len(samples):,}, the first {described(samples[0])}"
                 raise self._error(f"raises {summary_of(error)}, {given}") from error
-            what = f"torch's default_collate makes no batch of its samples: {summary_of(error)}"
+            what = f"torch's default_collate cannot batch its samples: {summary_of(error)}"
             hint = "Name a function that does: data.collate=mine.collate"
             raise self._error(what, hint) from error
         tensors: list[Any] = []
@@ -46,6 +46,6 @@ class Collate:
 
 
 def collate_of(dataset: Any, named: Collate | None = None) -> Collate:
-    """The function that collates a data set: the `named` one, its own `collate_fn`, or torch's."""
+    """The function that collates a dataset: the `named` one, its own `collate_fn`, or torch's."""
     own = getattr(dataset, "collate_fn", None)
     return named or Collate(own if callable(own) else None, key="data._target_", value=name_of(dataset))

@@ -123,9 +123,9 @@ def choose(
 def _of_stream(
     train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
 ) -> Choice:
-    """Workers for a data set that shares itself out; a second reader of the whole stream gains nothing."""
+    """Workers for a dataset that shares itself out; a second reader of the whole stream gains nothing."""
     if kind not in ("auto", "plain", "workers"):
-        what, hint = "iterable data is read in order and cannot be held in memory", "Use dataloader=auto"
+        what, hint = "iterable data is read in order and cannot be kept in memory", "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind == "plain":
         return Choice(kind, before or "as the config says", 0)
@@ -137,7 +137,7 @@ def _of_stream(
     if kind == "workers":
         return Choice(kind, before or "as the config says", count)
     if shared and count:
-        return Choice("workers", "the data set shares itself out", count)
+        return Choice("workers", "the dataset shares itself out", count)
     return Choice("plain", "iterable data is read in order", 0)
 
 

@@ -24,7 +24,7 @@ from ptfast.core.tensors.torch_internals import worker_signals
 from ptfast.core.tensors.trees import tensors_in
 
 RAISED = (Exception, SystemExit)
-"""Exceptions of a data set: `sys.exit` in it must not end a run as if it were finished."""
+"""Exceptions of a dataset: `sys.exit` in it must not end a run as if it were finished."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run, and must not end its workers."""
 _END = object()
@@ -33,7 +33,7 @@ _CLOSE_S = 2.0
 
 
 class _Fetch(Dataset[Any]):
-    """A data set indexed by shares: an item is one micro-batch, or the error that reading it raised."""
+    """A dataset indexed by shares: an item is one micro-batch, or the error that reading it raised."""
 
     def __init__(self, batches: Callable[[Any], Any]) -> None:
         self._batches = batches
@@ -47,7 +47,7 @@ class _Fetch(Dataset[Any]):
         except PtfastError as error:
             return error
         except BaseException as error:
-            # Signals are ignored here: KeyboardInterrupt too is the data set's own.
+            # Signals are ignored here: KeyboardInterrupt too is the dataset's own.
             return failed(error)
         return raw
 
@@ -85,7 +85,7 @@ class WorkerPool:
                 pickle.dumps(batches)
             except Exception as error:
                 what = (
-                    f"the data set cannot be sent to worker processes, which start by {self._method}: {error}"
+                    f"the dataset cannot be sent to worker processes, which start by {self._method}: {error}"
                 )
                 hint = "Define its class and functions at the top of a module, or use dataloader.kind=plain"
                 raise DataError("D008", what, key="data", suggestion=hint) from None
@@ -165,7 +165,7 @@ class WorkerPool:
         wait([worker.sentinel for worker in workers], timeout=1.0)
         code = next((worker.exitcode for worker in workers if worker.exitcode is not None), None)
         how = "nobody knows how" if code is None else f"exit code {code}"
-        hint = "The data set has ended its process, or a library that it uses has crashed"
+        hint = "The dataset ended its process, or a library that it uses crashed"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
@@ -196,7 +196,7 @@ def failed(error: BaseException, dataset: Any = None) -> PtfastError:
     """The error for an exception raised by reading a batch, naming the method of the user's `dataset`."""
     if (lack := _lack(error)) is not None:
         return lack
-    what = f"the data set raises {summary_of(error)}"
+    what = f"the dataset raises {summary_of(error)}"
     if dataset is None:
         return DataError("D008", what, key="data")
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -208,7 +208,7 @@ def failed(error: BaseException, dataset: Any = None) -> PtfastError:
 
 @contextlib.contextmanager
 def as_data_errors(dataset: Any) -> Iterator[None]:
-    """Turn exceptions of a user's data set into a DataError D008 that names it and the place."""
+    """Turn exceptions of a user's dataset into a DataError D008 that names it and the place."""
     try:
         yield
     except PtfastError:

@@ -1,4 +1,4 @@
-"""Making packs: pieces of a data set converted by processes, written in order, resumed where they ended."""
+"""Making packs: pieces of a dataset converted by processes, written in order, resumed where they ended."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piec
                 yield done_split, done.result()
     except BrokenProcessPool:
         hint = "It may have run out of memory: give the same command fewer --workers, and it goes on"
-        what = "a process that was converting died"
+        what = "a converting process died"
         raise DataError("D008", what, key="--workers", value=workers, suggestion=hint) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Images of a pack: memory-mapped, fetched by index as a data set in memory is."""
+"""Images of a pack: memory-mapped, fetched by index as a dataset in memory is."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def one_way_of_batching(
         what, hint = "batches by length have one size", "Use curriculum=none or batching=longest"
         return ConfigError("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
     if batching.batch_tokens is not None and scaling != "none":
-        what, hint = "batches of so many tokens have no size to scale by", "Use optimizer.lr_scaling=none"
+        what, hint = "token-budget batches have no batch size to scale by", "Use optimizer.lr_scaling=none"
         return ConfigError("C011", what, key="optimizer.lr_scaling", value=scaling, suggestion=hint)
     return None
 
@@ -98,7 +98,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("batching=longest",),
         off=("batching=none",),
-        why="Each batch is padded to its own longest text rather than the longest in the data set; padding "
+        why="Each batch is padded to its own longest text rather than the longest in the dataset; padding "
         "costs as much compute as text.",
         claim="CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 4h39 become 0h59 with 16 texts of "
         "up to 493 tokens a batch, and 0h56 become 0h48 with 64 of up to 128.",

@@ -34,7 +34,7 @@ def weighted(
     Args:
         labels: class of each sample; those below 0 do not count and are never drawn.
         weights: of each sample, finite and at least 0, with a sum above 0.
-        by: `classes`: every class as often as any other; `weights`: the data set's attribute `weights`;
+        by: `classes`: every class as often as any other; `weights`: the dataset's attribute `weights`;
             `auto`: `weights` if it has that attribute, else `classes`.
 
     Cost: a binary search a sample and epoch, some 0.2 s for a million.
@@ -85,7 +85,7 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
             wanted, lack = "labels", "has no classes that are known beforehand"
         if facts.get(wanted) is None:
             hint = (
-                "Give the data set an attribute `weights`, a number for each sample, or use sampling=shuffle"
+                "Give the dataset an attribute `weights`, a number for each sample, or use sampling=shuffle"
             )
             raise ConfigError("C011", f"this data {lack}", key="sampling.by", value=by, suggestion=hint)
         return partial(target.build, **facts)
@@ -104,11 +104,11 @@ def describe_sampling(sampling: Sampling, data: Data) -> str | None:
     if target is None or target.resolve() is not weighted:
         return target and target.path
     by = _goes_by(target.kwargs.get("by", "auto"), data.weights())
-    return "each class as often as any other" if by == "classes" else "by the weights of the data set"
+    return "each class as often as any other" if by == "classes" else "by the weights of the dataset"
 
 
 def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None:
-    """The weights that a data set gives its samples by an attribute `weights`; None without one.
+    """The weights that a dataset gives its samples by an attribute `weights`; None without one.
 
     Args:
         kept: the samples that are trained on; None for all.

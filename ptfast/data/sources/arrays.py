@@ -194,5 +194,5 @@ def _tensors(inputs: NDArray, targets: NDArray, path: Path, split: str) -> tuple
     if not masks:
         targets = targets.astype(np.float32 if targets.dtype.kind == "f" else np.int64, copy=False)
     if not np.isfinite(targets).all():
-        raise DataError("D004", "targets that are not finite", key=where)
+        raise DataError("D004", "targets are not finite", key=where)
     return tensor, as_tensor(targets), images

@@ -50,7 +50,7 @@ def list_tree(
             raise DataError("D003", what, key=key, value=folder, suggestion=hint)
         classes = classes or names
         if names != classes:
-            differing = differing_names(names, classes, "which train/ has not")
+            differing = differing_names(names, classes, "which train/ lacks")
             what, hint = (
                 f"its classes differ from those of train/: {differing}",
                 "Give every split the same class folders",

@@ -1,4 +1,4 @@
-"""Any torch data set by import path, and the facts that its first samples show."""
+"""Any torch dataset by import path, and the facts that its first samples show."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")
 _SCAN_LIMIT = 2000
-"""Samples read to find the classes where the data set does not name them."""
+"""Samples read to find the classes where the dataset does not name them."""
 
 
 class DatasetSource(MapSource):
-    """A map-style data set, collated as torch's DataLoader does, or by a function of the user's.
+    """A map-style dataset, collated as torch's DataLoader does, or by a function of the user's.
 
-    Sequences of tokens may differ in length if an attribute `lengths` of the data set holds their lengths:
+    Sequences of tokens may differ in length if an attribute `lengths` of the dataset holds their lengths:
     they are padded with its `pad_id` (default 0), and targets with one label per token with -100.
 
     Transforms and collate functions that draw from the global generators (torch, numpy, random) are seeded by
@@ -125,19 +125,19 @@ class DatasetSource(MapSource):
 def adapt(
     dataset: Any, *, seed: int, task: str, known: DataInfo | None = None, collate: Collate | None = None
 ) -> Splits:
-    """The splits of a user's data set: training samples and what they look like.
+    """The splits of a user's dataset: training samples and what they look like.
 
-    Its attributes `val` and `test`, if they are data sets, are the held-out splits. Class count and names
+    Its attributes `val` and `test`, if they are datasets, are the held-out splits. Class count and names
     come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
     the input shape from its first sample. The size of the vocabulary comes from its attribute `vocab_size`,
     or from all samples if they are in memory or at most 2,000; lengths of sequences come from `lengths`.
 
     Args:
-        known: of a model's own data, for what this data set does not say itself.
+        known: of a model's own data, for what this dataset does not say itself.
         collate: makes batches of its samples; None for its own `collate_fn`, or as torch does it.
 
     Raises:
-        DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no data set
+        DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no dataset
             or its first sample cannot be read.
     """
     with as_data_errors(dataset):
@@ -175,7 +175,7 @@ def _adapt(
             source.label_check = LabelCheck(info.num_classes, as_classes=translates)
         return Splits(info, source, note=note)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        what = f"{type(dataset).__name__} is not a torch data set: it has no __getitem__ and __len__"
+        what = f"{type(dataset).__name__} is not a torch dataset: it has no __getitem__ and __len__"
         raise DataError("D008", what, key="data")
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
@@ -215,7 +215,7 @@ def _adapt(
 def _opaque_info(
     dataset: Any, batch: Any, collate: Collate, task: str, known: DataInfo | None
 ) -> DataInfo | None:
-    """The facts that a data set states, if only the user's task knows what a batch is; else None.
+    """The facts that a dataset states, if only the user's task knows what a batch is; else None.
 
     Raises:
         DataError: D004 for a batch that a built-in task cannot read.
@@ -274,7 +274,7 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
 
 
 def _scan(source: DatasetSource) -> Any:
-    """Up to 2,000 samples, spread over the whole, because many data sets are sorted by class."""
+    """Up to 2,000 samples, spread over the whole, because many datasets are sorted by class."""
     places = np.linspace(0, len(source) - 1, min(len(source), _SCAN_LIMIT)).astype(np.int64)
     return source.fetch(places)
 
@@ -284,7 +284,7 @@ def _is_tokens(sample: Tensor) -> bool:
 
 
 def _stated_classes(dataset: Any) -> int | None:
-    """The attribute `num_classes` of a user's data set, if it has one."""
+    """The attribute `num_classes` of a user's dataset, if it has one."""
     stated = getattr(dataset, "num_classes", None)
     if stated is None:
         return None

@@ -1,4 +1,4 @@
-"""A Hugging Face data set, by its name on the hub or from a local folder."""
+"""A Hugging Face dataset, by its name on the hub or from a local folder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _GUESSES = {
 
 
 class HfDataset(ReadsAsKnown):
-    """Text or image classification from a data set of the package `datasets`, held in memory.
+    """Text or image classification from a dataset of the package `datasets`, held in memory.
 
     Args:
         path: name on the hub, or a folder: written by `save_to_disk`, or of data files.
-        name: configuration of the data set, where it has several.
+        name: configuration of the dataset, where it has several.
         text, image, label: columns; found by their usual names if not given.
         tokenizer: of texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
         max_length: tokens that are kept of a text.
@@ -39,7 +39,7 @@ class HfDataset(ReadsAsKnown):
 
     Raises:
         MachineError: E004 by `load` if the package is not installed.
-        DataError: D001 if there is no such data set, D005 for one without the columns; by `load`.
+        DataError: D001 if there is no such dataset, D005 for one without the columns; by `load`.
     """
 
     name = "hf"
@@ -71,7 +71,7 @@ class HfDataset(ReadsAsKnown):
             columns[role] = wanted or next((name for name in guesses if name in train.column_names), None)
         label = columns["label"]
         if label is None or (columns["text"] is None and columns["image"] is None):
-            what = f"has columns {', '.join(train.column_names)}; which hold inputs and labels is not clear"
+            what = f"has columns {', '.join(train.column_names)}; it is unclear which hold inputs and labels"
             hint = "Set data.label, and data.text or data.image"
             raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
         names = getattr(train.features[label], "names", None)

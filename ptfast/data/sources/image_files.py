@@ -121,7 +121,7 @@ class ImageFiles(ImageSource):
             else:
                 self._converted[index] |= converted
                 return pixels
-        raise DataError("D005", "cannot be decoded, nor any other file", key=self.paths[index])
+        raise DataError("D005", "cannot be decoded, and neither can any other file", key=self.paths[index])
 
     def labels(self, indices: Indices) -> Tensor:
         """The targets of samples `indices`, which have been fetched; `IGNORE_INDEX` for unreadable ones."""

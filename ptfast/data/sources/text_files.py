@@ -196,7 +196,7 @@ def _columns(
 
 
 def _unclear(path: Path, first: Sequence[str]) -> DataError:
-    what = f"which of its {len(first)} columns hold the text and the label is not clear"
+    what = f"which of its {len(first)} columns hold the text and the label is unclear"
     hint = "Begin it with a line that names them, such as title,text,label"
     if _are_names(first):
         names = ", ".join(map(_short, first))

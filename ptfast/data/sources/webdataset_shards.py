@@ -228,7 +228,7 @@ def _number_labels(
     numbers = {name: number for number, name in enumerate(names)}
     for split, own in labels.items():
         if unknown := sorted({*map(str, own)} - numbers.keys()):
-            what = f"holds the class {unknown[0]}, which the training shards have not"
+            what = f"holds the class {unknown[0]}, which the training shards lack"
             raise DataError("D003", what, key=f"data.{split}_shards")
     return names, {
         split: torch.tensor([numbers[str(label)] for label in own]) for split, own in labels.items()

@@ -24,7 +24,7 @@ Sharing = Literal["none", "readers", "ranks"]
 
 @dataclass(frozen=True)
 class Reader:
-    """One of the processes that read a data set together: a worker of a rank."""
+    """One of the processes that read a dataset together: a worker of a rank."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -45,17 +45,17 @@ class Reader:
 class IterableSource(BaseSource):
     """A torch `IterableDataset`: samples one after another, again from the start when it ends.
 
-    The data set decides who reads what:
+    The dataset decides who reads what:
 
     - One that asks `torch.utils.data.get_worker_info()` shares itself out: it sees every reading process of
       every rank as a worker of its own, so that no two read the same.
     - One with an attribute `shared_by = "ranks"` splits itself over the ranks already, and
       `get_worker_info()` names the workers of its rank only.
     - Any other yields everything wherever it is read; each process keeps its part. `shared_by = "none"` marks
-      a data set of this kind that asks nevertheless.
+      a dataset of this kind that asks nevertheless.
 
     Draws from the global generators (torch, numpy, random) are seeded by the pass and the reader; a method
-    `set_epoch` receives the number of the pass. State that the data set itself carries from one pass to the
+    `set_epoch` receives the number of the pass. State that the dataset itself carries from one pass to the
     next is not restored when a run resumes.
     """
 
@@ -63,7 +63,7 @@ class IterableSource(BaseSource):
         self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
         self.class_name = type(dataset).__name__
         self.is_guessed = not hasattr(dataset, "shared_by")
-        """The data set does not say itself who shares it out."""
+        """The dataset does not say itself who shares it out."""
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
 
@@ -77,7 +77,7 @@ class IterableSource(BaseSource):
 
     @property
     def shared_by(self) -> Sharing:
-        """Who shares the data set out: its `readers`, its `ranks`, or nobody (`none`)."""
+        """Who shares the dataset out: its `readers`, its `ranks`, or nobody (`none`)."""
         stated = getattr(self.dataset, "shared_by", None)
         if stated is None:
             return "readers" if self._first[1] else "none"
@@ -88,14 +88,14 @@ class IterableSource(BaseSource):
 
     @property
     def num_shards(self) -> int | None:
-        """The most readers that the data set can be shared out over; None if it does not say."""
+        """The most readers that the dataset can be shared out over; None if it does not say."""
         for name in ("num_shards", "n_shards"):
             if isinstance(number := getattr(self.dataset, name, None), int):
                 return number
         return None
 
     def readers_at_most(self, wanted: int, num_ranks: int) -> int:
-        """Readers of each rank: `wanted`, or as many as the data set can be shared out over."""
+        """Readers of each rank: `wanted`, or as many as the dataset can be shared out over."""
         if self.shared_by == "none" or self.num_shards is None:
             return wanted
         return min(wanted, self.num_shards // num_ranks)
@@ -118,7 +118,7 @@ class IterableSource(BaseSource):
         yield from samples
 
     def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
-        """A context in which `get_worker_info()` describes `reader` to the data set."""
+        """A context in which `get_worker_info()` describes `reader` to the dataset."""
         shared_by = self.shared_by
         if shared_by == "none":
             return contextlib.nullcontext()
@@ -131,12 +131,12 @@ class IterableSource(BaseSource):
 
     @cached_property
     def _first(self) -> tuple[Any, bool]:
-        """The first sample, and whether the data set asked who reads it."""
+        """The first sample, and whether the dataset asked who reads it."""
         info = _Noticing(self.dataset)
         with OwnGenerators().in_place(), _answering(info):
             sample = next(self.read(0), None)
         if sample is None:
-            raise DataError("D002", "the iterable data set yields no samples", key="data")
+            raise DataError("D002", "the iterable dataset yields no samples", key="data")
         return sample, info.asked
 
     def _samples(self, epoch: int) -> Iterator[Any]:

@@ -34,7 +34,7 @@ def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions
     readers = max(1, workers) * num_ranks
     shared, shards = source.shared_by != "none", source.num_shards
     if shared and shards is not None and readers > shards:
-        what = f"{readers} readers, and the data set has {shards} shards to give them"
+        what = f"{readers} readers, and the dataset has {shards} shards to give them"
         fits = shards // num_ranks
         hint = f"Use dataloader.workers={fits}" if fits else f"Use {shards} ranks or fewer"
         raise ConfigError("C011", what, key="dataloader.workers", value=max(1, workers), suggestion=hint)
@@ -42,9 +42,9 @@ def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions
     if readers == 1:
         how = "read in order"
     elif shared:
-        how = f"the data set shares itself out over {readers} readers"
+        how = f"the dataset shares itself out over {readers} readers"
     else:
-        how = "each reader goes through the whole stream: the data set does not ask get_worker_info()"
+        how = "each reader goes through the whole stream: the dataset does not ask get_worker_info()"
     return workers, shared and readers > 1, f"{who}, {how}"
 
 
@@ -63,20 +63,20 @@ def build_stream_batches(
     """
     augment = augment or Augment()
     if augment.resized_crop is not None:
-        what = "images of a stream are resized before anything can be cut out of them"
-        hint = "Let the data set cut them, or use augment=crop_flip"
+        what = "images of a stream are resized before they can be cropped"
+        hint = "Crop them in the dataset, or use augment=crop_flip"
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
     if source.is_guessed and sharding.num_ranks > 1:
-        # A data set that does not say who shares it out may begin with another sample on each rank.
+        # A dataset that does not say who shares it out may begin with another sample on each rank.
         begins = sum_of([source.first(), source.shared_by])
         check_same(on_all_ranks(begins, sharding.num_ranks), source.class_name, 0)
     workers, in_parts, reason = share_out(source, sharding, loading)
     if in_parts and sharding.plan.grows:
-        what = "batches of a data set that splits itself over readers cannot grow"
+        what = "batches of a dataset that splits itself over readers cannot grow"
         hint = 'Use curriculum=none, or set its attribute shared_by = "none"'
         raise ConfigError("C011", what, key="curriculum.batch_size_from", suggestion=hint)
     if in_parts and sharding.plan.last == "pad":
-        what = "the parts of a data set that splits itself over readers end unequally, and cannot be padded"
+        what = "a dataset that splits itself over readers has parts of unequal length, which cannot be padded"
         hint = "Use dataloader.last=keep or drop"
         raise ConfigError("C011", what, key="dataloader.last", value="pad", suggestion=hint)
     num_readers = max(1, workers)
@@ -169,7 +169,7 @@ class WholeBatches(StreamBatches):
     """Batches of a stream that each reader goes through as a whole, one pass after another.
 
     Batches are always full: one that the end of a pass leaves short is filled up from the next pass. With
-    `once`, the last one may be short. Unless the data set says who shares it out, the first batches of all
+    `once`, the last one may be short. Unless the dataset says who shares it out, the first batches of all
     ranks are compared.
     """
 
@@ -270,7 +270,7 @@ class PartBatches(StreamBatches):
 
     def _empty(self) -> DataError:
         rank, readers = self._sharding.rank, self.marks.readers
-        what = f"the data set gives rank {rank} no samples where it has {readers} readers"
+        what = f"the dataset gives rank {rank} no samples where it has {readers} readers"
         hint = "Use fewer ranks or workers, or more shards"
         if self._drops:
             what, hint = f"{what} of full batches", "Use dataloader.last=keep, or a smaller batch_size"

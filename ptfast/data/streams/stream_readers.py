@@ -54,7 +54,7 @@ class Reading:
     augment: Augment
     sharding: Sharding
     in_parts: bool
-    """The data set gives each reader a part of its own."""
+    """The dataset gives each reader a part of its own."""
     once: bool
     """End with the first pass, whose last batch may be short; else batches continue into the next pass."""
 
@@ -111,7 +111,7 @@ class Reading:
                 num_samples += 1
                 yield sample
             if num_samples == 0 and self._mark.epoch == 0:
-                raise DataError("D002", "the iterable data set yields no samples", key="data")
+                raise DataError("D002", "the iterable dataset yields no samples", key="data")
             if num_samples == 0 or self.once:
                 return
             self._mark = Mark(self._mark.epoch + 1, self._mark.first + num_samples)
@@ -168,7 +168,7 @@ class Digest:
 
 
 def check_same(digests: Sequence[int], name: str, step: int) -> None:
-    """Refuse a data set that all ranks read as one stream, and that differs between them.
+    """Refuse a dataset that all ranks read as one stream, and that differs between them.
 
     Each rank would keep its share of another stream: samples would be lost unnoticed.
 
@@ -183,7 +183,7 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Refuse a data set that should share itself out over readers, all of whom have read the same."""
+    """Refuse a dataset that should share itself out over readers, all of whom have read the same."""
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (

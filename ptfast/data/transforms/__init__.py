@@ -102,7 +102,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="An image of 32 x 32 takes 0.80 us, against 170 us by PIL and torchvision in a DataLoader.",
         command="python scripts/bench_data.py crops",
         avoid="The mirror image means something else, as with digits and text, or objects fill the frame.",
-        audit="Transforms of single images in a data set's __getitem__, or training images without any.",
+        audit="Transforms of single images in a dataset's __getitem__, or training images without any.",
         about=("augment/crop_flip",),
     ),
     _augment(

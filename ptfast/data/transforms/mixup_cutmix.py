@@ -176,7 +176,7 @@ def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: A
         return None
     key, value = ("augment.mixup", mixup) if mixup else ("augment.cutmix", cutmix)
     if not getattr(task, "takes_mixed", False):
-        what = f"{type(task).__name__} takes no pairs of targets"
+        what = f"{type(task).__name__} cannot train on pairs of targets"
         raise ConfigError("C011", what, key=key, value=value, suggestion="Set it to 0")
     if info.kind not in ("image", "features"):
         what = f"{info.kind} data cannot be mixed"

@@ -66,7 +66,7 @@ def statistics(
     bits. Statistics that needed decoding are cached on disk.
 
     Args:
-        cache_key: identifies the data set; called only if needed. None for no cache.
+        cache_key: identifies the dataset; called only if needed. None for no cache.
         held: the same samples, decoded already.
     """
     if isinstance(source, TensorSource):

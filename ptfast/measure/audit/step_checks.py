@@ -42,9 +42,9 @@ DATA_CHECKS = {
     "no workers": "Steps wait for samples that this process reads between them, while cores are to spare.",
     "decoding in every epoch": "Steps wait for images that are decoded anew in every epoch.",
     "work on single samples": (
-        "Arithmetic and transforms of single samples in a data set, of which a batch takes one call for all."
+        "Arithmetic and transforms of single samples in a dataset, of which a batch takes one call for all."
     ),
-    "arrays copied": "torch.tensor(array) in a data set, which copies what torch.from_numpy shares.",
+    "arrays copied": "torch.tensor(array) in a dataset, which copies what torch.from_numpy shares.",
     "memory not pinned": (
         "Batches go to a CUDA device from memory that is not page-locked, for which the host waits."
     ),
@@ -85,7 +85,7 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
     """Yield what samples and batches cost."""
     run, config, reader = context.run, context.config, "data"
     if (dataset := getattr(context.source, "dataset", None)) is not None:
-        # The user's own data set.
+        # The user's own dataset.
         method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
         reader = source_place(method or type(dataset))
     if context.samples is not None:
@@ -170,8 +170,8 @@ def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
         # Padding stands at the ends of rows.
         share = float((tokens.flip(1) == pad).int().cumprod(1).float().mean())
         if share >= PADDING:
-            what = f"{share:.0%} of the tokens of a batch are padding that the data set has put there"
-            mend = "leave texts as long as they are, with `lengths` in the data set; batching=buckets then"
+            what = f"{share:.0%} of the tokens of a batch are padding that the dataset has put there"
+            mend = "leave texts as long as they are, with `lengths` in the dataset; batching=buckets then"
             yield Finding("padding", what, reader, mend)
         return
     fixed, documents = batching.padding == "fixed", kind == "tokens"

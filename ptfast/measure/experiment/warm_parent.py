@@ -153,7 +153,7 @@ class WarmParent:
         sections = {name: repr(getattr(config, name)) for name in DATA_SECTIONS}
         loader = config.dataloader
         is_named = loader.kind != "auto" and (loader.kind != "workers" or loader.workers != "auto")
-        # Loaders given by name share one data set that is read, and one whose samples are held.
+        # Loaders given by name share one dataset that is read, and one whose samples are held.
         how = str(loader.kind in HELD) if is_named else repr(loader)
         key = json.dumps(sections | {"loader": how})
         if key not in self._data:

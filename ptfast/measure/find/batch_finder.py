@@ -60,10 +60,10 @@ def find_batch(
         write: file of a recipe with the size, and the learning rate that goes with it.
     """
     if (tokens := config.batching.batch_tokens) is not None:
-        what, hint = "batches of so many tokens have no size to search for", "Use batching=buckets"
+        what, hint = "token-budget batches have no batch size to search for", "Use batching=buckets"
         raise ConfigError("C011", what, key="batching.batch_tokens", value=tokens, suggestion=hint)
     if noise and config.parallel.strategy == "fsdp":
-        what, hint = "no rank has whole gradients to measure the noise of", "Use parallel=ddp"
+        what, hint = "the noise scale needs whole gradients, which no rank holds", "Use parallel=ddp"
         raise ConfigError("C011", what, key="--noise", suggestion=hint)
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:

@@ -74,7 +74,7 @@ def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str,
         longer finite, or the data ends: what was seen before counts.
     """
     if takes_own_steps(run.task):
-        what = "takes its steps itself, and the noise is that of the gradients of one loss"
+        what = "takes its own steps, and the noise scale needs the gradients of a single loss"
         raise ConfigError("C011", what, key="task", value=run.resolved.task)
     num_steps = min(num_steps, run.total_steps)
     trainer = NoiseTrainer(run)

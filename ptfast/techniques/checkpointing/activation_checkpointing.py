@@ -76,7 +76,7 @@ def apply_checkpointing(
     for name, block in find_blocks(model, blocks, key="checkpointing.blocks").items():
         found |= _with_forward(block, name)
     if not found:
-        what = f"{type(model).__name__} has no blocks that recur"
+        what = f"{type(model).__name__} has no repeated blocks"
         hint = "Name modules, as in checkpointing.blocks=[layers.*], or use checkpointing=none"
         raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
     if mode == "every_n" and not known:
@@ -128,8 +128,8 @@ def naming_mismatch(mode: str) -> Iterator[None]:
     try:
         yield
     except torch_checkpoint.CheckpointError as error:
-        what = "a block computes different tensors when it is recomputed, as one that counts its calls does"
-        hint = "Leave it out by checkpointing.blocks, or use checkpointing=none"
+        what = "a block computes other tensors when recomputed, for example because it counts its calls"
+        hint = "Exclude it with checkpointing.blocks, or use checkpointing=none"
         raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint) from error
 
 

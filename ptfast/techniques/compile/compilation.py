@@ -103,7 +103,7 @@ class Compilation:
 
         self.blocks = find_blocks(model, blocks, key="compile.blocks")
         if not self.blocks:
-            what = f"{type(model).__name__} has no blocks that recur"
+            what = f"{type(model).__name__} has no repeated blocks"
             hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
             raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
         # Torch gives up after too many compiled forms, which blocks of one class count together.

@@ -111,7 +111,7 @@ class Average:
         given = {name: average.shape for name, average in averages.items()}
         if given != expected:
             odd = min(name for name in expected | given if given.get(name) != expected.get(name))
-            what = f"the averaged weights are of another model: {odd} differs"
+            what = f"the averaged weights belong to another model: {odd} differs"
             raise SavedStateError("S002", what, key="ema")
         for name, average in zip(self._names, self._wholes, strict=True):
             local_part(average).copy_(local_part(shard_like(average, averages[name])))

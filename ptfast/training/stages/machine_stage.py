@@ -64,7 +64,7 @@ def cut_batch(run: PartialRun) -> None:
     if known % ranks.num_ranks:
         what = f"the saved run has so many, which {ranks.num_ranks} ranks cannot share evenly"
         fitting = [str(number) for number in range(1, known + 1) if known % number == 0]
-        hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches otherwise"
+        hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches differently"
         raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
     run.resolved.micro_batches = check_batch(
         config.batch_size,

@@ -160,8 +160,8 @@ def build_length_plan(
         raise ConfigError("C011", what, key="batching.buckets", value="true", suggestion=hint)
     budget, longest = batching.batch_tokens, _padding(batching).width(int(lengths.max()), limit)
     if budget is not None and budget < longest:
-        what = f"does not hold the longest text, which takes {longest:,} tokens"
-        hint = f"Use batching.batch_tokens={longest} or more, or a smaller limit of the data's lengths"
+        what = f"is too small for the longest text, which takes {longest:,} tokens"
+        hint = f"Use batching.batch_tokens={longest} or more, or lower the data's length limit"
         raise ConfigError("C011", what, key="batching.batch_tokens", value=budget, suggestion=hint)
     return LengthPlan(
         lengths,

@@ -214,9 +214,9 @@ def unpicklable() -> Exception:
     [
         (
             KeyError("no such row"),
-            r"data: the data set raises KeyError \(test_loaders.py:\d+\): 'no such row'",
+            r"data: the dataset raises KeyError \(test_loaders.py:\d+\): 'no such row'",
         ),
-        (unpicklable(), "data: the data set raises RuntimeError .*: .*cannot travel"),
+        (unpicklable(), "data: the dataset raises RuntimeError .*: .*cannot travel"),
         (DataError("D005", "is damaged", key="x.jpg"), "^x.jpg: is damaged.$"),
     ],
 )

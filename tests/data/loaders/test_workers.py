@@ -55,10 +55,10 @@ def send_too_much() -> torch.Tensor:
         (
             lambda: sys.exit(0),
             DataError,
-            r"data: the data set raises SystemExit \(test_workers.py:\d+\): 0",
+            r"data: the dataset raises SystemExit \(test_workers.py:\d+\): 0",
         ),
-        (interrupt, DataError, r"the data set raises KeyboardInterrupt \("),
-        (lambda: {"rows": lambda: None}, DataError, "the data set raises .*pickle"),
+        (interrupt, DataError, r"the dataset raises KeyboardInterrupt \("),
+        (lambda: {"rows": lambda: None}, DataError, "the dataset raises .*pickle"),
         (send_too_much, MachineError, "ulimit -n: too few .* Raise it"),
     ],
     ids=["kill", "exit 9", "exit 0", "sys.exit", "interrupt", "no pickle", "files"],

@@ -94,7 +94,7 @@ def test_weights_of_held_out_samples_are_left_out() -> None:
     assert order is not None
     assert (data.train.fetch(order)[0] >= 30).all()  # type: ignore[union-attr]
     sampling = Sampling(target=Target(f"{weighted.__module__}.weighted"))
-    assert describe_sampling(sampling, data) == "by the weights of the data set"
+    assert describe_sampling(sampling, data) == "by the weights of the dataset"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A user's own data sets: what is told by looking, and the same bits from every loader."""
+"""A user's own datasets: what is told by looking, and the same bits from every loader."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_data_set_that_fails_is_one_line():
     for count in ("three", 2.5, 0):
         with pytest.raises(DataError, match="num_classes is not a whole number of at least 1"):
             load(type("Counting", (Noisy,), {"num_classes": count})())
-    with pytest.raises(DataError, match="is not a torch data set"):
+    with pytest.raises(DataError, match="is not a torch dataset"):
         load(object())
     with pytest.raises(DataError, match="has no samples"):
         load(TensorDataset(torch.zeros(0, 2), torch.zeros(0)))

@@ -1,4 +1,4 @@
-"""Hugging Face data sets, through a stand-in for the package where only its interface matters."""
+"""Hugging Face datasets, through a stand-in for the package where only its interface matters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Table:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The data set that the stand-in finds under the name `there`."""
+    """The dataset that the stand-in finds under the name `there`."""
     content: dict[str, Any] = {}
     module = ModuleType("datasets")
 
@@ -77,7 +77,7 @@ def test_what_does_not_fit(hub: dict[str, Any]):
     with pytest.raises(DataError, match="has no train split"):
         load()
     hub["train"] = Table(None, words=["a"], label=[0])
-    with pytest.raises(DataError, match="which hold inputs and labels is not clear"):
+    with pytest.raises(DataError, match="it is unclear which hold inputs and labels"):
         load()
     with pytest.raises(DataError, match=r"data\.text=txt: no such column; there are words, label"):
         load(text="txt")

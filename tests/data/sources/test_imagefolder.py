@@ -233,7 +233,7 @@ def test_trees_that_are_none(tree: Path, tmp_path_factory: Any):
     write(tree / "test" / "cow" / "0.png", pixels(0))
     (tree / "test" / "dog").rename(tree / "test" / "doge")
     assert (
-        "its classes differ from those of train/: has cow, doge, which train/ has not and lacks dog"
+        "its classes differ from those of train/: has cow, doge, which train/ lacks and lacks dog"
         in code(tree)[1]
     )
 
@@ -311,7 +311,7 @@ def test_skipping_a_file_moves_no_other_sample(tree: Path, how: str):
 def test_a_tree_of_which_nothing_can_be_read_is_refused(tree: Path):
     for path in (tree / "train").rglob("*.*g"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="cannot be decoded, nor any other file"):
+    with pytest.raises(DataError, match="cannot be decoded, and neither can any other file"):
         load(tree, on_corrupt="skip")
 
 

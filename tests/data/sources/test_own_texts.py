@@ -1,4 +1,4 @@
-"""A data set of one's own whose samples are token sequences of unequal length."""
+"""A dataset of one's own whose samples are token sequences of unequal length."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_a_data_set_that_shares_itself_out_gets_workers(monkeypatch: pytest.Monk
     workers, in_parts, reason = share_out(IterableSource(Sharded(), 0), *on_two_ranks(3))
     assert workers == 3
     assert in_parts
-    assert reason == "3 processes, the data set shares itself out over 6 readers"
+    assert reason == "3 processes, the dataset shares itself out over 6 readers"
     assert get_worker_info() is None
     chosen = choose(IterableSource(Sharded(), 0), kind="auto")
     assert (chosen.kind, chosen.workers) == ("workers", 3)

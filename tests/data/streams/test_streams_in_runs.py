@@ -130,7 +130,7 @@ def test_a_run_trains_evaluates_and_resumes(in_tmp: Path, capsys: Capture) -> No
         "eval.every=6steps",
     )
     assert train(*words, "steps=14", "run.dir=whole") == 0
-    assert "workers (2 processes, the data set shares itself out over 2 readers)" in capsys.readouterr().out
+    assert "workers (2 processes, the dataset shares itself out over 2 readers)" in capsys.readouterr().out
     assert train(*words, "steps=10", "run.dir=parts") == 0
     assert train(*words, "steps=14", "run.dir=parts", "run.resume=auto") == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -364,7 +364,7 @@ def test_outputs_of_pixels_are_mirrored_back() -> None:
     assert torch.equal(ViewAveraged(Mapped(), flip=True)(images)["out"], images)
     check_views(True, 0, info("mask"), None)
     check_views(True, 0, info("unknown"), None, targets="keep")
-    with pytest.raises(ConfigError, match="pixels that a shift moves out of the image"):
+    with pytest.raises(ConfigError, match="pixels shifted out of the image"):
         check_views(True, 1, info("mask"), None)
     with pytest.raises(ConfigError, match="such as boxes or points, differ between views"):
         check_views(True, 0, info("unknown"), None)
