@@ -249,7 +249,7 @@ def test_the_panel_says_how_much_is_padding(in_tmp: Path, capsys: pytest.Capture
         ),
         (
             ("batching=tokens", "optimizer.lr_scaling=linear", "optimizer.reference_batch=64"),
-            r"lr_scaling=linear.*: batches of so many tokens have no size",
+            r"lr_scaling=linear.*: token-budget batches have no batch size",
         ),
     ],
 )
@@ -262,7 +262,10 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], reason: str, in_tmp: 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("batching=tokens", "batching.batch_tokens=20"), r"batch_tokens=20: does not hold the longest text"),
+        (
+            ("batching=tokens", "batching.batch_tokens=20"),
+            r"batch_tokens=20: is too small for the longest text",
+        ),
         (("model.context_length=16",), r"data.context_length=32: the model takes sequences of 16 tokens"),
     ],
 )

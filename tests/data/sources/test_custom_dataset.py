@@ -176,7 +176,7 @@ def test_own_batches_of_inputs_and_targets_are_like_torchs():
         (
             None,
             "mine.Task",
-            r"data\._target_=\S+Boxes: torch's default_collate makes no batch .* data.collate=",
+            r"data\._target_=\S+Boxes: torch's default_collate cannot batch .* data.collate=",
         ),
         (None, "auto", "takes samples of .input, target., and this data has mappings of image, boxes"),
         (lambda samples: samples, "auto", "gives a list of 1, the first a dict with the keys image, boxes"),
