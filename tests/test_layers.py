@@ -92,7 +92,8 @@ def violations(package: Path) -> list[str]:
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for module, path in modules.items():
         place = path.relative_to(package).as_posix()
-        room = module.partition(".")[0] if "/" in place else ""
+        room = module.partition(".")[0]
+        room = room if "/" in place or room in ROOMS else ""
         if room and room not in ROOMS:
             found.append(f"{place} is in none of ROOMS")
             continue
