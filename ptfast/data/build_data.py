@@ -70,14 +70,12 @@ def build_data(
 
     Args:
         source: what an option of the group `data` constructs, or any torch dataset.
-        val: training samples to hold out if the source has no validation split.
-        seed: decides which samples are held out.
+        val: training samples to hold out if the source has no validation split; `seed` decides which.
         task: `auto`, or the task to train for.
-        normalize: compute the statistics that the loaders normalise by.
+        normalize: compute the statistics that the loaders normalise by, unless they are `measured` already.
         shuffle_buffer: samples among which the next is drawn, for data that is read in its own order.
         known: the facts of the data that a model was trained on (vocabulary, statistics, classes), by which
             this data is read.
-        measured: the statistics, if they are known.
         choose: chooses the loader, given the training split and the others; for kinds that hold decoded data
             in memory, it is decoded here. None leaves samples where they are.
         crops: hold training images at their original size, for random crops.
@@ -134,7 +132,8 @@ def build_data(
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
     if known is not None:
         info = as_known(known, info)
-    normalize = normalize and known is None and "normalize" not in info.extra
+    extra = dict(info.extra)
+    normalize = normalize and known is None and "normalize" not in extra
     # Streams are not read for statistics: their images are scaled to 0 to 1.
     has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
     if normalize and has_statistics and isinstance(files, MapSource) and isinstance(train, MapSource):
@@ -146,17 +145,17 @@ def build_data(
         # Statistics depend on which samples are held out.
         key = (lambda: f"{key_of()} {val} {seed}") if key_of is not None else None
         found = measured or once(lambda: statistics(files, key, train))
-        info = replace(info, extra={**info.extra, "normalize": found})
+        extra["normalize"] = found
     if info.input_shape is not None:
-        info = replace(info, extra={**info.extra, "input_shape": list(info.input_shape)})
+        extra["input_shape"] = list(info.input_shape)
     if contents is not None:
-        info = replace(info, extra={**info.extra, "contents": contents})
+        extra["contents"] = contents
     counts = [
         f"{split} of unknown length" if each.num_samples is None else f"{each.num_samples:,} {split}"
         for split, each in splits.sources.items()
     ]
     data = Data(
-        info,
+        replace(info, extra=extra),
         train,
         splits.val,
         splits.test,
@@ -167,9 +166,9 @@ def build_data(
         kept=kept,
         holder=holder,
     )
-    return (
-        data if isinstance(source, DataSet) else replace(data, weights=partial(checked_weights, source, kept))
-    )
+    if isinstance(source, DataSet):
+        return data
+    return replace(data, weights=partial(checked_weights, source, kept))
 
 
 def _contents(splits: Splits) -> Contents:
@@ -225,7 +224,7 @@ def _with_masks(splits: Splits, ignore_index: int) -> Splits:
 
 
 def _count_classes(source: Source, ignore_index: int) -> int:
-    """One more than the highest label of up to 2,000 masks that are spread over the whole."""
+    """One more than the highest label of up to 2,000 masks spread over the split."""
     if isinstance(source, IterableSource):
         what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
         raise DataError("D004", what, key="data", suggestion=hint)

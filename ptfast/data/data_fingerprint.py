@@ -37,8 +37,7 @@ def class_parts(
 
     Args:
         root: names are relative to it, so that a tree may be moved.
-        paths: the files of a split, class by class.
-        labels: the class of each.
+        paths, labels: the files of a split, class by class, and the class of each.
         most: files to inspect; of more, every k-th is.
     """
     step, skipped, newest_ns = -(-len(paths) // most), len(str(root)) + 1, 0
@@ -90,21 +89,16 @@ def _sum_of(array: NDArray[Any]) -> int:
     return found
 
 
-_DAMAGES = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-
-
 def load_arrays(path: Path) -> dict[str, NDArray]:
     """The arrays that `save_arrays` wrote to `path`; empty if the file is missing or damaged."""
-    with contextlib.suppress(*_DAMAGES), path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
+    damages = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+    with contextlib.suppress(*damages), path.open("rb") as file, np.load(file, allow_pickle=False) as entry:
         return dict(entry)
     return {}
 
 
 def save_arrays(path: Path, **arrays: NDArray) -> None:
-    """Write arrays to `path`, under another name first so that no partial file is ever read.
-
-    Write errors are ignored: the arrays are computed again next time.
-    """
+    """Write arrays to `path`, which never holds a partial file; errors only mean that no cache is there."""
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

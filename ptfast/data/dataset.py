@@ -25,12 +25,9 @@ Source = MapSource | IterableSource
 def image_info(
     input_shape: tuple[int, ...], *, class_names: tuple[str, ...] | None, num_classes: int = 0, **extra: Any
 ) -> DataInfo:
-    """The facts about images of one class each.
+    """The facts about images of one class each, of `input_shape` (channels, height, width).
 
-    Args:
-        input_shape: (channels, height, width).
-        num_classes: where the classes have no names.
-        extra: as `DataInfo.extra`.
+    `num_classes` counts where the classes have no names.
     """
     return DataInfo(
         kind="image",
@@ -85,9 +82,7 @@ class ReadsAsKnown:
     """A dataset of texts: vocabulary and classes come from its training split, or from a model's data."""
 
     known: DataInfo | None = None
-    """The data that the model was trained on; None to learn from the training split."""
     max_length: int
-    """Tokens of a sample, at most."""
 
     def read_as(self, known: DataInfo) -> None:
         """Take vocabulary and classes from `known`; to be called before `load`."""
@@ -132,13 +127,8 @@ _MUST_AGREE = {
 
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
-    names = {field.name for field in fields(DataInfo)}
-    known: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in facts.items()
-        if name in names
-    }
-    return DataInfo(**known)
+    known = {field.name: facts[field.name] for field in fields(DataInfo) if field.name in facts}
+    return DataInfo(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:
@@ -178,11 +168,7 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
 
 
 def as_known(known: DataInfo, found: DataInfo) -> DataInfo:
-    """The facts by which a model reads other data: its own, if it can read that data at all.
-
-    Args:
-        known: of the data that the model was trained on.
-        found: of the other data.
+    """The facts by which a model trained on `known` data reads the data that was `found`.
 
     Raises:
         DataError: D003 to D005 if the model cannot read it.

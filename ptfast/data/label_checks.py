@@ -42,8 +42,7 @@ def check_range(
 
     Args:
         labels: first dimension samples.
-        name: what a sample is called.
-        numbers: of the samples; None for 0, 1, 2, ...
+        name: what a sample is called; `numbers` are those of the samples, by default 0, 1, 2, ...
     """
     if not labels.numel():
         return
@@ -100,21 +99,18 @@ def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
 
 
 def unfit_samples(numbers: Sequence[int], consequence: str = "") -> DataError:
-    """The error for samples that hold numbers that are not finite."""
     names = ", ".join(f"{number:,}" for number in numbers[:5]) + ", ..." * (len(numbers) > 5)
     what = f"samples hold numbers that are not finite ({names}){consequence}"
     return DataError("D005", what, key="data", suggestion="Leave such samples out, or clean them")
 
 
 def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
-    """A mask of the labels that equal `ignore_index`."""
     if holds(labels.dtype, ignore_index):
         return labels == ignore_index
     return torch.zeros_like(labels, dtype=torch.bool)
 
 
 def holds(dtype: torch.dtype, value: int) -> bool:
-    """Return True if `dtype` can represent `value`."""
     if dtype.is_floating_point:
         return True
     if dtype == torch.bool:
@@ -130,13 +126,9 @@ def signed(labels: Any) -> Any:
 
 
 def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | None = None) -> Tensor:
-    """Class numbers, (samples,) int64, from labels in another form.
+    """Class numbers, (samples,) int64, from labels in another form; `name`, `numbers` as for `check_range`.
 
     Whole numbers may be floats or stand in a column; a one-hot row gives the class by the place of its 1.
-
-    Args:
-        labels: first dimension samples.
-        name, numbers: as for `check_range`.
     """
     hint = "Use task=auto, which infers the task, or number the classes from 0"
     if labels.dim() == 2 and labels.shape[1] == 1:
@@ -161,15 +153,13 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
 
 
 def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> TargetKind:
-    """The kind of a target, as `DataInfo.target_kind`.
+    """The `DataInfo.target_kind` of the labels of some samples.
 
     Args:
-        labels: of some samples or of all, first dimension samples.
         input_shape: of one input; (channels, height, width) of an image.
         task: of the labels, or `auto` if unknown.
     """
-    shape = tuple(labels.shape[1:])
-    pixels = tuple(input_shape[1:])
+    shape, pixels = tuple(labels.shape[1:]), tuple(input_shape[1:])
     if len(input_shape) == 3 and shape in (pixels, (1, *pixels)):
         return "map" if labels.is_floating_point() or task == "regression" else "mask"
     if math.prod(shape) == 1 or task in ("classification", "multilabel"):
@@ -179,12 +169,7 @@ def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> Tar
 
 
 def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
-    """The task that labels imply, and the reason for the panel.
-
-    Args:
-        labels: of some samples or of all, first dimension samples; no tokens.
-        target_kind: as `DataInfo.target_kind`.
-    """
+    """The task that the labels of some samples imply (no tokens), and the reason for the panel."""
     if target_kind == "mask":
         return "semantic_segmentation", "whole numbers for each pixel"
     if target_kind == "map":
@@ -210,11 +195,7 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
 
 
 def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:
-    """How the names of classes differ from the known ones, in words; empty for another order.
-
-    Args:
-        who: a clause about unknown classes, e.g. `which train/ lacks`.
-    """
+    """How class names differ from the known ones; empty for another order. `who` tells of unknown ones."""
     unknown, missing = sorted({*names} - {*known}), sorted({*known} - {*names})
     parts = [f"has {', '.join(unknown[:3])}, {who}"] if unknown else []
     parts += [f"lacks {', '.join(missing[:3])}"] if missing else []

@@ -27,16 +27,11 @@ _CHUNK = 1024
 
 
 class Padding(NamedTuple):
-    """How the sequences of a batch are padded to one length.
-
-    Padding costs as much compute as text. A multiple of 8 suits tensor cores; one of 64 keeps the number of
-    shapes small, each of which may be compiled or tuned separately.
-    """
+    """How the sequences of a batch are padded to one length: as the config's `batching` says."""
 
     fixed: bool = False
     """Always pad to the longest that the data allows."""
     multiple: int = 1
-    """Pad to a multiple of so many tokens."""
 
     def width(self, longest: int, limit: int) -> int:
         """Tokens of a batch whose longest sequence has `longest`, at most `limit`."""
@@ -55,13 +50,11 @@ class BaseSource:
     """A sample is the same each time and draws from no generator: it may be held in memory, or fetched by a
     thread beside the training."""
     label_check = LabelCheck()
-    """The check of the labels in each batch that is read."""
     padding = Padding()
-    """How the sequences of a batch are padded to one length."""
 
     @property
     def num_samples(self) -> int | None:
-        """The number of samples; None for a stream."""
+        """None for a stream."""
         return None
 
     @property
@@ -165,7 +158,6 @@ class MapSource(BaseSource):
         raise NotImplementedError
 
     def labels(self, indices: Indices) -> Tensor:
-        """The targets of samples `indices`."""
         targets: Tensor = self.targets  # pyright: ignore[reportAttributeAccessIssue] # those that have them
         return targets.index_select(0, as_tensor(indices))
 

@@ -104,16 +104,12 @@ def _each_image(
 
 def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
     arrays = read_arrays(path, "PATH", archive=path.suffix == ".npz")
-    name, array = next(
-        ((n, arrays[n]) for n in ("x", "test_x", "") if n in arrays), next(iter(arrays.items()))
-    )
-    inputs, found_images = as_inputs(array, f"{path} {name}".strip())
+    name = next((name for name in ("x", "test_x", "") if name in arrays), next(iter(arrays)))
+    inputs, found_images = as_inputs(arrays[name], f"{path} {name}".strip())
     if found_images != images:
-        what = (
-            "holds no uint8 images, which the model takes"
-            if images
-            else "holds images; the model takes vectors"
-        )
+        what = "holds no uint8 images, which the model takes"
+        if not images:
+            what = "holds images; the model takes vectors"
         raise DataError("D005", what, key=str(path))
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
 

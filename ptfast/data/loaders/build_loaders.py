@@ -40,14 +40,9 @@ Transform = Callable[[Any, int, int], Any]
 class Loader:
     """The training batches of one rank, on the device and transformed.
 
-    A thread may read one batch ahead, and a side stream may copy one ahead. Transforms change what is on the
-    device: each is a function of data, step and micro-batch, and so does not depend on the kind of loader,
-    its workers, resuming or the number of ranks.
-
-    Args:
-        reason: why samples are read by `loading.kind`, for the panel.
-        side: stream on which the next batch is copied while this one trains.
-        report: as for `prefetched`.
+    A thread may read one batch ahead, and `side` may copy one ahead, as `prefetched` does with `report`.
+    Transforms are functions of data, step and micro-batch, so that they depend neither on the kind of loader
+    nor on its workers, resuming or the number of ranks.
     """
 
     def __init__(
@@ -124,7 +119,6 @@ def build_train_loader(
     Args:
         seed: of the order of the samples and of their augmentation.
         augment: of `build_augment`; None for no augmentation.
-        transforms: of each micro-batch, in their order.
         side, report: as of `Loader`.
 
     Raises:
@@ -154,7 +148,7 @@ def _read_samples(
     seed: int,
     augment: Augment,
 ) -> tuple[Batches, str]:
-    """The batches of samples that have an index, and the reason for how they are read."""
+    """The batches of samples by index, and why they are read so."""
     kind, reason = loading.kind, loading.reason
     sampler = Sampler(sharding, seed, partial(data.order, seed))
     if kind == "workers" and (workers := count_workers(loading.workers)):
@@ -189,7 +183,6 @@ class EvaluationLoader:
     left_out: int = 0
     """Samples of the split that are not evaluated."""
     side: SideStream | None = None
-    """Stream on which the next batch is copied while this one is evaluated."""
     caches: bool = False
     """Prepare the batches once, and keep them."""
     _cached: list[MicroBatch] | None = field(default=None, init=False)

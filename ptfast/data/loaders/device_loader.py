@@ -22,12 +22,10 @@ from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes
 
 
 class ResidentImages:
-    """Images on a device from which cropped and mirrored batches are gathered.
+    """Images on a device, with `padding` of the value `fill`, out of which batches are gathered and cropped.
 
     Args:
         images: (samples, height, width, channels), on the device; uint8, but for masks.
-        padding: pixels on each side, with which they are kept.
-        fill: what these have, black or a label.
 
     Cost: the memory of the padded images; mirroring takes none.
     """
@@ -48,9 +46,7 @@ class ResidentImages:
     def gather(self, index: Tensor, corners: Sequence[Tensor] = ()) -> Tensor:
         """The images `index`, (batch, height, width, channels): crops of them, or without `corners` whole.
 
-        Args:
-            index: int64 (batch,), on the device.
-            corners: top and left in the padded images, and 1 where they are mirrored first; all like `index`.
+        `corners` are top and left in the padded images, and 1 where they are mirrored first.
         """
         if not corners:
             return self._samples.index_select(0, index)
@@ -73,12 +69,10 @@ class ResidentImages:
     ) -> Tensor:
         """Boxes of the images `index`, scaled to squares and mirrored then where `flipped` is 1.
 
-        A pixel of a crop is a weighted sum over a box, across and then down. Both are products of matrices,
-        one for each image, so that boxes of any sizes are one operation. Pixels are those of
-        `resized_crops.resized_crop`, but for a rare step of 1; two where products are of tf32.
-
-        Args:
-            top, bottom, left, right: first row of a box and the row behind it, columns likewise.
+        `top` is the first row of a box and `bottom` the row behind it; columns likewise. A pixel of a crop is
+        a weighted sum over a box, across and then down. Both are products of matrices, one for each image, so
+        that boxes of any sizes are one operation. Pixels are those of `resized_crops.resized_crop`, but for a
+        rare step of 1; two where products are of tf32.
         """
         images = self.gather(index)
         batch, height, width, channels = images.shape
@@ -110,7 +104,7 @@ def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
 
 
 MOST_OF_MEMORY = 0.5
-"""Share of the device's free memory that the data may take; the rest is for training."""
+"""Share of the device's free memory that the data may take."""
 
 
 class DeviceBatches(ChunkedBatches):
@@ -120,9 +114,6 @@ class DeviceBatches(ChunkedBatches):
     From then on the host only launches kernels: no pixel crosses the bus, and the host's cores do not
     augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
     images.
-
-    Args:
-        source: the samples, on the host.
 
     Raises:
         ConfigError: C011 for samples that do not have one shape.

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     """How training samples are loaded."""
 
     kind: str
-    """One of the kinds of `build_train_loader`, never `auto`."""
+    """As `dataloader.kind`, but never `auto`."""
     reason: str
     """Why, in a few words for the panel."""
     workers: int
@@ -41,11 +41,10 @@ class Choice(NamedTuple):
 
 
 class SampleCost(NamedTuple):
-    """Measurements of one sample, by fetching a few dozen."""
+    """What fetching one sample takes, and how large it is once decoded."""
 
     seconds: float
     num_bytes: int
-    """As it is handed over, decoded."""
 
 
 def choose(
@@ -71,11 +70,9 @@ def choose(
 
     Args:
         others: the splits that are held in memory with it.
-        kind, workers, prefetch: as in `dataloader`.
         num_samples: taken from `train` in the whole run; None if unknown.
         before: the reason for `kind`, where an earlier part of the run chose it for `auto`.
         crops: whether boxes are cut out of the training images, which are then held at their original size.
-        device: trains the model.
 
     Raises:
         ConfigError: C011 for a kind that this data cannot have.
@@ -123,7 +120,7 @@ def choose(
 def _of_stream(
     train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
 ) -> Choice:
-    """Workers for a dataset that shares itself out; a second reader of the whole stream gains nothing."""
+    """Workers for data that shares itself out; a second reader of the whole stream gains nothing."""
     if kind not in ("auto", "plain", "workers"):
         what, hint = "iterable data is read in order and cannot be kept in memory", "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)

@@ -47,16 +47,13 @@ class ReaderOptions:
 
     @property
     def pins(self) -> bool:
-        """True if memory is page-locked for this device."""
         return self.device.type == "cuda" and self.pin in (True, "auto")
 
     def describe(self, workers: int) -> str:
-        """The worker processes, for the panel."""
         threads = f" of {self.worker_threads} threads" if self.worker_threads > 1 else ""
         return f"{workers} process{'es' * (workers > 1)}{threads}"
 
     def pool(self, batches: Callable[[Any], Any], workers: int, among: int | None = None) -> WorkerPool:
-        """A `WorkerPool` that fetches `batches` like this."""
         return WorkerPool(
             batches, workers, self.prefetch, pin=self.pins, threads=self.worker_threads, among=among
         )
@@ -66,11 +63,7 @@ T = TypeVar("T")
 
 
 class SideStream:
-    """A CUDA stream for transfers. The host never waits: the device orders the streams by events.
-
-    Args:
-        device: a CUDA device.
-    """
+    """A CUDA stream for transfers. The host never waits: the device orders the streams by events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -84,7 +77,6 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Any:
-        """The current point of the stream."""
         return self._stream.record_event()
 
     def hand_over(self, mark: Any) -> None:
@@ -93,7 +85,6 @@ class SideStream:
 
 
 def open_side_stream(device: torch.device) -> SideStream | None:
-    """A stream for transfers to `device`; None unless it is a CUDA device."""
     return SideStream(device) if device.type == "cuda" else None
 
 
@@ -183,11 +174,8 @@ def read_ahead(batches: Iterator[T]) -> Iterator[T]:
 class Prepare:
     """Moves raw batches to the device, brings them into the model's layout and normalises them.
 
-    Without statistics images are scaled to 0 to 1, and other inputs stay as they are.
-
-    Args:
-        info: holds the statistics.
-        images: raw inputs are uint8 (batch, height, width, channels).
+    Without statistics in `info`, `images` (uint8, channels last) are scaled to 0 to 1, and other inputs stay
+    as they are.
     """
 
     def __init__(self, options: ReaderOptions, info: DataInfo, *, images: bool) -> None:
@@ -208,14 +196,10 @@ class Prepare:
         return self.move(raw)
 
     def inputs(self, inputs: Tensor) -> Tensor:
-        """Raw inputs on the device, in the model's layout, normalised."""
         return self.laid_out(self.move(inputs))
 
     def laid_out(self, inputs: Tensor) -> Tensor:
-        """Raw inputs that are on the device already, in the model's layout, normalised.
-
-        Images become (batch, channels, height, width), in the memory format that was asked for.
-        """
+        """Raw inputs on the device, normalised; images as (batch, channels, height, width)."""
         if self.images:
             if inputs.shape[3] == 1 and not self.channels_last:
                 # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.

@@ -22,10 +22,7 @@ class Holder:
 
     The first rank of a machine fills anonymous memory that the others map: it is gone however the run ends,
     and takes no space in /dev/shm, which is small in containers. A rank that cannot map it fills an array of
-    its own.
-
-    Args:
-        ranks: that may hold arrays together; None for this process alone.
+    its own. Without `ranks`, this process holds arrays alone.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -67,7 +64,6 @@ class Holder:
         return array, given
 
     def agree(self, answer: bool) -> bool:
-        """Return True if all ranks say yes."""
         return answer if self._ranks is None else all(on_all_ranks(answer, self._ranks.num_ranks))
 
 

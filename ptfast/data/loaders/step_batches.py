@@ -44,19 +44,13 @@ class Batches:
 
 
 class SampledBatches(Batches):
-    """Batches of samples that are fetched by index, in this process or by workers.
+    """Batches of samples that are fetched by index: by `fetch` in this process, or by its workers.
 
-    Args:
-        fetch: gives the raw batch of a share in this process; or a pool of workers that do.
-        source: of the samples; it is told which files could not be read.
+    `source` is told which files could not be read.
     """
 
     def __init__(
-        self,
-        shares: Shares,
-        prepare: Prepare,
-        fetch: Callable[[Share], Any] | WorkerPool,
-        source: MapSource,
+        self, shares: Shares, prepare: Prepare, fetch: Callable[[Share], Any] | WorkerPool, source: MapSource
     ) -> None:
         self.shares, self._prepare = shares, prepare
         self.pool = fetch if isinstance(fetch, WorkerPool) else None
@@ -85,11 +79,7 @@ class SampledBatches(Batches):
 
 
 class ChunkedBatches(Batches):
-    """Batches gathered many steps at a time. Subclasses give `_gather`.
-
-    Args:
-        sample_bytes: of a sample's inputs once normalised.
-    """
+    """Batches gathered many steps at a time. Subclasses give `_gather`."""
 
     def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
         self.sampler, self.shares, self._prepare = sampler, sampler.step, prepare
@@ -105,12 +95,10 @@ class ChunkedBatches(Batches):
             stop = min(start + self._chunk_steps, end)
             plan = self._planned(start, stop)
             pieces = self._gather([share for shares, _ in plan for share in shares], start)
-            batches = [
-                StepBatch(
-                    tuple([MicroBatch(next(pieces), share.num_samples) for share in shares]), num_samples
-                )
-                for shares, num_samples in plan
-            ]
+            batches: list[StepBatch] = []
+            for shares, num_samples in plan:
+                micro_batches = [MicroBatch(next(pieces), share.num_samples) for share in shares]
+                batches.append(StepBatch(tuple(micro_batches), num_samples))
             yield from batches[step - start : last_step - start]
             step = stop
 
@@ -119,15 +107,14 @@ class ChunkedBatches(Batches):
         return [self.sampler.step(step) for step in range(start, stop)]
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each of `shares`, those of the steps from `first_step` on."""
+        """Inputs and targets of each share, in their order from `first_step` on."""
         raise NotImplementedError
 
 
 class StaticBatches(ChunkedBatches):
-    """Batches of small, unaugmented data: normalised once, gathered many steps at a time.
+    """Batches of small, unaugmented data, normalised once and kept on the device.
 
-    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond. For a GPU
-    the data lies on it.
+    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond.
     """
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:

@@ -53,15 +53,12 @@ class _Fetch(Dataset[Any]):
 
 
 class WorkerPool:
-    """Processes that turn shares into raw batches.
-
-    They pay where cores are spare and reading a sample takes long; they compute the same bits.
+    """Processes that turn shares into raw batches, of the same bits as without them.
 
     Args:
         batches: fetches one share; copied into every worker.
         prefetch: micro-batches that each prepares ahead.
         start_method: of processes; None for the platform's own.
-        threads: of each process.
         among: processes of this pool and others together, for messages; None for this pool alone.
     """
 
@@ -160,7 +157,6 @@ class WorkerPool:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _died(self, iterator: Any) -> DataError:
-        """The error for a worker that has ended."""
         workers = [] if iterator is None else iterator._workers
         wait([worker.sentinel for worker in workers], timeout=1.0)
         code = next((worker.exitcode for worker in workers if worker.exitcode is not None), None)
@@ -240,13 +236,12 @@ def _start_worker(threads: int, _: int) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+
     # The queue's own thread would drop what it cannot send, and the parent would wait for it forever.
-    Queue._on_queue_feeder_error = _send_failure  # pyright: ignore[reportAttributeAccessIssue]
+    def send_failure(queue: Any, error: Exception, item: Any) -> None:
+        if isinstance(item, tuple):
+            queue.put((item[0], failed(error)))
+
+    Queue._on_queue_feeder_error = send_failure  # pyright: ignore[reportAttributeAccessIssue]
     torch.set_num_threads(threads)
     die_with_parent()
-
-
-def _send_failure(queue: Any, error: Exception, item: Any) -> None:
-    """Send the error in place of a numbered batch that cannot be sent."""
-    if isinstance(item, tuple):
-        queue.put((item[0], failed(error)))

@@ -60,7 +60,7 @@ def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> ND
 def integers(
     seed: int, epoch: int, indices: NDArray[np.integer], stream: int, high: int
 ) -> NDArray[np.int64]:
-    """Integers in [0, high), one for each index, `high` <= 2**32; other arguments as `bits`."""
+    """Integers in [0, high), one for each index; other arguments as `bits`."""
     if not 0 < high <= 1 << 32:
         raise ValueError(f"high must lie in 1 to 2**32, not {high}")
     z = bits(seed, epoch, indices, stream) >> np.uint64(32)
@@ -92,18 +92,14 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class OwnGenerators:
-    """States of the global generators that advance only inside `in_place`.
-
-    What a stream draws then depends neither on the draws of the training in between nor on where a run was
-    resumed.
-    """
+    """States of the global generators for a stream, apart from what the training draws in between."""
 
     def __init__(self) -> None:
         self._own: Any = None
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context with these states in the global generators, which are restored afterwards."""
+        """A context that continues these states in the global generators, which are restored afterwards."""
         before = _states()
         if self._own is not None:
             _put(self._own)
@@ -115,7 +111,6 @@ class OwnGenerators:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators, for whatever draws next."""
     torch.default_generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
     np.random.seed(seed & 0xFFFF_FFFF)
     random.seed(seed)

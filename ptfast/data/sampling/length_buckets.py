@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +17,6 @@ MOST_STEPS = 10_000
 """Steps whose padding is counted at most."""
 
 
-class Epoch(NamedTuple):
-    """The draws of an epoch."""
-
-    order: Indices
-    """All samples, from short to long."""
-    cuts: NDArray[np.int64]
-    """Where batches begin and end in that order."""
-    turns: Indices
-    """Which batch each step takes."""
-
-
 class LengthPlan(BatchPlan):
     """Batches of samples of like length, in a random order; every sample once in an epoch.
 
@@ -38,8 +26,7 @@ class LengthPlan(BatchPlan):
     every epoch. Everything is a function of (lengths, seed, epoch); all epochs have the same number of steps.
 
     Args:
-        lengths: tokens of each sample.
-        limit: tokens of the longest that the data allows.
+        lengths, limit: tokens of each sample, and of the longest that the data allows.
         batch_tokens: a step takes as many samples as fit into so many tokens, padding included, in place of
             `batch_size`.
         last: `keep` or `drop` the short batch of an epoch, which has other lengths in every epoch, or `pad`
@@ -80,10 +67,9 @@ class LengthPlan(BatchPlan):
 
     def order(self, epoch: int) -> Indices:
         """The order of the samples that `batch` cuts pieces out of."""
-        return self._epoch(epoch).order
+        return self._epoch(epoch)[0]
 
     def batch(self, step: int) -> tuple[int, int, int]:
-        """Epoch of a step, and where its samples begin and end in the order of that epoch."""
         assert self.steps_per_epoch
         epoch, position = divmod(step, self.steps_per_epoch)
         _, cuts, turns = self._epoch(epoch)
@@ -96,16 +82,15 @@ class LengthPlan(BatchPlan):
         return epoch, start, stop
 
     def steps(self, duration: Duration, total_steps: int | None) -> int:
-        """`duration` from the start of the run, in optimizer steps to the nearest."""
         if duration.unit == "samples" and self.size:
             duration = Duration(duration.value / self.size, "epochs")
         return super().steps(duration, total_steps)
 
     def all_sizes(self) -> set[int]:
-        """Every number of samples that a step has."""
         return super().all_sizes() if self._cuts is None else {*np.diff(self._cuts).tolist()}
 
-    def _draw(self, epoch: int) -> Epoch:
+    def _draw(self, epoch: int) -> tuple[Indices, NDArray[np.int64], Indices]:
+        """The samples from short to long, where batches begin and end in them, and which each step takes."""
         size, cuts = len(self._classes), self._cuts
         whole, rest = divmod(size, self.batch_size)
         num_batches = whole + (rest > 0) if cuts is None else len(cuts) - 1
@@ -118,7 +103,7 @@ class LengthPlan(BatchPlan):
                 # The short batch comes last, and so is of any length.
                 widths[turns[-1]] = rest
             cuts = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
-        return Epoch(order, cuts, turns)
+        return order, cuts, turns
 
 
 def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padding: Padding) -> float:

@@ -84,9 +84,7 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
         if _goes_by(by, facts.get("weights")) == "classes":
             wanted, lack = "labels", "has no classes that are known beforehand"
         if facts.get(wanted) is None:
-            hint = (
-                "Give the dataset an attribute `weights`, a number for each sample, or use sampling=shuffle"
-            )
+            hint = "Give the dataset an attribute `weights`, one number per sample, or use sampling=shuffle"
             raise ConfigError("C011", f"this data {lack}", key="sampling.by", value=by, suggestion=hint)
         return partial(target.build, **facts)
     order = _OwnOrder(target, function, facts)
@@ -108,11 +106,7 @@ def describe_sampling(sampling: Sampling, data: Data) -> str | None:
 
 
 def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None:
-    """The weights that a dataset gives its samples by an attribute `weights`; None without one.
-
-    Args:
-        kept: the samples that are trained on; None for all.
-    """
+    """The attribute `weights` of a dataset for the samples `kept` (None for all); None without one."""
     stated = getattr(dataset, "weights", None)
     if stated is None:
         return None
@@ -182,7 +176,6 @@ class _OwnOrder:
             self.refuse(f"{when} raises {summary_of(error)}", cause=error)
 
     def refuse(self, what: str, hint: str | None = None, cause: Exception | None = None) -> NoReturn:
-        """Raise an error that names it."""
         raise ConfigError(
             "C017", what, key="sampling._target_", value=self._target.path, suggestion=hint
         ) from cause

@@ -89,7 +89,6 @@ class Sharding:
     """How each step's batch is cut into micro-batches, and which of them one rank gets."""
 
     plan: BatchPlan
-    """Which samples make up each step."""
     micro_batches: int
     """Of a step over all ranks, a multiple of `num_ranks`."""
     rank: int = 0
@@ -97,12 +96,11 @@ class Sharding:
 
     @cached_property
     def per_rank(self) -> int:
-        """Micro-batches of a step on each rank."""
         return self.micro_batches // self.num_ranks
 
     @cached_property
     def first(self) -> int:
-        """Number, within a step, of this rank's first micro-batch; its others follow."""
+        """Number, within a step, of this rank's first micro-batch."""
         return self.rank * self.per_rank
 
     def shares(self, epoch: int, batch: Indices) -> list[Share]:
@@ -159,11 +157,8 @@ class Sampler:
 class InOrder:
     """The shares of one rank of an evaluation: consecutive samples, a micro-batch a step, each sample once.
 
-    All ranks have the same number of steps; one with fewer samples gets an empty share with a stand-in.
-
-    Args:
-        size: samples that count.
-        unit: samples that ranks share out at a time; divides `size`.
+    Ranks share out `size` samples in pieces of `unit`, which divides it. All have the same number of steps;
+    one with fewer samples gets an empty share with a stand-in.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int, num_ranks: int, unit: int = 1) -> None:
@@ -173,7 +168,6 @@ class InOrder:
         self.num_steps = -(-most // batch_size)
 
     def step(self, step: int) -> tuple[list[Share], int]:
-        """This rank's only share at `step`, and its samples."""
         start = self._start + step * self._batch_size
         indices = np.arange(start, min(start + self._batch_size, self._stop))
         share = Share(0, indices, len(indices)) if len(indices) else Share(0, np.arange(1), 0)

@@ -33,12 +33,11 @@ class Reader:
 
     @property
     def index(self) -> int:
-        """Number among the readers of all ranks."""
+        """Number among the `count` readers of all ranks."""
         return self.rank * self.num_workers + self.worker
 
     @property
     def count(self) -> int:
-        """Readers of all ranks."""
         return self.num_ranks * self.num_workers
 
 
@@ -72,7 +71,6 @@ class IterableSource(BaseSource):
         return True
 
     def first(self) -> Any:
-        """The first sample."""
         return self._first[0]
 
     @property
@@ -110,11 +108,8 @@ class IterableSource(BaseSource):
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
         samples = self._samples(epoch)
         if self.shuffle_buffer is not None:
-            samples = shuffled(
-                samples,
-                self.shuffle_buffer,
-                counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several),
-            )
+            seed = counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several)
+            samples = shuffled(samples, self.shuffle_buffer, seed)
         yield from samples
 
     def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
@@ -149,10 +144,8 @@ class IterableSource(BaseSource):
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
     """The same samples, each drawn at random out of a buffer of `size`.
 
-    A stream cannot be shuffled as a whole. Samples that are more than a few `size` apart stay apart, so data
-    sorted by class needs its shards shuffled, too.
-
-    Cost: the memory of `size` samples in every process that reads.
+    Samples that are more than a few `size` apart stay apart, so data sorted by class needs its shards
+    shuffled, too. Cost: the memory of `size` samples in every process that reads.
     """
     draw, held = random.Random(seed).random, []
     for sample in samples:

@@ -65,7 +65,6 @@ class _Answer(NamedTuple):
 
 
 def is_url(place: str) -> bool:
-    """Return True for a URL, False for a path."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", place) is not None
 
 

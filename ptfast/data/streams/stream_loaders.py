@@ -15,15 +15,7 @@ from ptfast.data.loaders.step_batches import Batches
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader
-from ptfast.data.streams.stream_readers import (
-    CHECKED,
-    Item,
-    Mark,
-    Reading,
-    check_parted,
-    check_same,
-    sum_of,
-)
+from ptfast.data.streams.stream_readers import CHECKED, Item, Mark, Reading, check_parted, check_same, sum_of
 from ptfast.data.transforms.augment_plan import Augment
 
 
@@ -104,7 +96,6 @@ class Marks:
         self._found: list[tuple[int, Mark]] = [(0, Mark())]
 
     def note(self, step: int, mark: Mark) -> None:
-        """The data of `step` begins in the pass of `mark`."""
         if mark != self._found[-1][1]:
             # Loaders are a few batches ahead of the training.
             self._found = [*self._found[-31:], (step, mark)]
@@ -114,7 +105,6 @@ class Marks:
         return max((found for found in self._found if found[0] <= step), default=self._found[0])[1]
 
     def state(self, step: int) -> dict[str, int]:
-        """The state to save when `step` steps are done."""
         return {**self.at(max(0, step - 1))._asdict(), "readers": self.readers}
 
     def load(self, state: dict[str, int], step: int) -> str:
@@ -128,13 +118,7 @@ class Marks:
 
 
 class StreamBatches(Batches):
-    """The step batches of a stream on one rank. Subclasses give `steps`.
-
-    Args:
-        readings: of each reader of this rank.
-        pools: the workers of each; empty where this process reads.
-        reason: how the stream is read, for the panel.
-    """
+    """The step batches of a stream on one rank, by its readers or their `pools`. Subclasses give `steps`."""
 
     def __init__(
         self, readings: list[Reading], pools: list[WorkerPool], prepare: Prepare, reason: str
@@ -149,7 +133,6 @@ class StreamBatches(Batches):
             pool.close()
 
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
-        """The items of each reader from `step` on, without end."""
         if self._pools:
             return [pool.fetch(repeat((step, mark))) for pool in self._pools]
         return [reading.items(step, mark) for reading in self._readings]

@@ -26,7 +26,6 @@ class Mark(NamedTuple):
     """The start of a pass."""
 
     epoch: int = 0
-    """Its number."""
     first: int = 0
     """The number of its first sample in the stream, or of its first step where readers have parts."""
 
@@ -104,7 +103,6 @@ class Reading:
             yield END
 
     def _passes(self) -> Iterator[Any]:
-        """Samples pass after pass; keeps the mark of the current one."""
         while True:
             num_samples = 0
             for sample in self.source.read(self._mark.epoch):
@@ -131,7 +129,6 @@ class Reading:
             yield END
 
     def _take(self, samples: Iterator[Any], number: int) -> list[Any]:
-        """The next samples, fewer if there are no more."""
         with self._generators.in_place(), self.source.as_reader(self.reader):
             return list(islice(samples, number))
 
@@ -171,9 +168,6 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
     """Refuse a dataset that all ranks read as one stream, and that differs between them.
 
     Each rank would keep its share of another stream: samples would be lost unnoticed.
-
-    Args:
-        digests: of the samples of a step, by rank.
     """
     if len(set(digests)) <= 1:
         return
@@ -194,7 +188,7 @@ def check_parted(digests: Sequence[int], name: str) -> None:
 
 
 def sum_of(value: Any) -> int:
-    """A checksum of a sample: of arrays, text, numbers, and containers of these."""
+    """A checksum of arrays, text, numbers, and containers of these."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(value, np.ndarray):

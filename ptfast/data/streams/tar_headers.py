@@ -15,11 +15,10 @@ REMEDY = "Make the shard anew, or leave it out"
 
 
 class Member(NamedTuple):
-    """A file in a tar."""
+    """A file in a tar, whose first byte is at `offset`."""
 
     name: str
     offset: int
-    """Of its first byte in the tar."""
     size: int
 
 
@@ -53,7 +52,6 @@ def members(path: Path) -> Iterator[Member]:
 
 
 def cut_off(path: Path, why: str) -> DataError:
-    """The error for a truncated tar."""
     return DataError("D005", f"is truncated: {why}", key=str(path), suggestion=REMEDY)
 
 
@@ -74,7 +72,6 @@ class InTar(str):
 
 
 def read_at(file: IO[bytes], offset: int, size: int) -> bytes:
-    """`size` bytes from `offset` on."""
     file.seek(offset)
     content = file.read(size)
     while len(content) < size and (more := file.read(size - len(content))):
@@ -104,22 +101,17 @@ def _parse(header: bytes, position: int, path: Path) -> tuple[Member, bytes] | N
     try:
         size = int(header[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
-        raise _bad_size(name, path) from None
+        size = -1
     return Member(name, position + _BLOCK, size), kind
 
 
 def _check_size(member: Member, size: int, path: Path) -> None:
     """Refuse a member of negative size, or one that ends beyond the `size` bytes of its tar."""
     if member.size < 0:
-        raise _bad_size(member.name, path)
+        what = f"the size of {member.name} in its header is not a number"
+        raise DataError("D005", what, key=str(path), suggestion=REMEDY)
     if (end := member.offset + member.size) > size:
         raise cut_off(path, f"{member.name} would end at byte {end:,} of {size:,}")
-
-
-def _bad_size(name: str, path: Path) -> DataError:
-    return DataError(
-        "D005", f"the size of {name} in its header is not a number", key=str(path), suggestion=REMEDY
-    )
 
 
 def _by_tarfile(path: Path, position: int) -> Iterator[Member]:

@@ -84,10 +84,7 @@ def panel(augment: AugmentSection) -> dict[str, object]:
 
 
 _augment = partial(
-    Technique,
-    kind="training",
-    needs=("images",),
-    trial=("model=resnet_digits", "optimizer.lr=0.005"),
+    Technique, kind="training", needs=("images",), trial=("model=resnet_digits", "optimizer.lr=0.005")
 )
 
 TECHNIQUES: tuple[Technique, ...] = (

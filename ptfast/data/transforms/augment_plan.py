@@ -122,12 +122,7 @@ class Augment(transforms.AugmentSection):
         return drawn
 
     def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """Apply the changes after gathering: a changed copy of a batch, of the same type and shape.
-
-        Args:
-            images: uint8 (batch, height, width, channels).
-            drawn: of each image, what `draw_changes` gave, on the same device.
-        """
+        """A copy of gathered images, (batch, height, width, channels) uint8, changed as `drawn` for each."""
         if self.bends:
             images = bend(images, drawn["bend"])
         if self.colours:
@@ -137,7 +132,7 @@ class Augment(transforms.AugmentSection):
         return images
 
     def change_masks(self, masks: Tensor, drawn: dict[str, Tensor]) -> Tensor:
-        """Masks (batch, height, width), changed as `change` does their images: by the nearest pixel."""
+        """Masks (batch, height, width), changed like their images, by the nearest pixel."""
         assert self.mask_fill is not None
         if self.bends:
             masks = bend_masks(masks, drawn["bend"], self.mask_fill)
@@ -149,7 +144,7 @@ class Augment(transforms.AugmentSection):
     def change_batch(
         self, images: Tensor, masks: Tensor | None, share: Share
     ) -> tuple[Tensor, Tensor | None]:
-        """`change` and `change_masks` with the draws for `share`, of a batch on the host or a device."""
+        """`change` and `change_masks` with the draws for `share`, on the host or a device."""
         if not self.changes:
             return images, masks
         drawn = self.draw_changes(share, images.shape[1:3])
@@ -178,7 +173,6 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
 
     Args:
         wanted: mapping or object of the fields of `Augment`.
-        images: whether the samples are uint8 images.
         normalize: whether inputs are normalised; a square at the mean is then one of zeros.
 
     Raises:
@@ -296,7 +290,6 @@ def recolour(images: Tensor, factors: Tensor) -> Tensor:
     """Images of other brightness, contrast and saturation, each by its own amount.
 
     In whole numbers, and rounded only once: the same bits on every device and with any number of threads.
-
     Three channels are red, green and blue; others weigh alike in grey.
 
     Cost: some 15 us for an image of 32x32 on one core.
@@ -323,7 +316,6 @@ def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[int]) -> 
     Args:
         images: (batch, height, width, channels), uint8 or of a type that holds `fill`.
         corners: top and left of the squares, (batch, 2), whose centres lie inside.
-        side: of the squares, in pixels.
         fill: the colour of the squares, by channel; black if empty.
 
     Source: DeVries, Taylor 2017, arXiv:1708.04552.

@@ -46,7 +46,6 @@ class Mix:
         mixup: parameter of the Beta distribution of mixup's shares, > 0; 0 for no mixup. 0.2 is mild, 1 draws
             shares evenly.
         cutmix: the same for CutMix.
-        seed: of the run.
         masks: whether each pixel has a target: patches are then pasted into targets, too.
 
     Cost: two passes over the inputs on the device, and some 0.1 ms on the host, which waits for nothing.
@@ -138,8 +137,7 @@ class Mix:
 def beta(alpha: float, chances: NDArray[np.float64]) -> NDArray[np.float64]:
     """Numbers of the distribution Beta(alpha, alpha), one for each evenly distributed one in [0, 1).
 
-    By the inverse of its distribution function: one number each, and none rejected. Numpy's and torch's
-    generators may change between versions, and have a state.
+    By the inverse of its distribution function, which has no state and is the same in every version.
     """
     points, masses = _lower_half(alpha)
     value = np.interp(np.minimum(chances, 1 - chances), masses, points) ** (1 / min(alpha, 1))
@@ -175,11 +173,11 @@ def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: A
     if not mixup and not cutmix:
         return None
     key, value = ("augment.mixup", mixup) if mixup else ("augment.cutmix", cutmix)
-    if not getattr(task, "takes_mixed", False):
-        what = f"{type(task).__name__} cannot train on pairs of targets"
-        raise ConfigError("C011", what, key=key, value=value, suggestion="Set it to 0")
-    if info.kind not in ("image", "features"):
+    takes_mixed = getattr(task, "takes_mixed", False)
+    if not takes_mixed or info.kind not in ("image", "features"):
         what = f"{info.kind} data cannot be mixed"
+        if not takes_mixed:
+            what = f"{type(task).__name__} cannot train on pairs of targets"
         raise ConfigError("C011", what, key=key, value=value, suggestion="Set it to 0")
     if cutmix and info.kind != "image":
         what, hint = "patches need images, and the data has none", "Use augment.mixup"

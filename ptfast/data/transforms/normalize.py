@@ -29,7 +29,6 @@ class Normalizer:
 
     Args:
         mean, std: one figure per channel of an image (raw scale), or per feature of a vector.
-        images: whether inputs are (batch, channels, height, width).
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Normalizer:
         self._expanded: tuple[Any, Tensor, Tensor] | None = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalised float32 copy of `inputs`, in its memory format."""
+        """A normalised float32 copy, in the memory format of `inputs`."""
         mean, factor = self._mean, self._factor
         if self._images:
             # Broadcasting three channels along the fastest dimension would be an inner loop of three: the
@@ -63,10 +62,9 @@ def statistics(
 
     Exact if the samples are in memory, or take no more than 1 GiB once decoded; otherwise from at most 10,000
     evenly spaced samples. The choice depends on the data alone, so that every loader normalises by the same
-    bits. Statistics that needed decoding are cached on disk.
+    bits. Statistics that needed decoding are cached on disk by `cache_key`.
 
     Args:
-        cache_key: identifies the dataset; called only if needed. None for no cache.
         held: the same samples, decoded already.
     """
     if isinstance(source, TensorSource):

@@ -18,8 +18,6 @@ ATTEMPTS = 10
 
 Boxes = NDArray[np.float64]
 """(images, 4): top, left, height and width of a box, as parts of the height and width of its image."""
-
-
 Sizes = NDArray[np.int64]
 """(images,): heights or widths, in pixels."""
 
@@ -61,12 +59,8 @@ def draw_boxes(
     height, width = heights[open_], widths[open_]
     box_heights[open_] = np.minimum(height, np.rint(width / ratio[0])).clip(1)
     box_widths[open_] = np.minimum(width, np.rint(height * ratio[1])).clip(1)
-    tops = np.floor(
-        counter_draws.uniform(seed, epoch, indices, counter_draws.BOX) * (heights - box_heights + 1)
-    )
-    lefts = np.floor(
-        counter_draws.uniform(seed, epoch, indices, counter_draws.BOX + 1) * (widths - box_widths + 1)
-    )
+    down, across = (counter_draws.uniform(seed, epoch, indices, counter_draws.BOX + i) for i in (0, 1))
+    tops, lefts = np.floor(down * (heights - box_heights + 1)), np.floor(across * (widths - box_widths + 1))
     tops[open_], lefts[open_] = (height - box_heights[open_]) // 2, (width - box_widths[open_]) // 2
     return np.stack([tops / heights, lefts / widths, box_heights / heights, box_widths / widths], 1)
 
@@ -74,8 +68,7 @@ def draw_boxes(
 def resized_crop(pixels: NDArray[np.uint8], box: NDArray[np.float64], mirrored: bool, size: int) -> Tensor:
     """One box of an image, resized to a square: uint8 (size, size, channels).
 
-    Cropped first, then resized as bytes, then perhaps mirrored: dropped pixels cost no work, and
-    floats begin on the device, at a quarter of the traffic.
+    It is resized as bytes: floats begin on the device, at a quarter of the traffic.
 
     Cost: 0.15 ms from 300x300 to 224x224 on one core, against 0.6 ms for the decoding of a JPEG of 500x400.
     """

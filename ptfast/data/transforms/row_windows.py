@@ -65,9 +65,6 @@ class MemoryBatches:
     Padded images and their mirrored copies lie in memory channels last, so that each row of a crop is one run
     of bytes and a batch is one gather of rows: no image is touched in Python.
 
-    Args:
-        holder: of the padded copies; None for this process.
-
     Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
     """
 
@@ -85,7 +82,6 @@ class MemoryBatches:
 
     @staticmethod
     def nbytes(source: TensorSource, augment: Augment) -> int:
-        """Bytes that the padded copies take."""
         return padded_bytes(augment, source) * (2 if augment.flip else 1) if augment.moves else 0
 
     def __call__(self, share: Share) -> Any:
@@ -128,7 +124,6 @@ class RowWindows:
 
     Args:
         images: uint8 (samples, height, width, channels).
-        padding: pixels on each side.
         mirrored: keep mirrored copies behind the images, as slots `samples` to `2 * samples`.
         outside: a pixel of the padding; black by default.
         holder: of the padded copies; None for this process.
@@ -175,7 +170,6 @@ class RowWindows:
         return slots * self._slot_bytes + top * self._row_bytes + left * self._channels
 
     def gather(self, corners: Indices) -> Bytes:
-        """The crops that begin at `corners`."""
         runs = self._runs[corners[:, None] + self._run_offsets]
         return runs.view(np.uint8).reshape(len(corners), *self._shape)
 
