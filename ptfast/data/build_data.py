@@ -95,7 +95,7 @@ def build_data(
             hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
             raise ConfigError("C011", what, key=collate.key, suggestion=hint)
         if known is not None and isinstance(source, ReadsAsKnown):
-            source.read_as(known)
+            source.known, source.max_length = known, known.context_length or source.max_length
         name, splits = source.name, source.load(val=val, seed=seed)
     else:
         from ptfast.data.sources.custom_dataset import adapt

@@ -84,10 +84,6 @@ class ReadsAsKnown:
     known: DataInfo | None = None
     max_length: int
 
-    def read_as(self, known: DataInfo) -> None:
-        """Take vocabulary and classes from `known`; to be called before `load`."""
-        self.known, self.max_length = known, known.context_length or self.max_length
-
 
 @dataclass(frozen=True)
 class Data:
@@ -127,8 +123,10 @@ _MUST_AGREE = {
 
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
-    known = {field.name: facts[field.name] for field in fields(DataInfo) if field.name in facts}
-    return DataInfo(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
+    known: dict[str, Any] = {}
+    for name in {field.name for field in fields(DataInfo)} & facts.keys():
+        known[name] = tuple(facts[name]) if isinstance(facts[name], list) else facts[name]
+    return DataInfo(**known)
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:

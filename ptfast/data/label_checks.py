@@ -52,20 +52,19 @@ def check_range(
         labels = labels.masked_fill(is_ignored(labels, ignore_index), 0)
     low, high = (int(bound) for bound in labels.aminmax())
     negative = labels[(labels < 0) & ~is_ignored(labels, ignore_index)] if low < 0 else labels[:0]
-    if negative.numel():
-        low = int(negative[0])
-        hint = f"Number the classes from 0, or use {ignore_index} for samples that do not count"
-        if masks:
-            hint = f"Number the classes from 0, or set task.ignore_index={low} if such pixels do not count"
-        what = f"label {low} at {name} {_first(labels, low, numbers):,}"
-        raise DataError("D004", what, key="data", suggestion=hint)
-    if high >= num_classes:
-        place = f"{name} {_first(labels, high, numbers):,}"
-        what = f"label {high} at {place}, but there are {num_classes} classes"
-        hint = f"Labels run from 0 to {num_classes - 1}"
-        if masks:
-            hint += f"; set task.ignore_index={high} if such pixels do not count"
-        raise DataError("D004", what, key="data", suggestion=hint)
+    if not negative.numel() and high < num_classes:
+        return
+    wrong = int(negative[0]) if negative.numel() else high
+    index = int((labels == wrong).nonzero()[0, 0])
+    what = f"label {wrong} at {name} {index if numbers is None else numbers[index]:,}"
+    unless_ignored = f"set task.ignore_index={wrong} if such pixels do not count"
+    if wrong < 0:
+        otherwise = unless_ignored if masks else f"use {ignore_index} for samples that do not count"
+        hint = f"Number the classes from 0, or {otherwise}"
+    else:
+        what += f", but there are {num_classes} classes"
+        hint = f"Labels run from 0 to {num_classes - 1}" + (f"; {unless_ignored}" if masks else "")
+    raise DataError("D004", what, key="data", suggestion=hint)
 
 
 @dataclass(frozen=True)
@@ -205,8 +204,3 @@ def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str
 def shape_of(labels: Tensor) -> str:
     """The shape of one label, in words."""
     return f"shape {'x'.join(map(str, labels.shape[1:]))}"
-
-
-def _first(labels: Tensor, value: int, numbers: Sequence[int] | None) -> int:
-    index = int((labels == value).nonzero()[0, 0])
-    return index if numbers is None else int(numbers[index])

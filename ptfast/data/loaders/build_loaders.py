@@ -26,7 +26,7 @@ from ptfast.data.sampling.sampler import InOrder, Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.row_windows import MemoryBatches
+from ptfast.data.transforms.row_windows import MemoryBatches, padded_bytes
 
 CACHE_LIMIT_BYTES = 128 * 2**20
 """Evaluation splits in memory up to this size once normalised are prepared once and cached."""
@@ -164,7 +164,8 @@ def _read_samples(
             return StaticBatches(sampler, prepare, source), reason
         if augment and augment.resized_crop is None:
             holder = data.holder or Holder()
-            if holder.agree(MemoryBatches.nbytes(source, augment) <= available_memory() // 2):
+            needed = padded_bytes(augment, source) * (2 if augment.flip else 1) if augment.moves else 0
+            if holder.agree(needed <= available_memory() // 2):
                 fetch = MemoryBatches(source, augment, holder)
             else:
                 reason += "; no room for padded copies"

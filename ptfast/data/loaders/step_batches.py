@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from typing import Any, cast
@@ -140,11 +141,12 @@ class StaticBatches(ChunkedBatches):
         return zip(inputs.split(sizes)[::stride], targets.split(sizes)[::stride], strict=True)
 
 
+@dataclass
 class RawBatches:
     """Fetches a share from the source and augments it; worker processes get a copy of it."""
 
-    def __init__(self, source: MapSource, augment: Augment) -> None:
-        self.source, self.augment = source, augment
+    source: MapSource
+    augment: Augment
 
     def __call__(self, share: Share) -> Any:
         source, places = self.source, share.indices

@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
 from typing import Any
@@ -32,15 +33,15 @@ _CLOSE_S = 2.0
 """How long a worker that is reading may take to stop."""
 
 
+@dataclass
 class _Fetch(Dataset[Any]):
     """A dataset indexed by shares: an item is one micro-batch, or the error that reading it raised."""
 
-    def __init__(self, batches: Callable[[Any], Any]) -> None:
-        self._batches = batches
+    batches: Callable[[Any], Any]
 
     def __getitem__(self, share: Any) -> Any:
         try:
-            raw = self._batches(share)
+            raw = self.batches(share)
             # The queue would do it in a thread of its own, where an error would hang the reader.
             for tensor in tensors_in(raw):
                 tensor.share_memory_()

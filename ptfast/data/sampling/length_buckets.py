@@ -58,8 +58,13 @@ class LengthPlan(BatchPlan):
         self._epoch = lru_cache(maxsize=2)(self._draw)
         self._cuts: NDArray[np.int64] | None = None
         if batch_tokens is not None:
-            longest = np.minimum(np.sort(self._classes), limit)
-            self._cuts = _cut_by_tokens(np.full(size, limit) if padding.fixed else longest, batch_tokens)
+            widest = np.full(size, limit) if padding.fixed else np.minimum(np.sort(self._classes), limit)
+            cuts = [0]
+            while (start := cuts[-1]) < size:
+                following = widest[start : start + batch_tokens // int(widest[start])]
+                padded = following * np.arange(1, len(following) + 1)
+                cuts.append(start + max(1, int(np.searchsorted(padded, batch_tokens, side="right"))))
+            self._cuts = np.array(cuts)
             batch_size = max(1, round(size / (len(self._cuts) - 1)))
         super().__init__(size, constant(batch_size), last)
         if self._cuts is not None:
@@ -116,14 +121,3 @@ def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padd
                 texts += int(own.sum())
                 padded += padding.width(int(own.max()), limit) * len(own)
     return 1 - texts / padded if padded else 0.0
-
-
-def _cut_by_tokens(longest: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """Where batches of at most `budget` tokens begin and end."""
-    cuts = [0]
-    while cuts[-1] < len(longest):
-        start = cuts[-1]
-        following = longest[start : start + budget // int(longest[start])]
-        taken = np.searchsorted(following * np.arange(1, len(following) + 1), budget, side="right")
-        cuts.append(start + max(1, int(taken)))
-    return np.array(cuts)

@@ -157,7 +157,7 @@ def _adapt(
     note = f"batches by {collate.name}" if collate.is_own else ""
     if isinstance(dataset, IterableDataset):
         source = IterableSource(dataset, seed, collate)
-        sample = source.first()
+        sample = source.first[0]
         batch = collate([sample]) if collate.is_own else sample
         if (info := _opaque_info(dataset, batch, collate, task, known)) is not None:
             return Splits(info, source, note=note)

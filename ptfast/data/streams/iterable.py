@@ -70,15 +70,12 @@ class IterableSource(BaseSource):
         # Nobody has seen the labels yet.
         return True
 
-    def first(self) -> Any:
-        return self._first[0]
-
     @property
     def shared_by(self) -> Sharing:
         """Who shares the dataset out: its `readers`, its `ranks`, or nobody (`none`)."""
         stated = getattr(self.dataset, "shared_by", None)
         if stated is None:
-            return "readers" if self._first[1] else "none"
+            return "readers" if self.first[1] else "none"
         if stated not in ("none", "readers", "ranks"):
             what = f"{self.class_name}.shared_by is {stated!r}"
             raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
@@ -125,7 +122,7 @@ class IterableSource(BaseSource):
         return _answering(info)
 
     @cached_property
-    def _first(self) -> tuple[Any, bool]:
+    def first(self) -> tuple[Any, bool]:
         """The first sample, and whether the dataset asked who reads it."""
         info = _Noticing(self.dataset)
         with OwnGenerators().in_place(), _answering(info):

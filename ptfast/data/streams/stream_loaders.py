@@ -60,7 +60,7 @@ def build_stream_batches(
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
     if source.is_guessed and sharding.num_ranks > 1:
         # A dataset that does not say who shares it out may begin with another sample on each rank.
-        begins = sum_of([source.first(), source.shared_by])
+        begins = sum_of([source.first[0], source.shared_by])
         check_same(on_all_ranks(begins, sharding.num_ranks), source.class_name, 0)
     workers, in_parts, reason = share_out(source, sharding, loading)
     if in_parts and sharding.plan.grows:

@@ -135,7 +135,10 @@ class Augment(transforms.AugmentSection):
         """Masks (batch, height, width), changed like their images, by the nearest pixel."""
         assert self.mask_fill is not None
         if self.bends:
-            masks = bend_masks(masks, drawn["bend"], self.mask_fill)
+            # Zeros come from outside; labels are exact in float32 up to 2**24.
+            planes, grid = masks[:, None].float() - self.mask_fill, _grid(drawn["bend"], masks.shape[1:3])
+            bent = F.grid_sample(planes, grid, mode="nearest", align_corners=False)[:, 0]
+            masks = (bent + self.mask_fill).to(masks.dtype)
         if self.cutout:
             fill = (self.mask_fill,)
             masks = cut_out(masks[..., None], drawn["cutout"], self.cutout, fill)[..., 0]
@@ -252,14 +255,6 @@ def bend(images: Tensor, coefficients: Tensor) -> Tensor:
     bent = torch.empty_like(images)
     bent.permute(0, 3, 1, 2).copy_(sampled.round_())
     return bent
-
-
-def bend_masks(masks: Tensor, coefficients: Tensor, fill: int) -> Tensor:
-    """Masks bent as `bend` does their images, by the nearest pixel; `fill` from outside."""
-    # Zeros come from outside; labels are exact in float32 up to 2**24.
-    planes = masks[:, None].float() - fill
-    grid = _grid(coefficients, masks.shape[1:3])
-    return (F.grid_sample(planes, grid, mode="nearest", align_corners=False)[:, 0] + fill).to(masks.dtype)
 
 
 def _grid(coefficients: Tensor, shape: Sequence[int]) -> Tensor:

@@ -80,10 +80,6 @@ class MemoryBatches:
             )
         self._epoch, self._corners = -1, list[Indices]()
 
-    @staticmethod
-    def nbytes(source: TensorSource, augment: Augment) -> int:
-        return padded_bytes(augment, source) * (2 if augment.flip else 1) if augment.moves else 0
-
     def __call__(self, share: Share) -> Any:
         if share.epoch != self._epoch:
             everything = np.arange(len(self._targets))
