@@ -102,11 +102,7 @@ class MapSource(BaseSource):
         return len(self)
 
     def hold(self, holder: Holder | None = None) -> TensorSource:
-        """Every sample, decoded once and held in memory.
-
-        Args:
-            holder: of images and their targets, which ranks may hold together; None for this process. Other
-                samples are held by each process for itself.
+        """Every sample, decoded once and held in memory; `holder` may hold images for several ranks together.
 
         Raises:
             DataError: D008 if they differ in shape.
@@ -177,9 +173,7 @@ class MapSource(BaseSource):
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
         """A box of each of the images `indices`, scaled to one size: uint8 (batch, size, size, channels).
 
-        Args:
-            boxes: of `ptfast.data.transforms.resized_crops.draw_boxes`, relative to the images.
-            mirrored: 1 for images to mirror.
+        `boxes` are those of `resized_crops.draw_boxes`; `mirrored` is 1 for images to mirror.
         """
 
         def crop(place: int) -> Tensor:
@@ -193,12 +187,7 @@ class MapSource(BaseSource):
 
 
 class TensorSource(MapSource):
-    """Samples held in memory.
-
-    Args:
-        inputs: first dimension samples; images as uint8 (samples, height, width, channels).
-        targets: first dimension samples.
-    """
+    """Samples held in memory; images as uint8 (samples, height, width, channels)."""
 
     columns = ("inputs", "targets")
     storage = "memory"

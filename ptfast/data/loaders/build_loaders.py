@@ -65,7 +65,6 @@ class Loader:
         self._thread: Any = None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
         batches = self.batches.steps(first_step, last_step)
         if self.reads_ahead:
             batches = self._thread = read_ahead(batches)

@@ -13,11 +13,7 @@ from ptfast.data.loaders.worker_processes import RAISED
 
 
 class Collate:
-    """Makes a batch of a list of samples, by torch's `default_collate` or a function of the user's.
-
-    Args:
-        key, value: where the config names the function, for errors.
-    """
+    """Makes a batch of samples, by torch's `default_collate` or a user's function, at `key` of the config."""
 
     def __init__(self, function: Callable[[list[Any]], Any] | None, *, key: str, value: str) -> None:
         self.is_own = function is not None

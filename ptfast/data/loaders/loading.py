@@ -96,9 +96,7 @@ def prefetched(
     On the training stream a copy would wait for the kernels of the step before, and every step for its copy.
     Here it starts when the step before last has ended, and overlaps with a whole step.
 
-    Args:
-        report: receives what time goes to: `transfer` while training waits for a batch on its way, else
-            `data`.
+    `report` receives what time goes to: `transfer` while training waits for a batch on its way, else `data`.
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """

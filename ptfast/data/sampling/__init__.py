@@ -63,10 +63,8 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
         return
     value, hint = sampling.target.path, "Use sampling=shuffle"
     if batching.buckets:
-        what = "batches by length need an order of their own"
-        yield ConfigError(
-            "C011", what, key="sampling", value=value, suggestion=f"{hint}, or batching=longest"
-        )
+        what, way = "batches by length need an order of their own", f"{hint}, or batching=longest"
+        yield ConfigError("C011", what, key="sampling", value=value, suggestion=way)
     if data.shuffle_buffer is not None:
         what = f"contradicts data.shuffle_buffer={data.shuffle_buffer}"
         yield ConfigError("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")

@@ -28,9 +28,8 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
     """
     index_bits = np.uint64(max(size - 1, 1).bit_length())
     indices = np.arange(size, dtype=np.uint64)
-    keys = (
-        counter_draws.bits(seed, epoch, indices, counter_draws.ORDER) >> index_bits << index_bits
-    ) | indices
+    keys = counter_draws.bits(seed, epoch, indices, counter_draws.ORDER) >> index_bits << index_bits
+    keys |= indices
     keys.sort()
     keys &= (np.uint64(1) << index_bits) - np.uint64(1)
     order = keys.view(np.int64)
@@ -116,10 +115,7 @@ class Sharding:
 
 
 class Sampler:
-    """The shares of one rank at every step.
-
-    Args:
-        order: of the samples in an epoch; None shuffles them all.
+    """The shares of one rank at every step; where `order` gives none for an epoch, all samples are shuffled.
 
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.

@@ -69,14 +69,11 @@ def is_url(place: str) -> bool:
 
 
 def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
-    """The file and the index of each shard, of those at URLs once they are in the cache folder.
+    """The file and the index of each shard; those at URLs, of HTTP or fsspec, are fetched into the cache.
 
     A whole shard in the cache is not requested again. The processes of a machine fetch each shard once: later
     ones wait. Lost connections are resumed, up to five failures in a row. An incomplete file never has the
     name of its shard, and one that `index_shard` refuses is removed.
-
-    Args:
-        places: paths, and URLs of HTTP, or of any protocol that fsspec has a package for.
     """
     if not any(map(is_url, places)):
         return [(Path(place), index_shard(Path(place))) for place in places]

@@ -172,11 +172,9 @@ def _on(device: torch.device, drawn: dict[str, NDArray[Any]]) -> dict[str, Tenso
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
-    """The augmentation that the config asks for; cutouts get the mean colour.
+    """The augmentation that the config asks for by the fields in `wanted`.
 
-    Args:
-        wanted: mapping or object of the fields of `Augment`.
-        normalize: whether inputs are normalised; a square at the mean is then one of zeros.
+    With `normalize`, cutouts get the mean colour, which becomes zeros.
 
     Raises:
         ConfigError: C011 if images are to be changed and the data has none, if nothing would be left, or if
@@ -232,11 +230,8 @@ def bends(
 ) -> NDArray[np.float32]:
     """Where the pixels of a bent image come from: six coefficients each, for `bend`.
 
-    Images are scaled and turned around their centre, clockwise, then shifted.
-
-    Args:
-        angle: in radians. `scale`: of lengths. `shift_y`, `shift_x`: in pixels. All (batch,).
-        shape: (height, width) of the images.
+    Images of `shape` (height, width) are scaled and turned around their centre, clockwise, by radians, then
+    shifted by pixels.
     """
     height, width = shape
     cosine, sine = np.cos(angle) / scale, np.sin(angle) / scale

@@ -25,10 +25,8 @@ class Normalizer:
     """Turns raw inputs into float32 of zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
 
     It runs on the device, on uint8 that crossed the bus at a quarter of the bytes. The same two operations in
-    the same order everywhere give the same bits, whenever a loader applies it.
-
-    Args:
-        mean, std: one figure per channel of an image (raw scale), or per feature of a vector.
+    the same order everywhere give the same bits, whenever a loader applies it. `mean` and `std` are figures
+    per channel of an image (raw scale), or per feature of a vector.
     """
 
     def __init__(
@@ -62,10 +60,8 @@ def statistics(
 
     Exact if the samples are in memory, or take no more than 1 GiB once decoded; otherwise from at most 10,000
     evenly spaced samples. The choice depends on the data alone, so that every loader normalises by the same
-    bits. Statistics that needed decoding are cached on disk by `cache_key`.
-
-    Args:
-        held: the same samples, decoded already.
+    bits. Statistics that needed decoding are cached on disk by `cache_key`. `held` are the same samples,
+    decoded already.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))

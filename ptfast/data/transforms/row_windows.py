@@ -22,9 +22,7 @@ Bytes = NDArray[np.uint8]
 def augmented(augment: Augment, raw: Any, share: Share) -> Any:
     """A raw batch `(images, targets, ...)`, changed as drawn for `share`; targets only if they are masks.
 
-    Args:
-        raw: images as uint8 (batch, height, width, channels), masks as (batch, height, width) or (batch, 1,
-            height, width).
+    Images are uint8 (batch, height, width, channels); masks are (batch, height, width), or with a channel.
     """
     images, targets, *others = raw
     masks = None if augment.mask_fill is None else planes(augment, targets)
@@ -43,8 +41,7 @@ def cropped(
 ) -> tuple[Tensor, Tensor]:
     """The raw batch of `share` by `augment.resized_crop`: images are uint8 (batch, side, side, channels).
 
-    Args:
-        places: of the samples in `source`; None for the share's indices.
+    The samples lie at `places` in `source`; None for the share's indices.
     """
     places, size = share.indices if places is None else places, augment.size
     boxes, flipped = augment.draw_boxes(share, source.sizes(places)), augment.draw(share)[2]
