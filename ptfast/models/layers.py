@@ -86,20 +86,19 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self._branch(self.attention_out(self._attend(self.attention_norm(x), mask)))
+        batch, length, width = x.shape
+        heads = self.attention_in(self.attention_norm(x))
+        heads = heads.view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended = attention(query, key, value, mask=mask, causal=self.causal, dropout=dropout)
+        attended = attended.transpose(1, 2).reshape(batch, length, width)
+        x = x + self._branch(self.attention_out(attended))
         return x + self._branch(self.feed_out(F.gelu(self.feed_in(self.feed_norm(x)))))
 
     def _branch(self, x: Tensor) -> Tensor:
         x = self.dropout(x)
         return drop_path(x, self.drop_path) if self.drop_path and self.training else x
-
-    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.attention_in(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.attention_dropout if self.training else 0.0
-        x = attention(query, key, value, mask=mask, causal=self.causal, dropout=dropout)
-        return x.transpose(1, 2).reshape(batch, length, width)
 
 
 def drop_path(x: Tensor, rate: float) -> Tensor:

@@ -114,7 +114,16 @@ def locked_folder(
     except OSError as error:
         raise cannot_write(error, str(folder), suggestion=hint) from None
     try:
-        locked = _lock(lock, pause)
+        locked = False
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            while not locked:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked = True
+                except BlockingIOError:
+                    pause()
         if folder.exists() and os.path.samestat(folder.stat(), os.fstat(lock)):
             yield locked
         else:
@@ -126,16 +135,3 @@ def locked_folder(
         for path in made:
             with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()
-
-
-def _lock(descriptor: int, pause: Callable[[], None]) -> bool:
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                pause()
-    return False
