@@ -187,6 +187,11 @@ CASES: dict[str, Case] = {
         "set model.pretrained=false for random ones",
     ),
     "19 decay": train("ema=ema ema.decay=1.5", "C005", f"ema.decay=1.5 {TYPED} must be above 0 and below 1"),
+    "19 a rate that timm takes": train(
+        "model=timm model.name=resnet10t model.drop_rate=1.5",
+        "C005",
+        f"model.drop_rate=1.5 {TYPED} must be at least 0",
+    ),
     "20 warm-up in epochs": train(
         "schedule.warmup=20epochs", "C011", f"schedule.warmup=20epochs {TYPED}", "longer"
     ),

@@ -17,6 +17,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, name_of
 from ptfast.core.protocols import TASKS, DataInfo
 from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
+from ptfast.core.sections.section import Count, Fraction
 from ptfast.core.sections.targets import (
     EMPTY,
     METRIC_FACTS,
@@ -47,6 +48,12 @@ _RANGES = {
     ),
 }
 """Ranges of keywords in these libraries. A class of ours, or of a user, has them in its signature."""
+_PASSED_ON: dict[str, Any] = {
+    **dict.fromkeys(("dropout", "attention_dropout", "drop_rate", "drop_path_rate"), Fraction),
+    "stochastic_depth_prob": Fraction,
+    **dict.fromkeys(("width", "depth", "hidden_size", "num_layers", "num_heads"), Count | list[int]),
+}
+"""Types of keywords that `model=torchvision`, `timm` and `hf` pass on, and no signature names."""
 
 
 def check_target(
@@ -92,11 +99,12 @@ def check_target(
             problems += _unknown(target, [name], section, prefix, [*parameters, *fixed])
             continue
         try:
-            kwargs[name] = (
-                coerce(value, parameter.annotation, _in_unit(parameter.default))
-                if parameter
-                else coerce(value, Any)
-            )
+            if parameter:
+                kwargs[name] = coerce(value, parameter.annotation, _in_unit(parameter.default))
+            elif name in _PASSED_ON and name_of(function).startswith("ptfast.models."):
+                kwargs[name] = coerce(value, _PASSED_ON[name])
+            else:
+                kwargs[name] = coerce(value, Any)
         except PtfastError as problem:
             problems.append(problem.at(key, value))
     if not target.partial:
