@@ -37,7 +37,7 @@ def search_among(
         if mode is not None and "no_blocks" in limits:
             raise ReportedError("error[C011]: checkpointing=full: Mlp has no repeated blocks", 2)
         more = 1 if mode is None else 3
-        room = limits.get("spare" if keywords["rehearsed"] else "room", limits.get("room", sys.maxsize))
+        room = limits.get("spare" if keywords["checked_fully"] else "room", limits.get("room", sys.maxsize))
         for size in keywords["sizes"]:
             if size > limits.get("killed", sys.maxsize):
                 return results, 9

@@ -15,7 +15,15 @@ from ptfast.data.loaders.step_batches import Batches
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader
-from ptfast.data.streams.stream_readers import CHECKED, Item, Mark, Reading, check_parted, check_same, sum_of
+from ptfast.data.streams.stream_readers import (
+    CHECKED,
+    Item,
+    Mark,
+    StreamReader,
+    check_parted,
+    check_same,
+    sum_of,
+)
 from ptfast.data.transforms.augment_plan import Augment
 
 
@@ -72,8 +80,8 @@ def build_stream_batches(
         hint = "Use dataloader.last=keep or drop"
         raise ConfigError("C011", what, key="dataloader.last", value="pad", suggestion=hint)
     num_readers = max(1, workers)
-    readings = [
-        Reading(
+    readers = [
+        StreamReader(
             source,
             Reader(sharding.rank, sharding.num_ranks, each, num_readers),
             augment,
@@ -83,9 +91,9 @@ def build_stream_batches(
         )
         for each in range(num_readers)
     ]
-    pools = [loading.pool(reading, 1, among=workers) for reading in readings if workers]
+    pools = [loading.pool(reader, 1, among=workers) for reader in readers if workers]
     kind = PartBatches if in_parts else WholeBatches
-    return kind(readings, pools, prepare, reason)
+    return kind(readers, pools, prepare, reason)
 
 
 class Marks:
@@ -121,11 +129,11 @@ class StreamBatches(Batches):
     """The step batches of a stream on one rank, by its readers or their `pools`. Subclasses give `steps`."""
 
     def __init__(
-        self, readings: list[Reading], pools: list[WorkerPool], prepare: Prepare, reason: str
+        self, readers: list[StreamReader], pools: list[WorkerPool], prepare: Prepare, reason: str
     ) -> None:
-        self._readings, self._pools, self._prepare, self.reason = readings, pools, prepare, reason
+        self._readers, self._pools, self._prepare, self.reason = readers, pools, prepare, reason
         self.workers, self.marks = len(pools), Marks(1)
-        self._source, self._sharding, self._once = readings[0].source, readings[0].sharding, readings[0].once
+        self._source, self._sharding, self._once = readers[0].source, readers[0].sharding, readers[0].once
         self._per_rank = self._sharding.per_rank
 
     def close(self) -> None:
@@ -135,7 +143,7 @@ class StreamBatches(Batches):
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
         if self._pools:
             return [pool.fetch(repeat((step, mark))) for pool in self._pools]
-        return [reading.items(step, mark) for reading in self._readings]
+        return [reader.items(step, mark) for reader in self._readers]
 
     def _placed(self, digests: Sequence[int]) -> list[int]:
         """This rank's `digests` in their place among zeros for the other ranks', to be summed over ranks."""
@@ -189,7 +197,7 @@ class PartBatches(StreamBatches):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sums = host_sums(self._sharding.num_ranks)
-        self.marks = Marks(self._sharding.num_ranks * len(self._readings))
+        self.marks = Marks(self._sharding.num_ranks * len(self._readers))
         self._drops = self._sharding.plan.last == "drop"
         self._last_raw: Any = None
         self._reported = list[int]()
@@ -241,8 +249,8 @@ class PartBatches(StreamBatches):
         """
         mine = list(islice(items, self._per_rank))
         num_samples = sum(item.num_samples for item in mine)
-        numbers = [num_samples, num_samples < self._per_rank * self._readings[0].size]
-        readers, before = len(self._readings), len(self._reported)
+        numbers = [num_samples, num_samples < self._per_rank * self._readers[0].size]
+        readers, before = len(self._readers), len(self._reported)
         if before < 2 * readers:
             # A rank whose part has ended has fewer.
             self._reported += [*(item.digest for item in mine), *[0] * (self._per_rank - len(mine))]

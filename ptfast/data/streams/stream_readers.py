@@ -45,7 +45,7 @@ END = Item(None, 0)
 
 
 @dataclass
-class Reading:
+class StreamReader:
     """The micro-batches of one reader. Calling it gives the next one, so that it can run in a worker."""
 
     source: IterableSource

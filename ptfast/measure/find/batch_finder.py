@@ -188,7 +188,7 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
         if rows:
             table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
         if search.too_large is not None:
-            spare = " with room to spare" if search.too_large.get("rehearsed") else ""
+            spare = " with room to spare" if search.too_large.get("checked_fully") else ""
             say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
     mode = f" checkpointing={best.mode}" if several else ""
     say(f"\nbest: batch_size={chosen}{mode} at {most:,.0f} samples/s")

@@ -127,14 +127,14 @@ class BatchSearch:
             size = self.best()
             if self.too_large is None:
                 return size
-            self.measure([size], rehearsed=True)
+            self.measure([size], checked_fully=True)
             if size in self.seen:
                 return size
         return None
 
-    def measure(self, sizes: Sequence[int], *, rehearsed: bool = False) -> None:
+    def measure(self, sizes: Sequence[int], *, checked_fully: bool = False) -> None:
         """Measure `sizes` in turn in one process, up to the first that does not fit."""
-        keywords = {"sizes": list(sizes), "seconds": self.seconds, "rehearsed": rehearsed}
+        keywords = {"sizes": list(sizes), "seconds": self.seconds, "checked_fully": checked_fully}
         results, killed = self.run(time_batches, keywords, self._show)
         for result in results:
             if "no_room" in result:
@@ -159,11 +159,11 @@ class BatchSearch:
     def _show(self, result: dict[str, Any]) -> None:
         how = f"  checkpointing={self.checkpointing}" if self.checkpointing else ""
         if why := result.get("refused") or ("does not fit" if "no_room" in result else None):
-            why = f"{why} with room to spare" if result.get("rehearsed") else why
+            why = f"{why} with room to spare" if result.get("checked_fully") else why
             self.display.note(f"  {result['size']:>6,}  {why}{how}")
             return
         rate, memory = grouped(result["samples_per_s"]), num_bytes(result["memory_bytes"])
-        checked = ", fits with room to spare" if result.get("rehearsed") else how
+        checked = ", fits with room to spare" if result.get("checked_fully") else how
         self.display.note(f"  {result['size']:>6,}  {rate:>8} samples/s  {memory}{checked}")
 
 
@@ -189,25 +189,25 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
 
 
 def time_batches(
-    trial: TrialRank, *, sizes: Sequence[int], seconds: float, rehearsed: bool, checkpointing: str | None
+    trial: TrialRank, *, sizes: Sequence[int], seconds: float, checked_fully: bool, checkpointing: str | None
 ) -> None:
     """Measure each of `sizes` in turn, up to the first that does not fit.
 
     Args:
         sizes: samples of an optimizer step over all ranks.
         seconds: that the measurement of a size takes, warm-up and building left out.
-        rehearsed: evaluate, save and train on, too, with some memory held back.
+        checked_fully: evaluate, save and train on, too, with some memory held back.
         checkpointing: mode in place of the config's.
     """
     section = with_mode(trial.config.checkpointing, checkpointing)
     for size in sizes:
-        result: dict[str, Any] = {"size": size, "rehearsed": rehearsed}
+        result: dict[str, Any] = {"size": size, "checked_fully": checked_fully}
         # Inputs that grow during training are measured at their full size.
         changes = {"batch_size": size, "curriculum": Curriculum(), "checkpointing": section}
         changed = replace(trial, config=trial.config.model_copy(update=changes))
         try:
             with trial.reporting_lack_of_memory(result):
-                result |= _time(changed, seconds, rehearsed)
+                result |= _time(changed, seconds, checked_fully)
         except DataError as error:
             if error.code != "D006":
                 raise
@@ -216,7 +216,7 @@ def time_batches(
         trial.report(result)
 
 
-def _time(trial: TrialRank, seconds: float, rehearsed: bool) -> dict[str, Any]:
+def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, Any]:
     """The figures of one size; its memory is free again afterwards."""
     segments, size = Segments(trial), trial.config.batch_size
     run = segments.run
@@ -226,11 +226,11 @@ def _time(trial: TrialRank, seconds: float, rehearsed: bool) -> dict[str, Any]:
             raise DataError("D006", what, key="batch_size", value=size)
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
-        with memory_to_spare(run.device) if rehearsed else contextlib.nullcontext():
+        with memory_to_spare(run.device) if checked_fully else contextlib.nullcontext():
             segments.warm_up(seconds / 2)
             first_peak = peak_memory_bytes(run.device.type)
             windows = [segments.train(seconds / WINDOWS) for _ in range(WINDOWS)]
-            if rehearsed:
+            if checked_fully:
                 try_out(run)
                 segments.train(0.0)
     finally:

@@ -83,7 +83,7 @@ class Compilation:
         self._before = num_compiled()
         self._at_start: int | None = None
         self._start_s = 0.0
-        self._said: set[str] = set()
+        self._warned_of: set[str] = set()
 
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
         """Compile `model` in place, so that wrappers for ranks, which come later, call the compiled form.
@@ -145,7 +145,7 @@ class Compilation:
         if self.fusion is None:
             return f"compiled {_counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
         if not self.fusion.num_chains:
-            self._said.add("length")
+            self._warned_of.add("length")
             return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
         chains, operations = self.fusion.num_chains, self.fusion.num_operations
         fused = f"fused {operations} elementwise operations into {_counted(chains, 'kernel')}"
@@ -172,8 +172,8 @@ class Compilation:
                 "gives; use compile=none for runs this short"
             )
         for name, text in advice.items():
-            if text and name not in self._said:
-                self._said.add(name)
+            if text and name not in self._warned_of:
+                self._warned_of.add(name)
                 return text
         return None
 
