@@ -185,7 +185,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             names = (" or ".join(each.name for each in term) for term in (first, second))
             say(f"together {math.exp(more):.2f}x of what each does alone: {', and '.join(names)}")
         if ablation.fits_poorly:
-            say("some switches do other things together than alone, which widens the intervals: try --only")
+            say("some switches interact, which widens the intervals: try --only")
         if doubted := sum(weight < 0.5 for weight in fitted.weights):
             noun = "run lies" if doubted == 1 else "runs lie"
             say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")

@@ -39,8 +39,8 @@ MODEL_CHECKS = {
         "Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."
     ),
     "attention by hand": "softmax(QK^T)V by operators of their own, whose weights nothing else reads.",
-    "gelu by hand": "GELU written out with erf or tanh, which is told by its values.",
-    "dropout of zero": "Dropout layers that train with p=0: a call of Python each for nothing.",
+    "gelu by hand": "GELU written out with erf or tanh, recognised by its output.",
+    "dropout of zero": "Dropout layers that train with p=0: each costs a Python call and does nothing.",
     "data parallel": "nn.DataParallel, which copies the model to every GPU in every step, from one process.",
     "unused parameters": (
         "Parameters that train and get no gradient: they take memory, and make several ranks search for them."

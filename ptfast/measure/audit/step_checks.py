@@ -52,9 +52,7 @@ DATA_CHECKS = {
     "shapes under a search for kernels": (
         "Inputs of many shapes under cudnn_benchmark=true, which times all kernels anew for each."
     ),
-    "inputs not normalised": (
-        "Inputs whose mean is far from 0 or whose deviation is far from 1, as the model gets them."
-    ),
+    "inputs not normalised": ("Model inputs whose mean is far from 0 or whose deviation is far from 1."),
 }
 LOOP_CHECKS = {
     "reads on the host": "A value that is read from the device in every step, for which the host waits.",
