@@ -16,8 +16,7 @@ from ptfast.config.files.paths import builtin_root
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, name_of
 from ptfast.core.protocols import TASKS, DataInfo
-from ptfast.core.sections.coerce import NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
-from ptfast.core.sections.section import Count, Fraction
+from ptfast.core.sections.coerce import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, InUnit, coerce
 from ptfast.core.sections.targets import (
     EMPTY,
     METRIC_FACTS,
@@ -43,17 +42,13 @@ _LIBRARIES = ("torch.", "torchvision.", "timm.", "transformers.", "schedulefree.
 _RANGES = {
     **dict.fromkeys(("lr", "max_lr", "base_lr", "eps"), POSITIVE),
     **dict.fromkeys(("weight_decay", "lr_decay", "eta_min"), NOT_NEGATIVE),
-    **dict.fromkeys(
-        ("momentum", "betas", "alpha", "dropout", "label_smoothing"), Range(0, 1, open_high=True)
-    ),
+    **dict.fromkeys(("momentum", "betas", "alpha", "label_smoothing", "dropout"), FRACTION),
+    **dict.fromkeys(("attention_dropout", "drop_rate", "drop_path_rate", "stochastic_depth_prob"), FRACTION),
+    **dict.fromkeys(("width", "depth", "hidden_size", "num_layers", "num_heads"), AT_LEAST_ONE),
 }
 """Ranges of keywords in these libraries. A class of ours, or of a user, has them in its signature."""
-_PASSED_ON: dict[str, Any] = {
-    **dict.fromkeys(("dropout", "attention_dropout", "drop_rate", "drop_path_rate"), Fraction),
-    "stochastic_depth_prob": Fraction,
-    **dict.fromkeys(("width", "depth", "hidden_size", "num_layers", "num_heads"), Count | list[int]),
-}
-"""Types of keywords that `model=torchvision`, `timm` and `hf` pass on, and no signature names."""
+_PASSING_ON = (*_LIBRARIES, "ptfast.models.")
+"""Packages whose functions pass keywords that they do not name on to these libraries."""
 
 
 def check_target(
@@ -101,10 +96,9 @@ def check_target(
         try:
             if parameter:
                 kwargs[name] = coerce(value, parameter.annotation, _in_unit(parameter.default))
-            elif name in _PASSED_ON and name_of(function).startswith("ptfast.models."):
-                kwargs[name] = coerce(value, _PASSED_ON[name])
             else:
-                kwargs[name] = coerce(value, Any)
+                passed_on = name in _RANGES and name_of(function).startswith(_PASSING_ON)
+                kwargs[name] = coerce(value, Annotated[Any, _RANGES[name]] if passed_on else Any)
         except PtfastError as problem:
             problems.append(problem.at(key, value))
     if not target.partial:

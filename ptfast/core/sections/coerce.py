@@ -68,6 +68,7 @@ class InUnit:
 POSITIVE = Range(0, open_low=True)
 NOT_NEGATIVE = Range(0)
 AT_LEAST_ONE = Range(1)
+FRACTION = Range(0, 1, open_high=True)
 _STEPS = InUnit("steps")
 
 

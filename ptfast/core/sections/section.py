@@ -12,14 +12,14 @@ from pydantic.fields import FieldInfo
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.coerce import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
+from ptfast.core.sections.coerce import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, InUnit, Range, coerce
 from ptfast.core.sections.targets import Target
 
 Count = Annotated[int, AT_LEAST_ONE]
 Natural = Annotated[int, NOT_NEGATIVE]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
-Fraction = Annotated[float, Range(0, 1, open_high=True)]
+Fraction = Annotated[float, FRACTION]
 """At least 0, below 1: a dropout or a momentum."""
 Part = Annotated[float, Range(0, 1, open_low=True)]
 """Above 0, at most 1."""
