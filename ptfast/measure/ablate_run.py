@@ -239,7 +239,7 @@ def draw(path: Path, ablation: Ablation, title: str) -> None:
         axes.minorticks_off()
         bounds = [bound for _, effect, _ in rows for bound in effect.interval()]
         axes.set_xlim(max(min(bounds) * 0.97, 0.3), min(max(bounds) * 1.03, 4.0))
-        axes.set_xlabel("speed with it over speed without it, 95 % interval; grey: not told apart from 1")
+        axes.set_xlabel("speed with it over speed without it, 95 % interval; grey: no clear difference")
         axes.set_title(title, loc="left", fontsize=11)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
