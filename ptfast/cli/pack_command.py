@@ -7,10 +7,9 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, one_line
 from ptfast.core.machine import spare_cores
@@ -19,7 +18,6 @@ from ptfast.report.terminal.display import is_terminal, standard_output
 
 if TYPE_CHECKING:
     from ptfast.data.packs.pack_reader import Manifest
-    from ptfast.data.packs.pack_writer import Plan
 
 _OF_IMAGES = ("--size", "--jpeg", "--on-corrupt")
 _OF_TEXT = ("--tokenizer", "--documents")
@@ -45,6 +43,7 @@ def pack(args: Namespace) -> int:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
+    # Imported now: errors in the flags are reported without waiting for torch.
     from ptfast.data.packs.pack_reader import MANIFEST, is_manifest, read_header, same_as
 
     if source.is_dir() and is_manifest(source / MANIFEST):
@@ -54,13 +53,23 @@ def pack(args: Namespace) -> int:
         if getattr(args, flag[2:].replace("-", "_")):
             what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
             raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
-    plan = _plan(source, args)
-    workers = args.workers or spare_cores(most=sys.maxsize)
+    if args.jpeg and args.size:
+        what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
+        raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
+    from ptfast.data.packs.pack_image_tree import plan_images
+    from ptfast.data.packs.pack_text_file import plan_text
     from ptfast.data.packs.pack_writer import check_folder, make
 
+    skips = args.on_corrupt == "skip"
+    if texts:
+        tokenizer, documents = args.tokenizer or "characters", args.documents or "none"
+        plan = plan_text(source, tokenizer=tokenizer, documents=documents)
+    else:
+        plan = plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=skips)
+    workers = args.workers or spare_cores(most=sys.maxsize)
     whole = check_folder(folder, plan.header)
     if whole is not None and same_as(whole, plan.header):
-        if whole.skipped and args.on_corrupt != "skip":
+        if whole.skipped and not skips:
             first = whole.skipped[0]
             what = f"was left out of the pack: {first['reason']}"
             hint = "Fix or remove it and pack again, or give --on-corrupt skip"
@@ -80,19 +89,6 @@ def pack(args: Namespace) -> int:
         raise
     _report(manifest, folder, time.perf_counter() - start_s)
     return EXIT_OK
-
-
-def _plan(source: Path, args: Namespace) -> Plan:
-    if args.jpeg and args.size:
-        what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
-        raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
-    # Imported now: errors in the flags are reported without waiting for torch.
-    from ptfast.data.packs.pack_image_tree import plan_images
-    from ptfast.data.packs.pack_text_file import plan_text
-
-    if source.is_file():
-        return plan_text(source, tokenizer=args.tokenizer or "characters", documents=args.documents or "none")
-    return plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=args.on_corrupt == "skip")
 
 
 def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
@@ -146,23 +142,16 @@ class Counter:
         unit: what is counted, in the plural; `bytes` are scaled to KiB, MiB, ...
     """
 
-    def __init__(
-        self,
-        what: str,
-        unit: str,
-        total: int,
-        stream: TextIO | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, what: str, unit: str, total: int) -> None:
         self._what, self._unit, self._total = what, unit, total
-        self._stream = stream or standard_output()
-        self._now, self._redraws = now, is_terminal(self._stream)
+        self._stream = standard_output()
+        self._redraws = is_terminal(self._stream)
         self._first: int | None = None
-        self._start_s = self._next_s = now()
+        self._start_s = self._next_s = time.monotonic()
 
     def show(self, count: int) -> None:
         """Show that `count` are done; the rate is measured from the first call."""
-        now = self._now()
+        now = time.monotonic()
         if self._first is None:
             self._first, self._start_s = count, now
         if now < self._next_s and count < self._total:

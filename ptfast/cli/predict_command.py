@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,15 @@ from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, ca
 from ptfast.core.run_directory import CONFIG
 from ptfast.core.tensors.saved_state import find_state
 from ptfast.core.units import labelled
+from ptfast.data.decoding.text_tokenizer import tokenizer_of
+from ptfast.data.new_inputs import read_inputs
 from ptfast.models.transformers import HfModel
 from ptfast.report.terminal.display import is_terminal, say, standard_output
-
-if TYPE_CHECKING:
-    from ptfast.config.schema import Config
+from ptfast.tasks.semantic_segmentation import mask_picture
+from ptfast.training.evaluate import averaged_over_views
+from ptfast.training.saved_model import load_saved
+from ptfast.training.stages.partial_run import PartialRun
+from ptfast.training.user_code import naming_user_code
 
 
 def predict(args: Namespace) -> int:
@@ -42,14 +46,17 @@ def predict(args: Namespace) -> int:
     state_folder = find_state(Path(path))
     composed, config = load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
     with composed.naming_places():
+        saved = load_saved(config, state_folder)
+        if saved.ema is not None:
+            saved.ema.copy_to_model()
         if args.prompt is not None:
-            return continue_prompt(config, state_folder, args.prompt, args.out, **sampling)
-        return predict_files(config, state_folder, paths, args.out, args.masks)
+            continue_prompt(saved, args.prompt, args.out, **sampling)
+        else:
+            predict_files(saved, paths, args.out, args.masks)
+    return EXIT_OK
 
 
-def predict_files(
-    config: Config, state_folder: Path, paths: list[str], out: str | None = None, masks: Path | None = None
-) -> int:
+def predict_files(saved: PartialRun, paths: list[str], out: str | None, masks: Path | None) -> None:
     """Write one record per input: its source and the prediction; in words on a terminal.
 
     Args:
@@ -60,14 +67,6 @@ def predict_files(
         DataError: D001, D005 for inputs that cannot be read; images are skipped with a warning, unless all
             of them fail.
     """
-    from ptfast.data.new_inputs import read_inputs
-    from ptfast.training.evaluate import averaged_over_views
-    from ptfast.training.saved_model import load_saved
-    from ptfast.training.user_code import naming_user_code
-
-    saved = load_saved(config, state_folder)
-    if saved.ema is not None:
-        saved.ema.copy_to_model()
     model = averaged_over_views(saved.model, flip=saved.flip, shift=saved.shift)
     lines: list[str] = []
     unreadable: list[DataError] = []
@@ -83,7 +82,7 @@ def predict_files(
             paths,
             device=saved.device,
             channels_last=bool(saved.resolved.channels_last),
-            normalize=config.data.normalize,
+            normalize=saved.config.data.normalize,
             skip=skip,
         ):
             num_predicted += len(inputs)
@@ -108,15 +107,11 @@ def predict_files(
     if unreadable and not num_predicted:
         raise unreadable[0]
     if out is not None:
-        _write("".join(line + "\n" for line in lines), out)
-        print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)
-    return EXIT_OK
+        _write("".join(line + "\n" for line in lines), out, f"{len(lines):,} predictions")
 
 
 def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
     """Write a record's mask, and return its file."""
-    from ptfast.tasks.semantic_segmentation import mask_picture
-
     if "mask" not in record:
         raise ConfigError("C011", "this run predicts no masks", key="--masks", place=COMMAND_LINE)
     path = Path(source)
@@ -131,9 +126,7 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
     return str(file)
 
 
-def continue_prompt(
-    config: Config, state_folder: Path, prompt: str, out: str | None = None, **sampling: Any
-) -> int:
+def continue_prompt(saved: PartialRun, prompt: str, out: str | None, **sampling: Any) -> None:
     """Write the prompt and its continuation by a language model, as plain text.
 
     Args:
@@ -143,18 +136,11 @@ def continue_prompt(
         ConfigError: C011 for a run that models no text, C005 for a prompt without a token.
         DataError: D005 for a token that the model does not know.
     """
-    from ptfast.data.decoding.text_tokenizer import tokenizer_of
-    from ptfast.training.saved_model import load_saved
-    from ptfast.training.user_code import naming_user_code
-
-    saved = load_saved(config, state_folder)
     info = saved.info
     if info.task != "language_modelling" or "tokenizer" not in info.extra:
         what = f"needs a language model of text, and this run is one for {info.task} of {info.kind} data"
         hint = "Give files to predict for in its place"
         raise ConfigError("C011", what, key="--prompt", place=COMMAND_LINE, suggestion=hint)
-    if saved.ema is not None:
-        saved.ema.copy_to_model()
     tokenizer = tokenizer_of(info)
     tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.int64, device=saved.device)
     if not len(tokens):
@@ -165,25 +151,25 @@ def continue_prompt(
             tokens,
             vocab_size=len(tokenizer),
             context_length=info.context_length or len(tokens),
-            seed=config.seed,
+            seed=saved.config.seed,
             **sampling,
         )
     text = tokenizer.decode(drawn.tolist())
     if out is None:
         print(text)
     else:
-        _write(text + "\n", out)
-        print(f"wrote {len(drawn) - len(tokens):,} tokens after the prompt to {out}", file=sys.stderr)
-    return EXIT_OK
+        _write(text + "\n", out, f"{len(drawn) - len(tokens):,} tokens after the prompt")
 
 
-def _write(text: str, out: str) -> None:
+def _write(text: str, out: str, what: str) -> None:
     try:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as error:
         raise cannot_write(error, "--out", out) from error
+    print(f"wrote {what} to {out}", file=sys.stderr)
 
 
+@torch.inference_mode()
 def generate(
     model: nn.Module,
     tokens: Tensor,
@@ -216,37 +202,33 @@ def generate(
     Raises:
         ConfigError: C005 for more tokens than a model of transformers has positions for.
     """
-    with torch.inference_mode():
-        if isinstance(model, HfModel):
-            return _by_transformers(model.model, tokens, num_new, vocab_size, temperature, top_k, seed)
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(num_new):
-            logits = model(tokens[None, -context_length:])[0, -1, :vocab_size].float() / temperature
-            if top_k is not None:
-                least = logits.topk(min(top_k, len(logits))).values[-1]
-                logits = logits.masked_fill(logits < least, -torch.inf)
-            drawn = torch.multinomial(logits.softmax(0).cpu(), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn.to(tokens.device)])
-        return tokens
-
-
-def _by_transformers(
-    model: Any, tokens: Tensor, num_new: int, num_known: int, temperature: float, top_k: int | None, seed: int
-) -> Tensor:
-    places = getattr(model.config, "max_position_embeddings", None)
-    if places is not None and len(tokens) + num_new > places:
-        what = f"with the {len(tokens)} of the prompt, more than the {places} tokens of the model's context"
-        raise ConfigError("C005", what, key="--max-new-tokens", value=num_new)
-    unknown = list(range(num_known, getattr(model.config, "vocab_size", num_known)))
-    with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):
-        # Its generate draws from torch's own generators.
-        torch.manual_seed(seed)
-        return model.generate(
-            tokens[None],
-            attention_mask=torch.ones_like(tokens)[None],
-            max_new_tokens=num_new,
-            do_sample=True,
-            temperature=temperature,
-            top_k=top_k or 0,
-            suppress_tokens=unknown or None,
-        )[0]
+    if isinstance(model, HfModel):
+        theirs: Any = model.model
+        places = getattr(theirs.config, "max_position_embeddings", None)
+        if places is not None and len(tokens) + num_new > places:
+            what = (
+                f"with the {len(tokens)} of the prompt, more than the {places} tokens of the model's context"
+            )
+            raise ConfigError("C005", what, key="--max-new-tokens", value=num_new)
+        unknown = list(range(vocab_size, getattr(theirs.config, "vocab_size", vocab_size)))
+        # It draws from torch's own generators.
+        with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return theirs.generate(
+                tokens[None],
+                attention_mask=torch.ones_like(tokens)[None],
+                max_new_tokens=num_new,
+                do_sample=True,
+                temperature=temperature,
+                top_k=top_k or 0,
+                suppress_tokens=unknown or None,
+            )[0]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_new):
+        logits = model(tokens[None, -context_length:])[0, -1, :vocab_size].float() / temperature
+        if top_k is not None:
+            least = logits.topk(min(top_k, len(logits))).values[-1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        drawn = torch.multinomial(logits.softmax(0).cpu(), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn.to(tokens.device)])
+    return tokens

@@ -119,7 +119,11 @@ class SweepJob:
             self._wait()
         if code := process.exitcode:
             reason = _ending(run_dir, code)
-            record_failure(run_dir, composed, code, reason)
+            path = run_dir / run_directory.SUMMARY
+            # The ranking names jobs that died without a summary, too.
+            if not path.exists():
+                facts = {"status": "failed", "exit_code": code, "error": reason}
+                run_directory.write_json(path, {**facts, "arguments": redact(composed.arguments)})
             raise JobError(code if code > 0 else 1, reason)
         config = validate(composed.tree, composed.place)
         return objective(run_directory.read_json(run_dir / run_directory.SUMMARY), config.sweep.metric)
@@ -213,14 +217,3 @@ def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None
         what = "the runs have no such figure"
         raise ConfigError("C005", what, key="sweep.metric", value=metric, suggestion=hint)
     return float(figures[name])
-
-
-def record_failure(run_dir: Path, composed: Composed, code: int, reason: str) -> None:
-    """Write the summary of a job that died without one, so that the ranking can name it."""
-    path = run_dir / run_directory.SUMMARY
-    if not path.exists() and run_dir.parent.is_dir():
-        run_dir.mkdir(exist_ok=True)
-        words = redact(composed.arguments)
-        run_directory.write_json(
-            path, {"status": "failed", "exit_code": code, "error": reason, "arguments": words}
-        )

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from packs import files_of, load, pack, refused, tree
 from running import same_bits, train, weights
 
+from ptfast.cli import pack_command
 from ptfast.cli.command_line import run
-from ptfast.cli.pack_command import Counter
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
 from ptfast.data.loaders import PACK_FILES
 from ptfast.data.packs import pack_reader
@@ -164,7 +165,9 @@ def test_a_counter_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(is_terminal), [0.0]
-    counter = Counter("packing", "images", 1000, stream, lambda: clock[0])  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(pack_command, "standard_output", lambda: stream)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    counter = pack_command.Counter("packing", "images", 1000)
     for second in range(11):
         clock[0] = float(second)
         counter.show(200 + 80 * second)

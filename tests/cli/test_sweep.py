@@ -178,9 +178,11 @@ def test_jobs_that_run_together_share_the_machine(
     assert "error[C011]: sweep.parallel=2" in capsys.readouterr().err
 
 
-def test_a_failed_job_leaves_no_secret_behind(in_tmp: Path) -> None:
-    composed = compose(["optimizer.lr=0.5", "+data.api_key=sesame"])
-    sweep_command.record_failure(Path("0"), composed, 1, "mine")
+def test_a_failed_job_leaves_no_secret_behind(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+    job = sweep_command.SweepJob(lambda words: 1, in_tmp)
+    with pytest.raises(sweep_command.JobError):
+        job(compose(["optimizer.lr=0.5", "+data.api_key=sesame"]), 0)()
     assert json.loads(Path("0/summary.json").read_text())["arguments"] == [
         "optimizer.lr=0.5",
         "+data.api_key=<secret>",
