@@ -104,12 +104,10 @@ def show(ranking: Ranking) -> None:
     """Print the variants of a ranking that have several seeds, its runs, and what its keys explain."""
     better = "highest" if ranking.mode == "max" else "lowest"
     if variants := group_seeds(ranking):
-        title = f"means over seeds by {ranking.metric}, {better} first"
-        _print(_variant_rows(ranking, variants), [variant.label for variant in variants], ranking, title)
+        _print(ranking, f"means over seeds by {ranking.metric}, {better} first", variants)
         print()
-    title = f"{len(ranking.runs)} runs by {ranking.metric}, {better} first"
     links = [_report(run).absolute().as_uri() for run in ranking.runs]
-    _print(run_rows(ranking), ranking.labels, ranking, title, links)
+    _print(ranking, f"{len(ranking.runs)} runs by {ranking.metric}, {better} first", links=links)
     title, shares = _share_rows(ranking)
     if shares:
         print()
@@ -117,68 +115,55 @@ def show(ranking: Ranking) -> None:
         table(["key", "share", ""], rows, title=title)
 
 
-def _print(
-    columns: dict[str, list[str]],
-    labels: Sequence[Label],
-    ranking: Ranking,
-    title: str,
-    links: Sequence[str] = (),
-) -> None:
+def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links: Sequence[str] = ()) -> None:
     """Print a table; if it is too wide, without its less important columns, or with its keys in one."""
+    columns = columns_of(ranking, variants)
     optional = (*LESS_IMPORTANT, ranking.loss if ranking.loss != ranking.metric else "")
     needed = [name for name in columns if name not in optional]
     if not fits([[name, *columns[name]] for name in needed]):
-        together = [" ".join(pairs) for pairs in _pairs(labels)]
-        first = {"#": columns["#"], "differs in": together}
+        labels = [variant.label for variant in variants] or ranking.labels
+        first = {"#": columns["#"], "differs in": [" ".join(pairs) for pairs in _pairs(labels)]}
         columns = first | {name: cells for name, cells in columns.items() if name not in ranking.keys}
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     table(list(columns), rows, title=title, optional=optional, links=links)
 
 
-def run_rows(ranking: Ranking) -> dict[str, list[str]]:
-    """The cells of a table of runs, by header."""
-    metric, runs, values = ranking.metric, ranking.runs, ranking.values
-    columns = {"#": ["" if value is None else str(place) for place, value in enumerate(values, 1)]}
-    columns |= {key: [label.get(key, "-") for label in ranking.labels] for key in ranking.keys}
-    columns[metric] = [_cell(run, metric, value) for run, value in zip(runs, values, strict=True)]
-    for name in (ranking.loss, *COLUMNS):
-        if name != metric:
-            columns[COLUMNS.get(name, name)] = [_cell(run, name, figure_of(run, name)) for run in runs]
-    errors = [run.summary.get("error") for run in runs]
-    columns["status"] = [
-        f"{run.status}: {shorten(error, 60)}" if error else run.status
-        for run, error in zip(runs, errors, strict=True)
-    ]
-    names = [run.run_dir.name for run in runs]
-    columns["run"] = names if len({*names}) == len(names) else [run.name for run in runs]
-    return columns
+def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, list[str]]:
+    """The cells of a table of runs, or of variants, by header.
 
-
-def _variant_rows(ranking: Ranking, variants: Sequence[Variant]) -> dict[str, list[str]]:
-    """The cells of a table of variants, by header; figures are means over the runs that did not fail."""
-    metric = ranking.metric
-    columns = {"#": [str(place) if variant.values else "" for place, variant in enumerate(variants, 1)]}
-    keys = [key for key in ranking.keys if key != SEED]
-    columns |= {key: [variant.label.get(key, "-") for variant in variants] for key in keys}
-    columns[metric] = [_cell(variant.runs[0], metric, variant.average) for variant in variants]
-    widths = [variant.half_width for variant in variants]
-    columns["±95%"] = [
-        "-" if width is None else _cell(variants[0].runs[0], metric, width) for width in widths
+    The figures of a variant are means over its runs that did not fail.
+    """
+    metric, runs = ranking.metric, ranking.runs
+    rows = variants or [
+        Variant(label, [run], [] if value is None else [value])
+        for run, value, label in zip(runs, ranking.values, ranking.labels, strict=True)
     ]
-    columns["seeds"] = [str(len(variant.values)) for variant in variants]
+    columns = {"#": [str(place) if row.values else "" for place, row in enumerate(rows, 1)]}
+    keys = [key for key in ranking.keys if not variants or key != SEED]
+    columns |= {key: [row.label.get(key, "-") for row in rows] for key in keys}
+    columns[metric] = [_cell(row.runs[0], metric, row.average) for row in rows]
+    if variants:
+        widths = [variant.half_width for variant in variants]
+        columns["±95%"] = ["-" if width is None else _cell(runs[0], metric, width) for width in widths]
+        columns["seeds"] = [str(len(variant.values)) for variant in variants]
     for name in (ranking.loss, *COLUMNS):
         if name == metric:
             continue
         cells = columns[COLUMNS.get(name, name)] = []
-        for variant in variants:
-            found = [figure_of(run, name) for run in variant.runs if run.status != "failed"]
-            known = [value for value in found if value is not None]
-            cells.append(_cell(variant.runs[0], name, fmean(known) if known else None))
+        for row in rows:
+            counted = [run for run in row.runs if not variants or run.status != "failed"]
+            known = [value for run in counted if (value := figure_of(run, name)) is not None]
+            cells.append(_cell(row.runs[0], name, fmean(known) if known else None))
     columns["status"] = []
-    for variant in variants:
-        counts = Counter(run.status for run in variant.runs)
+    for row in rows:
+        counts = Counter(run.status for run in row.runs)
         several = ", ".join(f"{count} {status}" for status, count in counts.items())
-        columns["status"].append(several if len(counts) > 1 else variant.runs[0].status)
+        status = several if len(counts) > 1 else row.runs[0].status
+        error = None if variants else row.runs[0].summary.get("error")
+        columns["status"].append(f"{status}: {shorten(error, 60)}" if error else status)
+    if not variants:
+        names = [run.run_dir.name for run in runs]
+        columns["run"] = names if len({*names}) == len(names) else [run.name for run in runs]
     return columns
 
 
@@ -245,15 +230,13 @@ def _render(ranking: Ranking, folder: Path) -> str:
     title = f"{len(runs)} runs by {ranking.metric}"
     body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first")
     if variants := group_seeds(ranking):
-        columns = _variant_rows(ranking, variants)
-        body += "<h2>Means over seeds</h2>" + html_table(
-            list(columns), list(zip(*columns.values(), strict=True))
-        )
+        columns = columns_of(ranking, variants)
+        body += f"<h2>Means over seeds</h2>{html_table([*columns], [*zip(*columns.values(), strict=True)])}"
         body += "<h2>Runs</h2>"
-    columns = run_rows(ranking)
+    columns = columns_of(ranking)
     links = [quote(Path(os.path.relpath(_report(run).absolute(), folder)).as_posix()) for run in runs]
     colors = [line_color(index) for index in range(len(runs))]
-    body += html_table(list(columns), list(zip(*columns.values(), strict=True)), colors, links)
+    body += html_table([*columns], [*zip(*columns.values(), strict=True)], colors, links)
     sentence, shares = _share_rows(ranking)
     if shares:
         bars = "".join(

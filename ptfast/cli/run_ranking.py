@@ -96,30 +96,25 @@ def rank_runs(
         mode = better_mode(metric)
     values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
     labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
-    order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_place(values[i], mode)))
-    return Ranking(
-        metric, mode, [runs[i] for i in order], [values[i] for i in order], [labels[i] for i in order]
-    )
+    found = zip(runs, values, labels, strict=True)
+    found = sorted(found, key=lambda each: (each[0].status == "failed", *_place(each[1], mode)))
+    return Ranking(metric, mode, *([each[part] for each in found] for part in range(3)))
 
 
 def group_seeds(ranking: Ranking) -> list[Variant]:
     """The variants, best first, if at least one was trained with several seeds; else none."""
     if SEED not in ranking.keys:
         return []
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for index, label in enumerate(ranking.labels):
-        groups.setdefault(tuple((k, v) for k, v in label.items() if k != SEED), []).append(index)
-    if all(len(group) == 1 for group in groups.values()):
+    variants: dict[tuple[tuple[str, str], ...], Variant] = {}
+    for run, value, label in zip(ranking.runs, ranking.values, ranking.labels, strict=True):
+        own = {key: text for key, text in label.items() if key != SEED}
+        variant = variants.setdefault(tuple(own.items()), Variant(own, [], []))
+        variant.runs.append(run)
+        if value is not None:
+            variant.values.append(value)
+    if all(len(variant.runs) == 1 for variant in variants.values()):
         return []
-    variants = [
-        Variant(
-            dict(label),
-            [ranking.runs[index] for index in group],
-            [value for index in group if (value := ranking.values[index]) is not None],
-        )
-        for label, group in groups.items()
-    ]
-    return sorted(variants, key=lambda variant: _place(variant.average, ranking.mode))
+    return sorted(variants.values(), key=lambda variant: _place(variant.average, ranking.mode))
 
 
 def explained(ranking: Ranking) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ptfast.cli import compare_command
-from ptfast.cli.compare_command import run_rows, show
+from ptfast.cli.compare_command import columns_of, show
 from ptfast.cli.run_ranking import explained, group_seeds, rank_runs
 from ptfast.core.errors import ConfigError, MachineError
 
@@ -67,7 +67,7 @@ def test_better_first_then_those_without_the_figure_then_failed_ones(runs: list[
     assert (ranking.metric, ranking.mode) == ("best.accuracy", "max")
     assert names(ranking) == ["c", "a", "d", "b"]
     assert ranking.values == [0.95, 0.90, None, None]
-    assert run_rows(ranking)["status"][-1] == "failed: N001: the loss is nan"
+    assert columns_of(ranking)["status"][-1] == "failed: N001: the loss is nan"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_runs_too_short_to_tell_a_throughput_say_so(tmp_path: Path) -> None:
     dead = tmp_path / "dead"
     dead.mkdir()
     (dead / "summary.json").write_text('{"status": "failed"}')
-    rows = run_rows(rank_runs([short, dead]))
+    rows = columns_of(rank_runs([short, dead]))
     assert (rows["samples/s"], rows["peak memory"]) == (["too short", "-"], ["1.0 GiB", "-"])
 
 
@@ -109,7 +109,7 @@ def test_auto_takes_what_the_runs_follow(tmp_path: Path) -> None:
 
 
 def test_columns_are_the_config_keys_that_differ(runs: list[Path]) -> None:
-    rows = run_rows(rank_runs(runs))
+    rows = columns_of(rank_runs(runs))
     assert list(rows)[:3] == ["#", "optimizer.lr", "best.accuracy"]
     assert rows["optimizer.lr"] == ["0.3", "0.1", "0.4", "0.2"]
 
