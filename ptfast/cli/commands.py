@@ -134,9 +134,7 @@ COMMANDS: dict[str, Command] = {
         "pack_command.pack",
         (
             Flag(
-                "--size",
-                "of images: pixels to shrink the shorter side to, such as 256; or keep",
-                read=pixels,
+                "--size", "of images: pixels to shrink the shorter side to, such as 256; or keep", read=pixels
             ),
             switch("--jpeg", "of images: keep the bytes of the files instead of their pixels"),
             Flag(

@@ -96,9 +96,10 @@ def rank_runs(
         mode = better_mode(metric)
     values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
     labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
-    found = zip(runs, values, labels, strict=True)
-    found = sorted(found, key=lambda each: (each[0].status == "failed", *_place(each[1], mode)))
-    return Ranking(metric, mode, *([each[part] for each in found] for part in range(3)))
+    order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_place(values[i], mode)))
+    return Ranking(
+        metric, mode, [runs[i] for i in order], [values[i] for i in order], [labels[i] for i in order]
+    )
 
 
 def group_seeds(ranking: Ranking) -> list[Variant]:

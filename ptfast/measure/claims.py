@@ -18,8 +18,8 @@ from ptfast.config.overrides import merge
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.section import Need
-from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, measure_pairs
-from ptfast.measure.experiment.verdicts import ALPHA
+from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
+from ptfast.measure.experiment.verdicts import ALPHA, Effect
 from ptfast.measure.outputs import RECEIPT, live_line, make_folder
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.report.terminal.display import say, table
@@ -177,11 +177,15 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
             code = EXIT_INTERRUPTED
     cells: list[list[str]] = []
     receipts: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     for number, claim in enumerate(CLAIMS):
         finding: Finding = "not testable here"
-        ratio, why, pair = "", lacks[number], pairs.get(number)
-        if pair is not None:
-            finding, ratio, why = _compare(claim, pair, len(pairs))
+        ratio, why = "", lacks[number]
+        if number in pairs:
+            pair = pairs[number]
+            (effect,), _ = judge_pairs([pair])
+            measured.append(pair.receipt(effect, "cannot tell"))
+            finding, ratio, why = _compare(claim, pair, effect, len(pairs))
         against = claim.against or claim.without
         cells.append([claim.technique, claim.says, against, ratio or why, finding])
         facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
@@ -193,16 +197,15 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
         "command": ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"],
         "environment": run_directory.environment([]),
         "claims": receipts,
-        "pairs": [pair.receipt(pair.effect(), "cannot tell") for pair in pairs.values()],
+        "pairs": measured,
     }
     run_directory.write_json(folder / RECEIPT, facts)
     say(f"figures: {folder}")
     return code
 
 
-def _compare(claim: Claim, pair: Pair, num_pairs: int) -> tuple[Finding, str, str]:
+def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str, str]:
     """The finding of a pair on a claim, the ratio it shows, and the reason if it shows none."""
-    effect = pair.effect()
     if effect is None:
         return "cannot tell", "", pair.why or NOT_REACHED
     if claim.quantity == "memory":

@@ -17,7 +17,6 @@ from ptfast.measure.experiment.plan import (
     fit,
     fit_pairs,
     hadamard,
-    indicators,
     turn_means,
 )
 
@@ -33,7 +32,7 @@ def test_columns_are_orthogonal(least: int) -> None:
 def test_a_plan_is_balanced_and_its_pairs_are_fold_overs() -> None:
     factors = [Factor(str(number)) for number in range(11)]
     blocks = list(itertools.islice(draw_blocks(factors, seed=1), 6))
-    runs = np.array([indicators(factors, run) for block in blocks for run in block])
+    runs = np.array([run for block in blocks for run in block])
     assert (runs.mean(axis=0) == 0.5).all()
     signs = 2 * runs - 1
     assert (signs.T @ signs == len(runs) * np.eye(11)).all()

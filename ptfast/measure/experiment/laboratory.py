@@ -71,8 +71,8 @@ class Laboratory:
         self.block_s = 0.0
         """Seconds of the last block."""
         self._start_s = time.monotonic()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes]
+        self._connection: Connection
 
     @property
     def left_s(self) -> float:
@@ -97,16 +97,16 @@ class Laboratory:
         request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed)
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
-        systems = filter(None, (each.facts.get("systems") for each in found))
-        lost = [
-            max(
-                statistics.fmean(turn.get(name) or 0.0 for turn in turns)
+        systems = [each.facts["systems"] for each in found if each.facts.get("systems")]
+        rounds = list(zip(*systems, strict=False))
+        disturbed = sum(
+            any(
+                statistics.fmean(turn.get(name) or 0.0 for turn in turns) >= LOST_CORES
                 for name in ("others_cores", "steal_cores")
             )
-            for turns in zip(*systems, strict=False)
-        ]
-        disturbed = sum(cores >= LOST_CORES for cores in lost)
-        if 4 * disturbed >= max(len(lost), 1) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
+            for turns in rounds
+        )
+        if 4 * disturbed >= max(len(rounds), 1) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
             self.num_again += 1
             if self.left_s > 2 * self.block_s:
                 found = self._request(request)
@@ -114,7 +114,6 @@ class Laboratory:
         return found
 
     def _request(self, request: Request) -> list[TrialResult]:
-        assert self._connection is not None
         try:
             self._connection.send(request)
             answer = self._connection.recv()
@@ -148,15 +147,13 @@ class Laboratory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            # It ends its trials and removes its files.
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-            self._process.kill()
-            self._process.wait()
-        if self._connection is not None:
-            self._connection.close()
+        # It ends its trials and removes its files.
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
 
 
 @dataclass
@@ -169,15 +166,6 @@ class Pair:
     why: str = ""
     """Why there is nothing to measure."""
     blocks: list[list[TrialResult]] = field(default_factory=list)
-
-    @property
-    def times(self) -> list[list[float]]:
-        """Logarithms of the time of a token or sample, block by block."""
-        return [times_of(block) for block in self.blocks]
-
-    def effect(self) -> Effect | None:
-        """The gain of the second config, from the blocks of this pair alone."""
-        return fit_pairs([self.times])[0]
 
     def median(self, figure: str, of: int = 0) -> float:
         """The median of a figure over the processes of the first config (0) or the second (1)."""
@@ -212,7 +200,7 @@ def measure_pairs(
 
 def judge_pairs(pairs: Sequence[Pair]) -> tuple[list[Effect | None], list[Verdict]]:
     """Effects and verdicts of pairs of one workload, as a family."""
-    effects = fit_pairs([pair.times for pair in pairs])
+    effects = fit_pairs([[times_of(block) for block in pair.blocks] for pair in pairs])
     return effects, [
         "not applicable" if pair.why and pair.why != NOT_REACHED else verdict
         for pair, verdict in zip(pairs, judge(effects), strict=True)

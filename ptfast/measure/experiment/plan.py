@@ -101,11 +101,6 @@ def _pairs(factors: Sequence[Factor], rng: random.Random) -> Iterator[tuple[list
             yield first, second
 
 
-def indicators(factors: Sequence[Factor], run: Run) -> NDArray[np.float64]:
-    """1 for the level above 0 that each factor has in a run, in the order of `columns`."""
-    return np.array([float(run[index] == level) for index, level in columns(factors)])
-
-
 def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:
     """The effects to estimate: each factor, at each of its levels above 0."""
     return [(index, level) for index, factor in enumerate(factors) for level in range(1, len(factor.levels))]
@@ -129,9 +124,8 @@ def hadamard(least: int) -> NDArray[np.int64]:
         residue = np.array([0, *(1 if value in squares else -1 for value in range(1, q))])
         matrix = np.ones((base, base), np.int64)
         matrix[1:, 0] = -1
-        matrix[1:, 1:] = residue[np.subtract.outer(np.arange(q), np.arange(q)) % q] + np.eye(
-            q, dtype=np.int64
-        )
+        differences = np.subtract.outer(np.arange(q), np.arange(q)) % q
+        matrix[1:, 1:] = residue[differences] + np.eye(q, dtype=np.int64)
         # Signs of rows, so that the first column is all ones and drops out as the mean.
         matrix = matrix * matrix[:, :1]
     while len(matrix) < size:
@@ -180,7 +174,10 @@ def fit(
     Args:
         times: log times of the four runs of each block; `nan` for a failed run.
     """
-    levels = np.array([[indicators(factors, run) for run in block] for block in blocks])
+    # 1 for the level above 0 that each factor has in a run.
+    levels = np.array(
+        [[[float(run[i] == level) for i, level in columns(factors)] for run in block] for block in blocks]
+    )
     values = np.asarray(times, np.float64)
     there = np.isfinite(values)
     rows, values = _centred(levels, values, there)

@@ -49,10 +49,12 @@ class Effect:
 
     @property
     def p_value(self) -> float:
-        """How often two equal variants would come out as far apart."""
+        """How often two equal variants would come out as far apart, by Student's t."""
         if not self.se:
             return float(self.log_ratio == 0)
-        return 2 * t_tail(abs(self.log_ratio) / self.se, self.dof)
+        first = math.atan(abs(self.log_ratio) / self.se / math.sqrt(self.dof))
+        areas, whole = _areas(np.linspace(first, math.pi / 2, _GRID), self.dof)
+        return 2 * (float(areas[-1]) / whole)
 
 
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
@@ -73,43 +75,28 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
     return Effect(float(locations[0]), se, count - 1)
 
 
-def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
-    """Whether each hypothesis is rejected; `alpha` is the chance of any false rejection (Holm 1979).
-
-    The smallest of m p-values is compared with alpha / m, the next with alpha / (m - 1), up to the first that
-    is larger.
-    """
-    rejected = [False] * len(p_values)
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if p_values[index] > alpha / (len(p_values) - rank):
-            break
-        rejected[index] = True
-    return rejected
-
-
 def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
-    """The verdict on each comparison of a family; None is one with too few rounds."""
-    rejected = iter(holm([effect.p_value for effect in effects if effect is not None]))
+    """The verdict on each comparison of a family; None is one with too few rounds.
+
+    The chance of calling any equal two different is `ALPHA` (Holm 1979): the smallest of m p-values is
+    compared with ALPHA / m, the next with ALPHA / (m - 1), up to the first that is larger.
+    """
+    p_values = {index: effect.p_value for index, effect in enumerate(effects) if effect is not None}
+    differ: set[int] = set()
+    for rank, index in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        if p_values[index] > ALPHA / (len(p_values) - rank):
+            break
+        differ.add(index)
     verdicts: list[Verdict] = []
-    for effect in effects:
-        differs = effect is not None and next(rejected)
+    for index, effect in enumerate(effects):
         low, high = effect.interval() if effect is not None else (0.0, math.inf)
         if low >= 1 - EQUAL and high <= 1 + EQUAL:
             verdicts.append("no difference")
-        elif effect is None or not differs:
+        elif effect is None or index not in differ:
             verdicts.append("cannot tell")
         else:
             verdicts.append("faster" if effect.log_ratio > 0 else "slower")
     return verdicts
-
-
-def t_tail(t: float, dof: float) -> float:
-    """The probability that Student's t lies above `t` >= 0.
-
-    With t = sqrt(dof) tan(angle) its density becomes a power of the cosine, integrated by trapezoids.
-    """
-    areas, whole = _areas(np.linspace(math.atan(t / math.sqrt(dof)), math.pi / 2, _GRID), dof)
-    return float(areas[-1]) / whole
 
 
 def t_quantile(p: float, dof: float) -> float:
@@ -120,7 +107,10 @@ def t_quantile(p: float, dof: float) -> float:
 
 
 def _areas(angles: NDArray[np.float64], dof: float) -> tuple[NDArray[np.float64], float]:
-    """The integral of a power of the cosine from the first angle to each, and from -pi/2 to pi/2."""
+    """The integral of Student's density from the first angle to each, and over the whole of it.
+
+    With t = sqrt(dof) tan(angle) it is a power of the cosine, integrated by trapezoids.
+    """
     density = np.cos(angles).clip(0.0) ** (dof - 1)
     areas = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])
     return areas, math.sqrt(math.pi) * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
