@@ -7,7 +7,6 @@ from typing import Any
 from pydantic import Field
 
 from ptfast.core.sections.section import Section
-from ptfast.core.sections.targets import built
 
 
 class TaskSection(Section):
@@ -16,10 +15,7 @@ class TaskSection(Section):
     name: str = "auto"
     """A built-in task, `auto` for what the data is for, or the import path of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
-
-    def build_options(self) -> dict[str, Any]:
-        """Keywords of the task's constructor; what they name by import path is built."""
-        return built(self.options)
+    """Keywords of the task's constructor, some of them targets to build."""
 
 
 def panel(task: TaskSection) -> dict[str, object]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,19 +39,24 @@ class Added:
     """
 
     def __init__(self, own: Metrics, added: Mapping[str, Any], *, labels: bool = False) -> None:
-        self._own, self.added, self._labels = own, added, labels
+        self._own, self._added, self._labels = own, added, labels
+        self.figures: dict[str, dict[str, str]] = {}
+        """By the key of each added metric, its figures and the class that gives each."""
+        for name, metric in added.items():
+            parts = metric.items() if hasattr(metric, "items") else [(name, metric)]
+            self.figures[name] = {figure: type(part).__name__ for figure, part in parts}
         if (keys := getattr(own, "keys", None)) is not None:
-            self.keys = lambda: (*keys(), *(figure for figure, _, _ in self._figures()))
+            self.keys = lambda: (*keys(), *itertools.chain(*self.figures.values()))
 
     def to(self, device: Any) -> Added:
-        added = {name: metric.to(device) for name, metric in self.added.items()}
+        added = {name: metric.to(device) for name, metric in self._added.items()}
         return Added(self._own.to(device), added, labels=self._labels)
 
     def update(self, *given: Any, **named: Any) -> None:
         """Add a batch; C017 for an added metric that does not take it."""
         self._own.update(*given, **named)
         as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
-        for name, metric in self.added.items():
+        for name, metric in self._added.items():
             try:
                 metric.update(*as_metrics_take, **named)
             except Exception as error:
@@ -59,25 +65,15 @@ class Added:
     def compute(self) -> dict[str, Any]:
         """The figures of all: a number each, or a `MetricTable`."""
         values = with_tables(self._own)
-        for name, metric in self.added.items():
+        for name, metric in self._added.items():
             try:
                 given = metric.compute()
             except Exception as error:
                 raise _failure(name, metric, "compute", error) from error
-            for figure, key, kind in self._figures(name):
-                value = given.get(key, given) if isinstance(given, dict) else given
+            for figure, kind in self.figures[name].items():
+                value = given.get(figure, given) if isinstance(given, dict) else given
                 values[figure] = _number_or_table(value, kind, f"metrics.{name}._target_", name_of(metric))
         return values
-
-    def _figures(self, only: str | None = None) -> Iterator[tuple[str, str, str]]:
-        """Name of each figure, its key in what `compute` gives, and the class that gives it."""
-        for name, metric in self.added.items():
-            if only not in (None, name):
-                continue
-            if hasattr(metric, "items"):
-                yield from ((key, key, type(each).__name__) for key, each in metric.items())
-            else:
-                yield name, name, type(metric).__name__
 
 
 def with_tables(metrics: Metrics) -> dict[str, Any]:
@@ -148,21 +144,21 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
     }
     own = task.metrics
 
-    def added(name: str, target: Target) -> Any:
-        try:
-            if is_metric_function(target.resolve(), target.kwargs):
-                return _OfFunction(name, built(replace(target, partial=True), **facts))
-            return built(target, **facts)
-        except Exception as error:
-            raise _failure(name, target.resolve(), "its constructor", error) from error
-
     def metrics() -> Added:
-        every = {name: added(name, target) for name, target in targets.items()}
-        return Added(own(), every, labels=info.task == "multilabel")
+        added: dict[str, Any] = {}
+        for name, target in targets.items():
+            try:
+                if is_metric_function(target.resolve(), target.kwargs):
+                    added[name] = _OfFunction(name, built(replace(target, partial=True), **facts))
+                else:
+                    added[name] = built(target, **facts)
+            except Exception as error:
+                raise _failure(name, target.resolve(), "its constructor", error) from error
+        return Added(own(), added, labels=info.task == "multilabel")
 
-    own_figures = getattr(own(), "keys", tuple)()
-    for name, metric in metrics().added.items():
-        if taken := {*own_figures} & {*(metric.keys() if hasattr(metric, "keys") else [name])}:
+    own_figures = {*getattr(own(), "keys", tuple)()}
+    for name, figures in metrics().figures.items():
+        if taken := own_figures & figures.keys():
             what = f"the task has a figure {min(taken)} itself, which this one would replace"
             hint = f"Give it another name, such as metrics.own_{name}"
             raise ConfigError("C011", what, key=f"metrics.{name}", value=targets[name].path, suggestion=hint)

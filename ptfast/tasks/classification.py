@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import DataInfo, Metrics
+from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Fraction
-from ptfast.tasks.ratios import Ratios, accuracy, top5_accuracy
+from ptfast.tasks.ratios import accuracy, top5_accuracy
 from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
 
 
@@ -25,7 +26,9 @@ class Classification(SupervisedTask):
 
     metric = "accuracy"
     mode = "max"
+    ratios: Mapping[str, Any] = {"accuracy": accuracy}
     needs_classes = True
+    class_dim = 1
 
     def __init__(
         self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: Fraction = 0.0
@@ -33,11 +36,8 @@ class Classification(SupervisedTask):
         super().__init__(info, loss)
         self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
-
-    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
-        if targets.is_floating_point():
-            return None
-        return (targets.shape[0], self.num_classes, *targets.shape[1:]), 1
+        if self.num_classes >= 100:
+            self.ratios = {"accuracy": accuracy, "top5_accuracy": top5_accuracy}
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)
@@ -49,11 +49,6 @@ class Classification(SupervisedTask):
 
     def evaluation_loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum")
-
-    def metrics(self) -> Metrics:
-        if self.num_classes >= 100:
-            return Ratios(accuracy=accuracy, top5_accuracy=top5_accuracy)
-        return Ratios(accuracy=accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, and the five likeliest."""

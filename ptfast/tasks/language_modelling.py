@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ptfast.core.protocols import IGNORE_INDEX, LinearLogits
-from ptfast.tasks.supervised import SupervisedTask
-from ptfast.tasks.token_classification import token_cross_entropy
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits
+from ptfast.tasks.supervised import LossFunction
+from ptfast.tasks.token_classification import TokenClassification, token_cross_entropy
 
 FEWEST_TOKENS, MOST_TOKENS = 64, 1024
 """Limits of a chunk. Between them it has as many tokens as the layer has inputs, so that its logits are as
@@ -68,28 +69,24 @@ MAX_EXPONENT = 700.0
 """The exponential of more overflows."""
 
 
-class LanguageModelling(SupervisedTask):
+class LanguageModelling(TokenClassification):
     """Cross entropy between logits (batch, length, vocab_size) and next tokens (batch, length), in nats."""
 
-    counts_samples = False
-    takes_mixed = False
+    metric = "loss"
+    mode = "min"
+    ratios: Mapping[str, Any] = {}
+    needs_classes = False
+
+    def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
+        super().__init__(info, loss)
+        self.num_classes = info.vocab_size or 1
+        self.takes_linear_logits = loss is None
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         if self.info.pad_id is None and not self.info.ignores_labels:
             # Every token counts: nothing needs to be summed on the device.
             return targets.numel()
         return super().num_items(targets)
-
-    def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs.flatten(0, -2), targets.flatten()
-
-    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
-        return (*targets.shape, self.info.vocab_size or 1), targets.dim()
-
-    @property
-    def takes_linear_logits(self) -> bool:
-        """True: the loss of a training batch may be taken of `LinearLogits`."""
-        return self.own_loss is None
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
         return None if isinstance(outputs, LinearLogits) else super().misfit(outputs, data)

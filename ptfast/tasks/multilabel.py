@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import Metrics
-from ptfast.tasks.ratios import Ratios, label_accuracy, label_f1
+from ptfast.tasks.ratios import label_accuracy, label_f1
 from ptfast.tasks.supervised import SupervisedTask, full_precision, names_of_classes
 
 
@@ -23,14 +23,13 @@ class MultiLabel(SupervisedTask):
 
     metric = "f1"
     mode = "max"
+    ratios: Mapping[str, Any] = {"f1": label_f1, "accuracy": label_accuracy}
     needs_classes = True
+    class_dim = 0
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         outputs = full_precision(outputs)
         return outputs, targets.to(outputs.dtype)
-
-    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
-        return tuple(targets.shape), None
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="sum")
@@ -39,9 +38,6 @@ class MultiLabel(SupervisedTask):
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="none")
         return losses.mean(1)
-
-    def metrics(self) -> Metrics:
-        return Ratios(f1=label_f1, accuracy=label_accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The classes of each input that are likelier than not, and every class's probability."""

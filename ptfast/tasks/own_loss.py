@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
-from ptfast.tasks.ratios import Ratios, accuracy
-from ptfast.tasks.supervised import names_of_classes
+from ptfast.tasks.ratios import accuracy
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
-class OwnLoss:
+class OwnLoss(SupervisedTask):
     """Calls the model with `labels` and takes the mean loss it returns times the items that count.
 
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
@@ -20,21 +20,25 @@ class OwnLoss:
     per token. Labels of -100 do not count. For language modelling the model shifts them by one.
     """
 
-    metric = "loss"
-    mode = "min"
     counts_samples = False
+    takes_mixed = False
 
     def __init__(self, info: DataInfo) -> None:
-        self.info = info
-        self.shifted = info.task == "language_modelling"
+        super().__init__(info)
+        self.ratios = {"accuracy": accuracy} if info.task == "classification" else {}
+
+    def num_items(self, targets: Tensor) -> int | Tensor:
+        per_sample, shifted = targets.dim() < 2, self.info.task == "language_modelling"
+        if targets.is_floating_point() or (per_sample and not self.info.ignores_labels):
+            return targets.shape[0]
+        return ((targets[:, 1:] if shifted and not per_sample else targets) != IGNORE_INDEX).sum()
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
-        return self._num_items(self._keywords(data)["labels"])
+        return self.num_items(data["labels"] if isinstance(data, Mapping) else data[1])
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
-        """The model's mean loss times the number of items, and that number. Of no items the sum is 0."""
-        keywords = self._keywords(data)
-        return self._sum(model(**keywords), keywords["labels"])
+        """The model's mean loss times the number of items, and that number. Without items the sum is 0."""
+        return self._run(model, data)[2:]
 
     def misfit(self, outputs: Any, data: Any) -> str | None:
         """Describe what a model should return, where `outputs` are not it."""
@@ -45,22 +49,15 @@ class OwnLoss:
             fits = False
         return None if fits else f"a mapping, object or tuple with {' and '.join(wanted)}"
 
-    def metrics(self) -> Metrics:
-        return Ratios(accuracy=accuracy) if self.info.task == "classification" else Ratios()
-
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
-        keywords = self._keywords(data)
-        output = model(**keywords)
+        output, labels, loss, num_items = self._run(model, data)
         if self.info.task == "classification":
-            metrics.update(_get(output, "logits"), keywords["labels"])
-        return self._sum(output, keywords["labels"])
-
-    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
-        return {"loss": loss, **values}
+            metrics.update(_get(output, "logits"), labels)
+        return loss, num_items
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, or the model's plain outputs."""
-        logits = _get(model(**self._inputs(inputs)), "logits").float()
+        logits = _get(model(**self._keywords(inputs)), "logits").float()
         if self.info.task != "classification":
             return [{"logits": row} for row in logits.tolist()]
         values, indices = logits.softmax(-1).max(-1)
@@ -68,13 +65,18 @@ class OwnLoss:
         pairs = zip(indices.tolist(), values.tolist(), strict=True)
         return [{"class": names[index], "probability": value} for index, value in pairs]
 
-    def _keywords(self, data: Any) -> dict[str, Any]:
-        if isinstance(data, Mapping):
-            return dict(data)
-        inputs, targets = data
-        return {**self._inputs(inputs), "labels": targets}
+    def _run(self, model: nn.Module, data: Any) -> tuple[Any, Tensor, Tensor, int | Tensor]:
+        """The model's output for a batch, the labels, the sum of the losses and the number of items."""
+        keywords = data
+        if not isinstance(data, Mapping):
+            keywords = {**self._keywords(data[0]), "labels": data[1]}
+        output, labels = model(**keywords), keywords["labels"]
+        mean, num_items = _get(output, "loss"), self.num_items(labels)
+        if isinstance(num_items, int):
+            return output, labels, mean * num_items, num_items
+        return output, labels, (mean * num_items).where(num_items > 0, 0.0), num_items
 
-    def _inputs(self, inputs: Any) -> dict[str, Any]:
+    def _keywords(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, Mapping):
             return {name: value for name, value in inputs.items() if name != "labels"}
         if self.info.kind == "image":
@@ -82,18 +84,6 @@ class OwnLoss:
         if self.info.pad_id is None:
             return {"input_ids": inputs}
         return {"input_ids": inputs, "attention_mask": (inputs != self.info.pad_id).long()}
-
-    def _num_items(self, labels: Tensor) -> int | Tensor:
-        per_sample = labels.dim() < 2
-        if labels.is_floating_point() or (per_sample and not self.info.ignores_labels):
-            return labels.shape[0]
-        return ((labels[:, 1:] if self.shifted and not per_sample else labels) != IGNORE_INDEX).sum()
-
-    def _sum(self, output: Any, labels: Tensor) -> tuple[Tensor, int | Tensor]:
-        mean, num_items = _get(output, "loss"), self._num_items(labels)
-        if isinstance(num_items, int):
-            return mean * num_items, num_items
-        return (mean * num_items).where(num_items > 0, 0.0), num_items
 
 
 def _get(output: Any, name: str) -> Tensor:

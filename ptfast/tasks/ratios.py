@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,25 +25,22 @@ class DeviceSums:
     They are exact for whole numbers up to 2**53.
     """
 
-    def __init__(self, *shape: int) -> None:
-        self._shape, self._device = shape, torch.device("cpu")
-        self._kept: Tensor | None = None
+    def __init__(self, figures: Iterable[str], *shape: int) -> None:
+        self._figures = tuple(figures)
+        self.sums = torch.zeros(shape, dtype=torch.float64)
+        """Of this rank so far."""
 
     def to(self, device: Any) -> Self:
-        """Keep the sums on `device`; to be called before the first batch."""
-        self._device = torch.device(device)
+        """Keep the sums on `device`; call it before the first batch."""
+        dtype = devices.sum_dtype(torch.device(device))
+        self.sums = torch.zeros_like(self.sums, dtype=dtype, device=device)
         return self
 
-    @property
-    def sums(self) -> Tensor:
-        """Those of this rank so far."""
-        if self._kept is None:
-            dtype = devices.sum_dtype(self._device)
-            self._kept = torch.zeros(self._shape, dtype=dtype, device=self._device)
-        return self._kept
+    def keys(self) -> tuple[str, ...]:
+        return self._figures
 
     def over_ranks(self) -> Tensor:
-        """Those of all ranks; waits for them."""
+        """The sums of all ranks; waits for them."""
         sums = self.sums.clone()
         if sums.numel() and torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)
@@ -53,16 +50,13 @@ class DeviceSums:
 class Ratios(DeviceSums):
     """Metrics of one evaluation, each the sum of something divided by the sum of something else.
 
-    torchmetrics can do the same and more, at the price of two to four seconds of imports; a task may return
-    its metrics in place of these. `ratios` say what outputs and targets of a batch add to each.
+    torchmetrics does this and more, but takes two to four seconds to import; a task may return its metrics
+    instead. `ratios` say what outputs and targets of a batch add to each.
     """
 
     def __init__(self, **ratios: Callable[[Tensor, Tensor], Parts]) -> None:
-        super().__init__(len(ratios), 2)
+        super().__init__(ratios, len(ratios), 2)
         self._ratios = ratios
-
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self._ratios)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         for sums, parts_of in zip(self.sums, self._ratios.values(), strict=True):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import Metrics, Mixed
-from ptfast.tasks.ratios import Ratios, absolute_error
+from ptfast.core.protocols import Mixed
+from ptfast.tasks.ratios import absolute_error
 from ptfast.tasks.supervised import SupervisedTask, full_precision
 
 
 class Regression(SupervisedTask):
     """Squared error between outputs and targets, (batch,) or (batch, values), averaged over the values."""
 
+    ratios: Mapping[str, Any] = {"mae": absolute_error}
     measures_aligned = True
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,10 +37,6 @@ class Regression(SupervisedTask):
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.mse_loss(*self.aligned(outputs, targets), reduction="none")
         return losses.reshape(len(losses), -1).mean(1)
-
-    def metrics(self) -> Metrics:
-        """Mean absolute error."""
-        return Ratios(mae=absolute_error)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The value of each input, or its values where there are several."""

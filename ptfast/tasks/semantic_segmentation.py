@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.ratios import DeviceSums
 from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
 
@@ -37,6 +37,7 @@ class SemanticSegmentation(SupervisedTask):
     mode = "max"
     counts_samples = False
     needs_classes = True
+    class_dim = 1
     measures_aligned = True
 
     def __init__(
@@ -48,11 +49,10 @@ class SemanticSegmentation(SupervisedTask):
     def aligned(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _logits(outputs), targets.reshape(len(targets), *targets.shape[-2:]).long()
 
-    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int]:
-        return (len(targets), self.num_classes, *targets.shape[-2:]), 1
-
     def misfit(self, outputs: Any, data: Any) -> str | None:
-        return super().misfit(_logits(outputs), data)
+        targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
+        outputs, targets = self.aligned(outputs, targets)
+        return super().misfit(outputs, (None, targets))
 
     def num_items(self, targets: Tensor) -> Tensor:
         return (targets.long() != self.ignore_index).sum()
@@ -111,11 +111,8 @@ class Overlaps(DeviceSums):
 
     def __init__(self, num_classes: int, ignore_index: int) -> None:
         # One place more: for what does not count, so that no batch has to be cut by its values.
-        super().__init__(num_classes * (num_classes + 1) + 1)
+        super().__init__(("mean_iou", "pixel_accuracy"), num_classes * (num_classes + 1) + 1)
         self._num_classes, self._ignore_index = num_classes, ignore_index
-
-    def keys(self) -> tuple[str, ...]:
-        return "mean_iou", "pixel_accuracy"
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch of logits (batch, num_classes, height, width) and masks (batch, height, width)."""

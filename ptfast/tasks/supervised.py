@@ -6,14 +6,14 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, DataError, described, name_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
-from ptfast.tasks.ratios import Ratios
+from ptfast.tasks.ratios import Parts, Ratios
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -21,8 +21,8 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 class SupervisedTask:
     """A batch of `(inputs, targets)`, one output per target, a loss that sums over items.
 
-    A subclass gives `loss_sum`, `metrics` and `predict`. Where items are not samples it says so by
-    `counts_samples`: then they are the targets that are not ignored.
+    A subclass gives `loss_sum` and `predict`, and its metrics as `ratios` or by `metrics`. Where items are
+    not samples it says so by `counts_samples`: then they are the targets that are not ignored.
 
     Args:
         loss: replaces the task's own loss: a function of outputs and targets that returns their mean loss, or
@@ -31,12 +31,19 @@ class SupervisedTask:
 
     metric = "loss"
     mode = "min"
+    ratios: Mapping[str, Callable[[Tensor, Tensor], Parts]] = {}
+    """The figures beside the loss, by name."""
     counts_samples = True
     """Every sample counts as one item, so that a step counts nothing."""
     takes_mixed = True
     """The targets of a training batch may be `Mixed`."""
     needs_classes = False
     """The data has to say how many classes there are, as `num_classes`."""
+    class_dim: int | None = None
+    """Where outputs have a dimension of classes beside those of the targets: 1 or -1; 0 for outputs of the
+    targets' own shape; None if the shape is not known."""
+    takes_linear_logits = False
+    """The loss of a training batch may be taken of `LinearLogits`."""
     measures_aligned = False
     """Metrics are given outputs and targets as `aligned` brings them."""
 
@@ -45,51 +52,42 @@ class SupervisedTask:
         if self.needs_classes:
             self.num_classes = known_classes(info)
         if loss is not None:
-
-            def of_items(function: Callable[..., Tensor]) -> Any:
-                def of_batch(outputs: Tensor, targets: Tensor) -> Tensor:
-                    return function(*self.aligned(outputs, targets), self.num_items(targets))
-
-                return of_batch
-
-            self.loss_sum = self.evaluation_loss_sum = of_items(adapt_mean_loss(loss))
+            self.loss_sum = self.evaluation_loss_sum = adapt_mean_loss(loss, self)
             self.sample_losses = functools.partial(SupervisedTask.sample_losses, self)
             if type(loss).__module__ == "torch.nn.modules.loss" and getattr(loss, "reduction", "") == "mean":
-                self.sample_losses = of_items(losses_of_mean(loss))
+                self.sample_losses = losses_of_mean(loss, self)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        own = vars(cls).keys()
         # Sample losses belong to the `loss_sum` of the same class.
-        if "loss_sum" in vars(cls) and "sample_losses" not in vars(cls):
+        if "loss_sum" in own and "sample_losses" not in own:
             cls.sample_losses = SupervisedTask.sample_losses
         # So does the description of the outputs that a loss takes.
-        says = {"fitting_outputs", "misfit"} & set(vars(cls))
-        if not says and {"loss_sum", "loss", "evaluate"} & set(vars(cls)):
+        if own & {"loss_sum", "loss", "evaluate"} and not own & {"class_dim", "misfit"}:
             cls.misfit = None  # type: ignore[assignment] - nothing can be said
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and targets in the shapes and types that losses compare."""
         return outputs, targets
 
-    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
-        """Shape of the outputs that `targets` are compared with, and the dimension of classes, if any.
-
-        A model may have more classes than the data. None if the shape is not known.
-        """
-        return None
-
     def misfit(self, outputs: Any, data: Any) -> str | None:
-        """Describe what a model should return for the batch `data`, where `outputs` are not it."""
+        """Describe what a model should return for the batch `data`, where `outputs` are not it.
+
+        A model may have more classes than the data, and a user's loss may take any number of them.
+        """
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
-        if (wanted := self.fitting_outputs(targets)) is None:
+        if self.class_dim is None or (self.class_dim and targets.is_floating_point()):
             return None
-        shape, longer = wanted
-        given = tuple(outputs.shape) if isinstance(outputs, Tensor) and outputs.is_floating_point() else ()
-        if longer is not None and len(given) == len(shape):
-            # A user's loss may take any number of them.
-            least = 1 if self.own_loss is not None else shape[longer]
-            given = (*given[:longer], shape[longer], *given[longer + 1 :]) if given[longer] >= least else ()
-        return None if given == shape else f"floats of shape ({', '.join(map(str, shape))})"
+        wanted = [*targets.shape]
+        given = [*outputs.shape] if isinstance(outputs, Tensor) and outputs.is_floating_point() else []
+        if self.class_dim:
+            place = self.class_dim if self.class_dim > 0 else len(wanted)
+            wanted.insert(place, self.num_classes)
+            least = self.num_classes if self.own_loss is None else 1
+            if len(given) == len(wanted) and given[place] >= least:
+                given[place] = self.num_classes
+        return None if given == wanted else f"floats of shape ({', '.join(map(str, wanted))})"
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         """Items that the loss counts; a tensor on the device if they depend on values."""
@@ -145,7 +143,7 @@ class SupervisedTask:
         return loss, self.num_items(targets)
 
     def metrics(self) -> Metrics:
-        return Ratios()
+        return Ratios(**self.ratios)
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the metrics; return the sum of the losses and the number of items."""
@@ -179,11 +177,10 @@ def full_precision(outputs: Tensor) -> Tensor:
     return outputs if outputs.element_size() == 8 else outputs.float()
 
 
-def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
-    """Turn a loss that averages over a micro-batch into one that sums, so that micro-batches add up.
+def adapt_mean_loss(loss: LossFunction, task: SupervisedTask) -> Callable[..., Tensor]:
+    """Turn a loss that averages over a micro-batch into one that sums over the task's items.
 
-    Returns:
-        A function of outputs, targets and the number of items they hold; without items it gives 0, not NaN.
+    Sums of micro-batches add up. Without items the sum is 0, not NaN.
 
     Raises:
         ConfigError: C017 for a `loss` of other arguments, and later for one that returns something else.
@@ -195,7 +192,9 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
             what = f"cannot be called with outputs and targets: {error}"
             raise ConfigError("C017", what, key="task.loss._target_", value=name_of(loss)) from error
 
-    def loss_sum(outputs: Tensor, targets: Tensor, num_items: int | Tensor) -> Tensor:
+    def loss_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+        num_items = task.num_items(targets)
+        outputs, targets = task.aligned(outputs, targets)
         value = loss(outputs, targets)
         if not isinstance(value, Tensor) or value.shape not in ((), targets.shape, targets.shape[:1]):
             given = f"gives {described(value)} for targets of shape ({', '.join(map(str, targets.shape))})"
@@ -211,7 +210,7 @@ def adapt_mean_loss(loss: LossFunction) -> Callable[[Tensor, Tensor, int | Tenso
     return loss_sum
 
 
-def losses_of_mean(loss: Any) -> Callable[[Tensor, Tensor, int | Tensor], Tensor]:
+def losses_of_mean(loss: Any, task: SupervisedTask) -> Callable[..., Tensor]:
     """Each sample's part of the mean of one of torch's losses, times the number of items: (batch,).
 
     Class weights also enter the divisor of the mean, so the mean of a sample alone would hide them.
@@ -220,7 +219,9 @@ def losses_of_mean(loss: Any) -> Callable[[Tensor, Tensor, int | Tensor], Tensor
     each.reduction = "none"
     weight, ignored = getattr(loss, "weight", None), getattr(loss, "ignore_index", None)
 
-    def sample_losses(outputs: Tensor, targets: Tensor, num_items: int | Tensor) -> Tensor:
+    def sample_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+        num_items = task.num_items(targets)
+        outputs, targets = task.aligned(outputs, targets)
         losses: Tensor = each(outputs, targets)
         divisor: int | Tensor = losses.numel()
         if ignored is not None and not targets.is_floating_point():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import IGNORE_INDEX, Metrics
-from ptfast.tasks.ratios import Ratios, accuracy
+from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.tasks.ratios import accuracy
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
@@ -23,21 +24,17 @@ class TokenClassification(SupervisedTask):
 
     metric = "accuracy"
     mode = "max"
+    ratios: Mapping[str, Any] = {"accuracy": accuracy}
     needs_classes = True
+    class_dim = -1
     counts_samples = False
     takes_mixed = False
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.flatten(0, -2), targets.flatten()
 
-    def fitting_outputs(self, targets: Tensor) -> tuple[tuple[int, ...], int | None] | None:
-        return (*targets.shape, self.num_classes), targets.dim()
-
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return token_cross_entropy(outputs, targets)
-
-    def metrics(self) -> Metrics:
-        return Ratios(accuracy=accuracy)
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The class of each token with its probability."""

@@ -18,6 +18,7 @@ from ptfast.config.overrides import parse
 from ptfast.config.read import load_config, read_config
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.targets import built
 from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.tasks.classification import Classification
 
@@ -42,7 +43,7 @@ class MyTask(Classification):
 
 def task_of(*words: str) -> tuple[str, dict[str, Any]]:
     config = read_config(words)[1]
-    return config.task.name, config.task.build_options()
+    return config.task.name, built(config.task.options)
 
 
 @pytest.mark.parametrize(

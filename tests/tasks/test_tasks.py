@@ -15,7 +15,6 @@ from ptfast.core.distributed import Ranks, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.tasks.build_task import TASKS, build_task
-from ptfast.tasks.supervised import adapt_mean_loss
 
 CLASSES = DataInfo("image", "classification", num_classes=4, class_names=("a", "b", "c", "d"))
 TOKENS = DataInfo("tokens", "language_modelling", vocab_size=6, token_bytes=2.0)
@@ -237,8 +236,10 @@ def test_models_with_their_own_loss_add_up_too() -> None:
 
 def test_adapted_losses_of_single_items_are_summed() -> None:
     outputs, targets = torch.randn(5, 2), torch.randn(5, 2)
-    adapted = adapt_mean_loss(functools.partial(F.mse_loss, reduction="none"))
-    torch.testing.assert_close(adapted(outputs, targets, 5), (outputs - targets).square().sum())
+    task = build_task("regression", CLASSES, loss=functools.partial(F.mse_loss, reduction="none"))
+    loss, count = task.loss(Fixed(), (outputs, targets))
+    torch.testing.assert_close(loss, (outputs - targets).square().sum())
+    assert count == 5
 
 
 def test_tasks_by_name_and_import_path() -> None:

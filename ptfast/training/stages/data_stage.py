@@ -17,6 +17,7 @@ from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import ConfigError, DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
+from ptfast.core.sections.targets import built
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
@@ -104,7 +105,7 @@ def choose_task(run: PartialRun) -> None:
     named = config.task.name != "auto"
     run.resolved.task = config.task.name if named else info.task
     run.resolved.task_reason = "" if named else info.task_reason
-    task = build_task(config.task.name, info, **config.task.build_options())
+    task = build_task(config.task.name, info, **built(config.task.options))
     run.task = add_metrics(task, config.metrics, info)
     run.flip, run.shift = config.eval.flip, config.eval.shift
     check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
