@@ -86,7 +86,7 @@ class Composed:
             if not isinstance(section, dict) or name not in section:
                 return error
             section = section[name]
-        return error.placed(self.place(error.key))
+        return error.changed(place=self.place(error.key))
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
@@ -179,18 +179,14 @@ def apply(
                 what = "an option with keys of all groups cannot be laid over a whole config"
                 raise ConfigError("C011", what, key=group, place=COMMAND_LINE)
             OmegaConf.update(config, group, options.tree_unresolved[group], merge=False)
-    parser = OverridesParser.create()
     for argument in given:
         if argument.kind in ("recipe", "delete"):
             is_recipe = argument.kind == "recipe"
             what = "a recipe cannot be laid over a whole config" if is_recipe else "cannot delete here"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE)
         if argument.kind == "value":
-            override = parser.parse_override(argument.text)
-            try:
-                OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
-            except OmegaConfBaseException as error:
-                raise translate(error) from error
+            with translated():
+                OmegaConf.update(config, argument.set_key, argument.value, merge=True, force_add=True)
             _set_places(places, argument)
     result = OmegaConf.to_container(config, resolve=False)
     assert isinstance(result, dict)
@@ -238,22 +234,17 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]
     recipes = {a.values[0] for a in options if a.kind == "recipe"}
     # Files of the package alone: nobody writes them meanwhile.
     are_shipped = not paths.has_own() and recipes <= {*paths.options(paths.RECIPES)}
-    load = _load_shipped if are_shipped else _load_options
-    try:
+    load = _load_options if are_shipped else _load_options.__wrapped__
+    with translated(OSError, RecursionError):
         tree, loader = load(chosen, paths.shown(paths.builtin_root().conf))
         config = OmegaConf.create(tree)
         TracingLoader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
-    except ConfigError:
-        raise
-    except (HydraException, OmegaConfBaseException, ValueError, AssertionError, OSError) as error:
-        raise translate(error) from error
-    except RecursionError as error:
-        raise ConfigError("C007", "option files whose defaults select each other in a circle") from error
     result = OmegaConf.to_container(config, resolve=False)
     assert isinstance(result, dict)
     return result, loader
 
 
+@functools.lru_cache(maxsize=64)
 def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], TracingLoader]:
     """What options make together; `folder` tells apart what is remembered."""
     loader = TracingLoader()
@@ -264,11 +255,20 @@ def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any],
     return tree, loader
 
 
-_load_shipped = functools.lru_cache(maxsize=64)(_load_options)
+@contextlib.contextmanager
+def translated(*others: type[Exception]) -> Iterator[None]:
+    """Say in one line of ours what Hydra and OmegaConf, or an exception among `others`, find wrong inside."""
+    try:
+        yield
+    except PtfastError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError, *others) as error:
+        raise _translate(error) from error
 
 
-def translate(error: BaseException) -> ConfigError:
-    """An exception of Hydra or OmegaConf as one line of ours."""
+def _translate(error: Exception) -> ConfigError:
+    if isinstance(error, RecursionError):
+        return ConfigError("C007", "option files whose defaults select each other in a circle")
     cause = error.__cause__ if str(error) in ("", "None") and error.__cause__ else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     message = re.sub(r"\s+", " ", lines[0] if lines else type(error).__name__).rstrip(".")
@@ -299,8 +299,7 @@ def _set_place(places: dict[str, str], key: str, place: str) -> None:
 
 def _set_places(places: dict[str, str], argument: Argument) -> None:
     """Note what a `key=value` argument sets: the keys inside where the value is a mapping."""
-    override = OverridesParser.create().parse_override(argument.text)
-    key, value = override.key_or_group, override.value()
+    key, value = argument.set_key, argument.value
     for inside in flatten({key: value}) if isinstance(value, dict) and value else [key]:
         _set_place(places, str(inside), COMMAND_LINE)
     if key != argument.key:

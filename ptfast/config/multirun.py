@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from ptfast.config.compose import Composed, compose, translate
+from ptfast.config.compose import Composed, compose, translated
 from ptfast.config.files.frozen import frozen_tree, load
 from ptfast.config.hydra_loader import PRIMARY, BasicLauncher, Hydra, TracingLoader
-from ptfast.config.overrides import Argument, expand_preset, parse
+from ptfast.config.overrides import Argument, expand_preset, parse, quoted
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.units import better_mode
 
 # Hydra writes nothing of its own: its files hold the command line in clear, secrets included.
-_QUIET = ("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=.")
-_QUIET_LOGS = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+_QUIET = (
+    *("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=."),
+    *("hydra/job_logging=none", "hydra/hydra_logging=none"),
+)
 
 Objective = Callable[[], float | None]
 """Waits for a run and returns what a sweep optimises."""
@@ -127,20 +127,20 @@ def sweep(
                 raise ConfigError("C014", what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)
         if check:
             check(point)
-    quoted_dir = QuotedString(str(sweep_dir.absolute()), Quote.single).with_quotes()
-    overrides = [*_QUIET, *_QUIET_LOGS, f"hydra.sweep.dir={quoted_dir}", *(a.text for a in given)]
-    with _translated():
+    folder = f"hydra.sweep.dir={quoted(sweep_dir.absolute())}"
+    overrides = [*_QUIET, folder, *(a.text for a in given)]
+    with translated():
         loader = TracingLoader()
         overrides += _direction(loader, overrides, points[0], [a for a in given if a.is_interval])
         hydra = Hydra(task_name="ptfast", config_loader=loader)
     # Hydra knows of a launcher outside its own packages by a package named hydra_plugins alone.
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = _Launcher
-    with _without_multirun_file(sweep_dir), _translated():
+    with _without_multirun_file(sweep_dir), translated():
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
-    batches = returned if isinstance(returned, (list, tuple)) else []
-    jobs = [one for batch in batches for one in (batch if isinstance(batch, (list, tuple)) else [batch])]
+    # Hydra's own sweeper returns batches of jobs; others may return jobs, or nothing.
+    batches = (batch if isinstance(batch, (list, tuple)) else [batch] for batch in returned or ())
     results: list[JobResult] = []
-    for number, one in enumerate(jobs):
+    for number, one in enumerate(itertools.chain.from_iterable(batches)):
         value, words = one.return_value, tuple(one.overrides or ())
         failed = isinstance(value, JobFailure)
         results.append(JobResult(number, words, None if failed else value, value.error if failed else None))
@@ -200,7 +200,7 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
         sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
     if kind in ("hydra", "all"):
         of_hydra = [a.text for a in parse(arguments) if a.kind == "hydra"]
-        with _translated():
+        with translated():
             config = TracingLoader().load_configuration(PRIMARY, of_hydra, RunMode.RUN)
         clean = Hydra.get_sanitized_hydra_cfg(config)
         sections.append(OmegaConf.to_yaml(clean))
@@ -218,7 +218,7 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
-        with _translated():
+        with translated():
             hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
     finally:
         root.handlers[:] = handlers
@@ -242,13 +242,3 @@ def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
         raise
     finally:
         file.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except PtfastError:
-        raise
-    except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
-        raise translate(error) from error

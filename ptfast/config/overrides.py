@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 
 from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import chosen_groups, lineage, read_yaml
+from ptfast.config.schema import lies_in
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, together
 
 _SET_BY_US = {
@@ -37,6 +39,7 @@ class Argument:
         values: the value, or each point of a sweep, as text that Hydra can read.
         is_sweep: whether it is swept over.
         text: the whole argument in Hydra's grammar.
+        value: of the kind `value`, as Python has it.
     """
 
     kind: str
@@ -44,6 +47,12 @@ class Argument:
     values: tuple[str, ...]
     is_sweep: bool
     text: str
+    value: Any = None
+
+    @property
+    def set_key(self) -> str:
+        """The key that it sets, such as `task.name` for `task`."""
+        return self.text.partition("=")[0].lstrip("+")
 
     @property
     def is_interval(self) -> bool:
@@ -101,10 +110,8 @@ def _check_single(argument: Argument, written: str, before: Argument | None, swe
         otherwise = f", write [{value}] for a list, or quote it twice for a text"
         otherwise = "" if "(" in value or is_secret(argument.key) else otherwise
         sweeper = " and hydra/sweeper=optuna" if argument.is_interval else ""
-        what, hint = (
-            "several values, but this is a single run",
-            f"Add -m{sweeper} to sweep over them{otherwise}",
-        )
+        what, hint = "several values, but this is a single run", f"Add -m{sweeper} to sweep over them"
+        hint += otherwise
         raise ConfigError("C014", what, key=argument.key, value=value, place=COMMAND_LINE, suggestion=hint)
     if before and before.values != argument.values:
         both = f", with {' '.join(before.values)} and {' '.join(argument.values)}"
@@ -118,10 +125,9 @@ def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [*{word.partition("=")[0].lstrip("+"): word for word in words}.values()]
 
 
-def quoted(path: Path) -> str:
-    """`path` as a value on the command line, whatever characters it holds."""
-    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+def quoted(text: str | Path) -> str:
+    """`text` as a value on the command line, whatever characters it holds."""
+    return QuotedString(str(text), Quote.single).with_quotes()
 
 
 def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argument:
@@ -132,7 +138,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
         raise _refused(written, "packages (`@`) are not supported")
     if override.is_hydra_override():
         for theirs, ours in _SET_BY_US.items():
-            if key == theirs or key.startswith(f"{theirs}."):
+            if lies_in(key, [theirs]):
                 what = "ptfast decides where runs are kept and what is written there"
                 raise _refused(written, what, ours.format(written.partition("=")[2]), code="C011")
         return Argument("hydra", key, (written,), override.is_sweep_override(), written)
@@ -146,16 +152,17 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
         for name in map(_plain, values):
             paths.check_recipe(name, COMMAND_LINE)
         return Argument("recipe", key, values, is_sweep, f"+{key}={value}")
-    if key in groups and not isinstance(override.value(), dict):
+    is_mapping = isinstance(override.value(), dict)
+    if key in groups and not is_mapping:
         for option in map(_plain, values):
             paths.check_option(key, option, groups, COMMAND_LINE)
-        if key == paths.PRESETS:
-            return Argument("value", key, values, is_sweep, f"++{key}={value}")
-        own = not (paths.builtin_root().conf / key).is_dir()
-        return Argument("group", key, values, is_sweep, f"{'+' * own}{key}={value}")
-    if key in ("task", "task.name", "task._target_") and not isinstance(override.value(), dict):
-        return Argument("value", "task", values, is_sweep, f"++task.name={value}")
-    return Argument("value", key, values, is_sweep, f"++{key}={value}")
+        if key != paths.PRESETS:
+            own = not (paths.builtin_root().conf / key).is_dir()
+            return Argument("group", key, values, is_sweep, f"{'+' * own}{key}={value}")
+    set_key = key
+    if key in ("task", "task.name", "task._target_") and not is_mapping:
+        key, set_key = "task", "task.name"
+    return Argument("value", key, values, is_sweep, f"++{set_key}={value}", override.value())
 
 
 def _check_shape(written: str, groups: list[str]) -> None:
@@ -186,7 +193,7 @@ def _read(written: str, parser: OverridesParser) -> Override:
     # Paths with brackets or letters outside ASCII are no value of Hydra's grammar; as a quoted text they are.
     if value and not re.search(r"^(\w+\(|[\[{'\"])|[,'\"]|\$\{", value):
         with contextlib.suppress(HydraException, ValueError):
-            return parser.parse_override(f"{key}={QuotedString(value, Quote.single).with_quotes()}")
+            return parser.parse_override(f"{key}={quoted(value)}")
     if re.match(r"(choice|range|glob|interval|shuffle|sort|tag)\(", value):
         hint = "Write key=a,b or key=choice(a,b) or key=range(1,4)"
         raise _refused(written, "not a sweep that can be read", hint, code="C014")
@@ -224,13 +231,10 @@ def _refused(written: str, what: str, hint: str | None = None, *, code: str = "C
 
 
 def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str]]:
-    """Put what the preset sets before `arguments`, less what they set themselves.
+    """Put what the preset sets before `arguments`; also returns the place in its file of each key that it sets.
 
     A preset named on the command line goes over the recipe; one that the recipe names goes under what else
     the recipe says. The default preset needs no expanding: the primary config holds its values.
-
-    Returns:
-        The arguments, and the place in the preset's file of each key that it sets.
     """
     given = {a.key: a for a in arguments}
     name, taken = None, set(given)

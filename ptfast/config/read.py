@@ -12,7 +12,7 @@ from ptfast.config.compose import Composed, compose
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import load
 from ptfast.config.overrides import sift
-from ptfast.config.schema import Config
+from ptfast.config.schema import Config, lies_in
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
 
 
@@ -32,8 +32,7 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
     except PtfastError as error:
         found, error.others = (error, *error.others), ()
         for one in found:
-            key = one.key or ""
-            if not any(key == above or key.startswith(f"{above}.") for above in filter(None, failed)):
+            if not lies_in(one.key or "", filter(None, failed)):
                 errors.append(one)
         raise together(errors) from error
     if errors:

@@ -224,24 +224,23 @@ def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
     """The dotted keys in which two whole configs differ, sorted, except `FREE_KEYS` and secrets.
 
-    Args:
-        moves: leave out where built-in data lies, too.
+    Where built-in data lies is left out, too, if it `moves`.
     """
     before, after = flatten(with_defaults(old)), flatten(with_defaults(new))
     known = str(after.get("data._target_")).startswith("ptfast.data.")
-    free_keys = FREE_KEYS + (DATA_PLACES if moves and known else ())
+    free_keys = (*FREE_KEYS, *(DATA_PLACES if moves and known else ()))
     return sorted(
         key
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key)
-        and not is_free(key, free_keys)
+        and not lies_in(key, free_keys)
         and not any(is_secret(name) for name in key.split("."))
     )
 
 
-def is_free(key: str, free_keys: Iterable[str] = FREE_KEYS) -> bool:
-    """Return True for a key among `free_keys`, or in a section that is."""
-    return any(key == free or key.startswith(f"{free}.") for free in free_keys)
+def lies_in(key: str, sections: Iterable[str]) -> bool:
+    """Return True for a dotted key among `sections`, or in one of them."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,10 +6,9 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 Unit = Literal["steps", "epochs", "samples", "percent", "seconds"]
-UNITS: tuple[Unit, ...] = get_args(Unit)
 
 NUMBER = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?"
 """A number without a sign, wherever one is read from text; also in JavaScript's regular expressions."""
@@ -43,19 +42,12 @@ class DurationRangeError(ValueError):
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training, in the unit it was given in.
-
-    Args:
-        value: how many, >= 0; whole for steps and samples, at most 100 for percent.
-        unit: `steps`, `epochs`, `samples`, `percent` (of the run or the dataset) or `seconds`.
-    """
+    """A length of training, in the unit it was given in; percent are of the run or the dataset."""
 
     value: float
     unit: Unit
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise ValueError(f"unknown unit {self.unit!r}, expected one of {', '.join(UNITS)}")
         if not is_finite(self.value):
             raise DurationRangeError("a duration must be finite")
         object.__setattr__(self, "value", float(self.value))

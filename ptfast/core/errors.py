@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ class PtfastError(Exception):
     Args:
         code: a key of `CODES`.
         what: what is wrong, as a clause without a full stop.
-        key: the config key or file concerned, if there is one.
-        value: the value that was given; shown as `key=value`, unless the key's name says that it is a secret.
+        key: the config key or file concerned.
+        value: as given; shown as `key=value`, unless the key's name says that it is a secret.
         place: where it was given: `command line` or `file.yaml:12`.
         suggestion: what to do about it, as a sentence without its full stop.
     """
@@ -133,15 +134,13 @@ class PtfastError(Exception):
     def at(self, key: str, value: Any = None) -> PtfastError:
         """The same error with `key` in front of its own, and `value` where it has none."""
         full = f"{key}.{self.key}" if self.key and key else key or self.key
-        return self._with(key=full, value=value if self.value is None else self.value)
+        return self.changed(key=full, value=value if self.value is None else self.value)
 
-    def placed(self, place: str | None) -> PtfastError:
-        """The same error, saying where its key was given."""
-        return self._with(place=place)
-
-    def suggesting(self, suggestion: str) -> PtfastError:
-        """The same error with another suggestion."""
-        return self._with(suggestion=suggestion)
+    def changed(self, **changes: Any) -> PtfastError:
+        """The same error with some of its `parts` replaced."""
+        error = type(self)(**self.parts | changes)
+        error.others = self.others
+        return error
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -149,20 +148,9 @@ class PtfastError(Exception):
         names = ("code", "what", "key", "value", "place", "suggestion")
         return {name: getattr(self, name) for name in names}
 
-    def _with(self, **changes: Any) -> PtfastError:
-        return _rebuild(type(self), self.parts | changes, self.others)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process boundaries (loader workers, ranks): rebuild them from their parts.
-        return _rebuild, (type(self), self.parts, self.others)
-
-
-def _rebuild(
-    cls: type[PtfastError], parts: dict[str, Any], others: tuple[PtfastError, ...] = ()
-) -> PtfastError:
-    error = cls(**parts)
-    error.others = others
-    return error
+        return partial(type(self), **self.parts), (), {"others": self.others}
 
 
 class ConfigError(PtfastError):
@@ -253,9 +241,8 @@ def error_line(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
     text = " ".join(_cut(text_of(error)).split()) or "no message"
-    return (
-        f"ptfast: error: {type(error).__name__}{where}: {text}. Add --traceback to see where it comes from."
-    )
+    what = f"{type(error).__name__}{where}: {text}"
+    return f"ptfast: error: {what}. Add --traceback to see where it comes from."
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -370,27 +357,21 @@ def one_line(text: str) -> str:
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `word` is most likely a misspelling of, or None if none is near.
 
-    Besides the share of common letters, swapped, missing, added and repeated letters are recognised, and so
-    is a word that matches only the last part of a dotted candidate.
+    The last part alone of a dotted candidate may match, too.
     """
-
-    def plain(text: str) -> str:
-        return text.lower().replace("-", "_").replace(" ", "_")
-
-    def score(candidate: str) -> float:
-        given, whole = plain(word), plain(candidate)
-        score = _likeness(given, whole)
-        score = max(score, _likeness(given.rpartition(".")[2], whole.rpartition(".")[2]) - 0.01)
+    scored: list[tuple[float, str]] = []
+    for candidate in candidates:
+        given, whole = (re.sub("[- ]", "_", text.lower()) for text in (word, candidate))
+        last_parts = _likeness(given.rpartition(".")[2], whole.rpartition(".")[2])
+        score = max(_likeness(given, whole), last_parts - 0.01)
         is_part = len(given) >= 3 and (whole.startswith(given) or whole.endswith(given))
-        return max(score, 0.7) if is_part else score
-
-    scored = [(score(candidate), candidate) for candidate in candidates]
+        scored.append((max(score, 0.7) if is_part else score, candidate))
     best_score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best if best_score >= 0.6 else None
 
 
 def _likeness(word: str, other: str) -> float:
-    """Likeness of two words, from 0 to 1."""
+    """Likeness of two words, from 0 to 1: a few letters swapped, missing, added or repeated cost little."""
     if word == other:
         return 1.0
     if sorted(word) == sorted(other) or (set(word) == set(other) and abs(len(word) - len(other)) <= 2):

@@ -67,10 +67,8 @@ def duration(seconds: float) -> str:
 
 def short_time(seconds: float) -> str:
     """A short time in three digits: `431 ms`, `12.3 ms`, `87 us`."""
-    for factor, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    factor, unit = (1, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 else (1e-6, "us")
+    return f"{seconds / factor:.3g} {unit}"
 
 
 def clock(seconds: float) -> str:
@@ -99,9 +97,7 @@ def figure(name: str, value: Any) -> str:
     """The value of one figure, written in the way its name calls for, at a width that changes little."""
     if value is None:
         return "not finite"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    if not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return str(value)
     if name == "lr" or name.endswith("_lr"):
         return f"{value:.1e}"

@@ -319,12 +319,12 @@ class BackgroundLogger(Logger):
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of a config that decide what is trained, dotted: plain values, lists as text."""
-    from ptfast.config.schema import flatten, is_free
+    from ptfast.config.schema import FREE_KEYS, flatten, lies_in
 
     return {
         key: value if isinstance(value, (bool, int, float, str)) else str(value)
         for key, value in flatten(config).items()
-        if value is not None and not is_free(key)
+        if value is not None and not lies_in(key, FREE_KEYS)
     }
 
 

@@ -111,7 +111,7 @@ class FirstStep:
             if (named := failure(error, run, ours=True, given=given)) is None:
                 raise
             if self._fresh and named.key == MODEL and (hint := run.remedy()):
-                named = named.suggesting(hint)
+                named = named.changed(suggestion=hint)
             raise named from error
         outputs = seen.outputs if isinstance(seen, OutputCheck) else None
         self._check_loss(given, outputs)

@@ -161,7 +161,11 @@ def test_an_error_keeps_what_was_found_with_it_where_it_is_placed_or_sent() -> N
     error.others = (ConfigError("C002", "unknown key", key="optimizer.lrr"),)
     lines = error_line(error).splitlines()[1:]
     composed = compose(["epochs=0"])
-    for same in (composed.placed(error), error.suggesting("Set it"), pickle.loads(pickle.dumps(error))):
+    for same in (
+        composed.placed(error),
+        error.changed(suggestion="Set it"),
+        pickle.loads(pickle.dumps(error)),
+    ):
         assert error_line(same).splitlines()[1:] == lines
 
 

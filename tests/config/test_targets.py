@@ -26,6 +26,7 @@ from ptfast.core.sections.targets import (
     check_constructs,
     locate,
     parse_target,
+    plain,
     swallows_keywords,
 )
 
@@ -108,7 +109,7 @@ def checked(section: str, path: str, **kwargs: Any) -> Target:
 def refused(section: str, path: str, **kwargs: Any) -> ConfigError:
     _, problems = check_target(Target(path, kwargs), section)
     assert len(problems) == 1, [str(problem) for problem in problems]
-    return problems[0].placed("here")
+    return problems[0].changed(place="here")
 
 
 def test_builds_with_facts_it_takes_and_lacks() -> None:
@@ -124,7 +125,7 @@ def test_builds_nested_targets_first() -> None:
         "inner": {"_target_": "torch.nn.ReLU", "inplace": True},
     }
     target = parse_target(tree)
-    assert target.to_tree() == tree
+    assert plain(target) == tree
     inner = target.build().inner
     assert isinstance(inner, nn.ReLU)
     assert inner.inplace
@@ -134,7 +135,7 @@ def test_partial_binds_instead_of_calling() -> None:
     tree = {"_target_": f"{HERE}.Net", "_partial_": True, "depth": 7}
     target, problems = check_target(parse_target(tree), "")
     assert problems == []
-    assert target.to_tree() == tree
+    assert plain(target) == tree
     assert target.build()(num_classes=1).depth == 7
 
 

@@ -138,7 +138,7 @@ def to_tree(section: Section) -> Tree:
         if isinstance(value, Section):
             tree[name] = to_tree(value)
         elif name == "target":
-            tree |= value.to_tree() if value else {"_target_": None}
+            tree |= plain(value) if value else {"_target_": None}
         elif name in ("options", "several"):
             tree |= plain(value)
         else:

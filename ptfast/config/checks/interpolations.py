@@ -13,7 +13,7 @@ from omegaconf.resolvers import oc
 
 from ptfast.config.checks.target_keywords import SECTIONS
 from ptfast.config.files import paths
-from ptfast.config.schema import VARIABLES, Config, flatten, section_of
+from ptfast.config.schema import VARIABLES, Config, flatten, lies_in, section_of
 from ptfast.core.errors import (
     COMMAND_LINE,
     ConfigError,
@@ -57,7 +57,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
                 OmegaConf.to_container(value, resolve=True)
         except InterpolationToMissingValueError as error:
             key = str(error).splitlines()[0].rpartition(" ")[2]
-            found[key] = not_set(key).placed(place(key))
+            found[key] = not_set(key).changed(place=place(key))
         except (OmegaConfBaseException, RecursionError) as error:
             what, hint = _why_broken(error, config)
             written = parent._get_node(name)._value()
@@ -100,11 +100,8 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
         return f"there is no key {absent[1]}", near and f"Did you mean ${{{section}{dot}{near}}}?"
     if isinstance(error, RecursionError) or "recursi" in message.lower():
         return "the interpolation refers to itself", None
-    return f"an interpolation that cannot be resolved: {_first_line(error)}", None
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first_line = message.strip().partition("\n")[0].strip()
+    return f"an interpolation that cannot be resolved: {first_line}", None
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
@@ -112,8 +109,8 @@ def check_grammar(key: str, text: str, place: str) -> None:
     try:
         parse(text)
     except GrammarParseError as error:
-        what = f"an interpolation that cannot be read: {_first_line(error)}"
-        hint = "Write \\${ for the text itself"
+        first_line = str(error).strip().partition("\n")[0].strip()
+        what, hint = f"an interpolation that cannot be read: {first_line}", "Write \\${ for the text itself"
         raise ConfigError("C008", what, key=key, value=text, place=place, suggestion=hint) from error
 
 
@@ -139,19 +136,19 @@ def _too_large(tree: dict[str, Any]) -> str | None:
 
     def size(key: str) -> int:
         """Characters at a key or below it; 0 while it is being counted, which a circle comes back to."""
-        if key not in sizes:
-            sizes[key] = 0
-            below = [inside for inside in values if inside.startswith(f"{key}.")]
-            sizes[key] = sum(map(size, below)) if key not in values else expanded(key)
+        if key in sizes:
+            return sizes[key]
+        sizes[key] = 0
+        if key in values:
+            text, above = str(values[key]), key.split(".")
+            references = (
+                ".".join([*above[: len(above) - len(dots)], name] if dots else [name])
+                for dots, name in _REFERENCE.findall(text)
+            )
+            sizes[key] = min(len(text) + sum(map(size, references)), 2 * _MOST_CHARS)
+        else:
+            sizes[key] = sum(size(inside) for inside in values if inside.startswith(f"{key}."))
         return sizes[key]
-
-    def expanded(key: str) -> int:
-        text, above = str(values[key]), key.split(".")
-        references = (
-            ".".join([*above[: len(above) - len(dots)], name] if dots else [name])
-            for dots, name in _REFERENCE.findall(text)
-        )
-        return min(len(text) + sum(map(size, references)), 2 * _MOST_CHARS)
 
     return next((key for key in values if "${" in str(values[key]) and size(key) > _MOST_CHARS), None)
 
@@ -201,25 +198,25 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
     references = " ".join(str(value) for value in flatten(tree).values() if "${" in str(value))
     known = sorted(set(re.findall(rf"\b(?:{'|'.join(map(re.escape, sections))})\b(?:\.\w+)*", references)))
+
+    def is_named(key: str) -> bool:
+        """Return True if a reference is to `key`, to a key in it, or to what holds it."""
+        return lies_in(key, known) or any(lies_in(name, [key]) for name in known)
+
     errors: list[PtfastError] = []
     for key in typed:
-        if not _named(key, known):
+        if not is_named(key):
             hint = did_you_mean(key, known) or "A run's config.yaml holds values in place of variables"
             what = f"no key refers to ${{{key}}}"
             errors.append(ConfigError("C002", what, key=key, place=COMMAND_LINE, suggestion=hint))
     if errors:
         raise together(errors)
-    idle = [name for name in sections - {VARIABLES} if tree.get(name) and not _named(name, known)]
+    idle = [name for name in sections - {VARIABLES} if tree.get(name) and not is_named(name)]
     return [
         f"{name} ({places.get(name, COMMAND_LINE)}): no key refers to what it sets. "
         "An option that sets keys of other groups begins with `# @package _global_`"
         for name in sorted(idle)
     ]
-
-
-def _named(key: str, names: list[str]) -> bool:
-    """Return True if one of `names` is `key`, lies in it, or holds it."""
-    return any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in names)
 
 
 def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ptfast.config.schema import flatten
+from ptfast.config.schema import flatten, lies_in
 from ptfast.core.errors import COMMAND_LINE, ConfigError, together
 from ptfast.core.machine import cache_folder
 from ptfast.core.sections.targets import EXTRAS, locate
@@ -44,11 +44,11 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
         """Refuse a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
         is_module = isinstance(found, ModuleType)
         home = found.__name__ if is_module else getattr(found, "__module__", None)
-        inside = isinstance(home, str) and _lies_in(home, covered)
+        inside = isinstance(home, str) and lies_in(home, covered)
         if not inside and not (is_module and home == path):
             raise ConfigError("C009", f"not trusted, {path} leads to {home or 'a built-in'}")
 
-    if not _lies_in(path, covered):
+    if not lies_in(path, covered):
         package = path.split(".")[0]
         hint = f"If you trust it, add 'trust=[{package}]' to the command line"
         hint = None if package in sys.stdlib_module_names else hint
@@ -58,16 +58,16 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
         raise ConfigError("C009", "not trusted, it is private")
     found = locate(path, visit)
     home = getattr(found, "__module__", None) or ""
-    if _lies_in(home, packages):
+    if lies_in(home, packages):
         return found
     if inspect.isclass(found):
         from torch import nn, optim
         from torch.utils.data import Dataset
 
         parts = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler, Dataset)
-        fits = _lies_in(home, _CLASS_ROOTS) or issubclass(found, parts)
+        fits = lies_in(home, _CLASS_ROOTS) or issubclass(found, parts)
     else:
-        fits = inspect.isfunction(found) and _lies_in(home, _FUNCTION_ROOTS)
+        fits = inspect.isfunction(found) and lies_in(home, _FUNCTION_ROOTS)
     if not fits:
         what = "not trusted, it is no model, dataset, optimizer or other part of a run"
         raise ConfigError("C009", what)
@@ -119,7 +119,3 @@ def is_own(config_file: Path) -> bool:
 def _marker(config_file: Path) -> Path:
     digest = hashlib.sha256(config_file.read_bytes()).hexdigest()
     return cache_folder() / f"own-runs-{os.getuid()}" / digest
-
-
-def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)

@@ -58,7 +58,7 @@ def validate(
     if checker.problems:
         problems = sorted(checker.problems, key=lambda problem: (problem.code != "C002", problem.code[0]))
         first = {problem.key: problem for problem in reversed(problems)}
-        raise together([p.placed(place(p.key or "")) for p in problems if p is first[p.key]])
+        raise together([p.changed(place=place(p.key or "")) for p in problems if p is first[p.key]])
     assert config is not None
     return config
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ptfast.config.compose import compose
@@ -68,7 +67,6 @@ def write_overlay(
     called = str(file if file.is_absolute() else f"./{file}")
     defaults: list[Any] = []
     values = OmegaConf.create()
-    parser = OverridesParser.create()
     for argument in parse(arguments):
         if argument.kind == "recipe":
             # A path means the folder that the command was given in.
@@ -79,8 +77,7 @@ def write_overlay(
         elif (
             argument.kind == "value" and argument.key.split(".")[0] not in OWN and not is_secret(argument.key)
         ):
-            override = parser.parse_override(argument.text)
-            OmegaConf.update(values, override.key_or_group, override.value(), merge=True, force_add=True)
+            OmegaConf.update(values, argument.set_key, argument.value, merge=True, force_add=True)
     for key, value in found.items():
         OmegaConf.update(values, key, value, merge=True, force_add=True)
     head = "".join(f"# {line}".rstrip() + "\n" for line in [*comment, "", f"  ptfast train +recipe={called}"])

@@ -21,6 +21,7 @@ _SEQUENCES = (
 )
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _NOTHING = (None, type(None))
+_UNIONS = (Union, types.UnionType)
 
 
 @dataclass(frozen=True)
@@ -83,26 +84,39 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
     Raises:
         ConfigError: C004 or C005, without a key.
     """
-    annotation, metadata, in_unit = _strip(annotation, in_unit)
-    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    kind, arguments, metadata, in_unit = _parts(annotation, in_unit)
     result = value
-    if _is_union(annotation):
+    if kind in _UNIONS:
         result = _to_union(value, arguments, in_unit)
-    elif origin is Literal:
+    elif kind is Literal:
         if not any(type(choice) is type(value) and choice == value for choice in arguments):
             known = [str(choice) for choice in arguments]
             suggestion = did_you_mean(value, known) if isinstance(value, str) else None
             raise ConfigError("C004", f"expected {_either(known)}", suggestion=suggestion)
-    elif origin in _NOTHING:
+    elif kind in _NOTHING:
         if value is not None:
             raise ConfigError("C004", "expected null")
-    elif origin is Duration:
-        result = _to_duration(value, in_unit)
-    elif origin in _PLAIN:
-        result = _to_plain(value, origin)
-    elif origin in _SEQUENCES:
-        result = _to_sequence(value, origin, arguments, in_unit)
-    elif origin in _MAPPINGS:
+    elif kind is Duration:
+        try:
+            result = Duration.parse(value, in_unit.default)
+        except ValueError as error:
+            code = "C005" if isinstance(error, DurationRangeError) else "C004"
+            raise ConfigError(code, str(error)) from None
+        if result.unit not in in_unit.allowed:
+            given = "a wall time" if result.unit == "seconds" else result.unit
+            raise ConfigError("C004", f"expected {_either(in_unit.allowed)}, not {given}")
+    elif kind in _PLAIN:
+        result = _to_plain(value, kind)
+    elif kind in _SEQUENCES:
+        if not isinstance(value, (list, tuple)):
+            raise _expected("a list", value, "Write [...] around it")
+        is_fixed = kind is tuple and arguments and arguments[-1] is not Ellipsis
+        members = arguments if is_fixed else (arguments[0] if arguments else Any,) * len(value)
+        if len(value) != len(members):
+            raise ConfigError("C004", f"expected a list of {len(members)} values")
+        result = [coerce(item, member, in_unit) for item, member in zip(value, members, strict=True)]
+        result = kind(result) if kind in (tuple, set, frozenset) else result
+    elif kind in _MAPPINGS:
         if not isinstance(value, dict):
             raise _expected("a mapping", value)
         member = arguments[1] if len(arguments) == 2 else Any
@@ -117,25 +131,24 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
 
 def describe(annotation: Any) -> str:
     """Describe a value of this type, for `expected ...`."""
-    annotation, *_ = _strip(annotation)
-    members = get_args(annotation) if _is_union(annotation) else [annotation]
-    return _either([word for member in members for word in _words(member)])
+    return _either(_words(annotation))
 
 
 def _words(annotation: Any) -> Sequence[str]:
-    annotation, _, in_unit = _strip(annotation)
-    origin = get_origin(annotation) or annotation
-    if origin is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    if origin in _SEQUENCES:
+    kind, arguments, _, in_unit = _parts(annotation)
+    if kind in _UNIONS:
+        return [word for member in arguments for word in _words(member)]
+    if kind is Literal:
+        return [str(choice) for choice in arguments]
+    if kind in _SEQUENCES:
         return ["a list"]
-    if origin in _MAPPINGS:
+    if kind in _MAPPINGS:
         return ["a mapping"]
-    if origin is Duration:
+    if kind is Duration:
         return ["a wall time such as 10m" if in_unit.default == "seconds" else "a duration"]
-    if origin in _NOTHING:
+    if kind in _NOTHING:
         return ["null"]
-    return _PLAIN[origin][0] if origin in _PLAIN else [getattr(origin, "__name__", str(origin))]
+    return _PLAIN[kind][0] if kind in _PLAIN else [getattr(kind, "__name__", str(kind))]
 
 
 def _either(words: Sequence[str]) -> str:
@@ -200,18 +213,6 @@ def _to_plain(value: Any, kind: Any) -> Any:
     return kind(number)
 
 
-def _to_duration(value: Any, in_unit: InUnit) -> Duration:
-    try:
-        duration = Duration.parse(value, in_unit.default)
-    except ValueError as error:
-        code = "C005" if isinstance(error, DurationRangeError) else "C004"
-        raise ConfigError(code, str(error)) from None
-    if duration.unit not in in_unit.allowed:
-        given = "a wall time" if duration.unit == "seconds" else duration.unit
-        raise ConfigError("C004", f"expected {_either(in_unit.allowed)}, not {given}")
-    return duration
-
-
 def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
     if value is None and type(None) in members:
         return None
@@ -219,7 +220,7 @@ def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
     has_opaque = len(known) + (type(None) in members) < len(members)
     problem = None
     # A member of the value's own type comes first: text stays text where a number may stand, too.
-    for member in sorted(known, key=lambda member: _strip(member)[0] is not type(value)):
+    for member in sorted(known, key=lambda member: _parts(member)[:2] != (type(value), ())):
         try:
             return coerce(value, member, in_unit)
         except PtfastError as found:
@@ -236,34 +237,19 @@ def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
     raise ConfigError("C004", what, suggestion=problem.suggestion if problem else None)
 
 
-def _to_sequence(value: Any, origin: Any, arguments: tuple[Any, ...], in_unit: InUnit) -> Any:
-    if not isinstance(value, (list, tuple)):
-        raise _expected("a list", value, "Write [...] around it")
-    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
-        if len(value) != len(arguments):
-            raise ConfigError("C004", f"expected a list of {len(arguments)} values")
-        return tuple(coerce(item, member, in_unit) for item, member in zip(value, arguments, strict=True))
-    items = [coerce(item, arguments[0] if arguments else Any, in_unit) for item in value]
-    return origin(items) if origin in (tuple, set, frozenset) else items
-
-
-def _strip(annotation: Any, in_unit: InUnit = _STEPS) -> tuple[Any, tuple[Any, ...], InUnit]:
-    """An annotation without `Annotated`, its metadata, and the units that hold in it."""
-    if get_origin(annotation) is not Annotated:
-        return annotation, (), in_unit
-    inner, *metadata = get_args(annotation)
-    return inner, tuple(metadata), next((item for item in metadata if isinstance(item, InUnit)), in_unit)
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)
+def _parts(annotation: Any, in_unit: InUnit = _STEPS) -> tuple[Any, tuple[Any, ...], list[Any], InUnit]:
+    """The type that an annotation stands for, its arguments, its metadata, and the units that hold in it."""
+    metadata: list[Any] = []
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+        in_unit = next((item for item in metadata if isinstance(item, InUnit)), in_unit)
+    return get_origin(annotation) or annotation, get_args(annotation), metadata, in_unit
 
 
 def _is_known(annotation: Any) -> bool:
     """Return True if values are coerced to a type, not taken as they are."""
-    annotation, *_ = _strip(annotation)
-    known = (*_PLAIN, Duration, *_SEQUENCES, *_MAPPINGS, *_NOTHING, Literal, Any, Union, types.UnionType)
-    return (get_origin(annotation) or annotation) in known
+    known = (*_PLAIN, Duration, *_SEQUENCES, *_MAPPINGS, *_NOTHING, Literal, Any, *_UNIONS)
+    return _parts(annotation)[0] in known
 
 
 REFERENCE = {"$ref": "#/$defs/reference"}
@@ -280,44 +266,38 @@ def json_types(annotation: Any) -> list[dict[str, Any]]:
 
 
 def _json_types(annotation: Any, bounds: Range | None) -> list[dict[str, Any]]:
-    annotation, metadata, in_unit = _strip(annotation)
+    kind, arguments, metadata, in_unit = _parts(annotation)
     bounds = next((item for item in metadata if isinstance(item, Range)), bounds)
-    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
-    if _is_union(annotation):
+    if kind in _UNIONS:
         known = [member for member in arguments if _is_known(member) or member is Target]
         if all(member is type(None) for member in known):
             return [{}]
         targets = [TARGET] * (len(known) < len(arguments))
         return [found for member in known for found in _json_types(member, bounds)] + targets
-    if origin is Literal:
+    if kind is Literal:
         return [{"enum": list(arguments)}]
-    if origin is Duration:
+    if kind is Duration:
+        # In the grammar of JavaScript's regular expressions.
+        if in_unit.allowed == ("seconds",):
+            times = r"\s*".join(f"(({NUMBER})\\s*({words}))?" for words in _TIME_WORDS)
+            pattern = rf"^\s*(?=\S)({NUMBER}|{times})\s*$"
+        else:
+            words = "|".join(_UNIT_WORDS[unit] for unit in in_unit.allowed if unit in _UNIT_WORDS)
+            pattern = rf"^\s*({NUMBER})\s*({words})?\s*$"
         limits = (bounds or NOT_NEGATIVE).json_limits()
-        return [
-            {"type": "number", **limits},
-            {"type": "string", "pattern": _duration_pattern(in_unit.allowed)},
-        ]
-    if origin in _SEQUENCES:
+        return [{"type": "number", **limits}, {"type": "string", "pattern": pattern}]
+    if kind in _SEQUENCES:
         items = [{"anyOf": [*_json_types(member, bounds), REFERENCE]} for member in arguments]
-        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        if kind is tuple and arguments and arguments[-1] is not Ellipsis:
             return [{"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}]
         return [{"type": "array", **({"items": items[0]} if items else {})}]
-    if origin in _MAPPINGS:
+    if kind in _MAPPINGS:
         return [{"type": "object"}]
-    if origin in _NOTHING:
+    if kind in _NOTHING:
         return [{"type": "null"}]
-    if origin is Target:
+    if kind is Target:
         return [{"type": "string"}, TARGET]
-    if origin not in _PLAIN:
+    if kind not in _PLAIN:
         return [{}]
-    limits = bounds.json_limits() if bounds and origin in (int, float) else {}
-    return [{"type": _PLAIN[origin][1], **limits}]
-
-
-def _duration_pattern(units: tuple[Unit, ...]) -> str:
-    """A regular expression, in JavaScript's grammar, of durations in these units."""
-    if units == ("seconds",):
-        parts = r"\s*".join(f"(({NUMBER})\\s*({words}))?" for words in _TIME_WORDS)
-        return rf"^\s*(?=\S)({NUMBER}|{parts})\s*$"
-    words = "|".join(_UNIT_WORDS[unit] for unit in units if unit in _UNIT_WORDS)
-    return rf"^\s*({NUMBER})\s*({words})?\s*$"
+    limits = bounds.json_limits() if bounds and kind in (int, float) else {}
+    return [{"type": _PLAIN[kind][1], **limits}]

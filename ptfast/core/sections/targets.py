@@ -47,9 +47,7 @@ class Target:
         """Call the target with its keywords.
 
         Args:
-            args: positional arguments, e.g. an optimizer's parameters.
-            facts: keywords passed only where the signature has a keyword of that name, the config does not
-                set it and the fact is known (not None).
+            facts: keywords for those parameters of these names that the config does not set; None is unknown.
         """
         function = self.resolve()
         takes = keywords(function)
@@ -59,18 +57,9 @@ class Target:
             return functools.partial(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def to_tree(self) -> dict[str, Any]:
-        """Plain YAML-able data that `parse_target` reads back."""
-        partial = {"_partial_": True} if self.partial else {}
-        return {"_target_": self.path, **partial, **{key: plain(value) for key, value in self.kwargs.items()}}
-
 
 def parse_target(tree: dict[str, Any]) -> Target:
-    """The `Target` of a mapping with `_target_`, nested ones included.
-
-    Raises:
-        ConfigError: C016 without a path, C009 for what is no import path, C002 for an unknown directive.
-    """
+    """The `Target` of a mapping with `_target_`, nested ones included."""
     path = tree.get("_target_")
     if path is None or path == "???":
         what = "required, but not set"
@@ -224,14 +213,12 @@ def check_constructs(
 ) -> None:
     """Build a model on the meta device if only that shows whether its keywords are known.
 
-    A signature that ends in `**kwargs` hides a misspelt keyword until the call, which is late.
+    A signature that ends in `**kwargs` hides a misspelt keyword (C002), or another argument that is refused
+    (C005), until the call, which is late.
 
     Args:
         facts: what `Target.build` will be given; published weights are not loaded here.
         key: the section, for the message.
-
-    Raises:
-        ConfigError: C002 for a keyword that nothing takes, C005 for other arguments it refuses.
     """
     function = target.resolve()
     if not swallows_keywords(function):
@@ -246,21 +233,20 @@ def check_constructs(
     except (TypeError, ValueError) as error:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or isinstance(error, ValueError):
-            raise ConfigError("C005", str(error)).at(key, target.path).placed(place) from error
+            raise ConfigError("C005", str(error), key=key, value=target.path, place=place) from error
         name = found[1]
         hint = did_you_mean(name, [*keywords(function), *facts], f"{key}.{{}}")
-        value = target.kwargs.get(name)
-        raise ConfigError(
-            "C002", "unknown key", key=f"{key}.{name}", value=value, place=place, suggestion=hint
-        ) from error
+        at = {"key": f"{key}.{name}", "value": target.kwargs.get(name), "place": place}
+        raise ConfigError("C002", "unknown key", suggestion=hint, **at) from error
     except (NotImplementedError, RuntimeError):
         return  # a constructor that reads values cannot run on the meta device
 
 
 def plain(value: Any) -> Any:
-    """`value` as plain YAML-able data."""
+    """`value` as plain YAML-able data; `parse_value` reads the targets in it back."""
     if isinstance(value, Target):
-        return value.to_tree()
+        partial = {"_partial_": True} if value.partial else {}
+        return {"_target_": value.path, **partial, **plain(value.kwargs)}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -360,4 +360,4 @@ def _writing(saved: Path) -> Iterator[None]:
         after = f"with run.resume=auto; {states[0].name} is intact" if states else "from the start"
         failure = cannot_write(cause, str(saved))
         remedy = "Free some space" if failure.code == "E002" else "Mend that"
-        raise failure.suggesting(f"{remedy} and run again {after}") from error
+        raise failure.changed(suggestion=f"{remedy} and run again {after}") from error

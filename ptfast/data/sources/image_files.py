@@ -116,7 +116,7 @@ class ImageFiles(ImageSource):
                 pixels, converted = decode_file(self.paths[other])
             except DataError as error:
                 if not self.skips:
-                    raise error.suggesting(REMEDY) from None
+                    raise error.changed(suggestion=REMEDY) from None
                 self._corrupt[other] = True
             else:
                 self._converted[index] |= converted

@@ -87,7 +87,7 @@ def check_fits(run: PartialRun) -> None:
         found = failure(error, SimpleNamespace(model=twin, task=task), ours=True, given=given)
         if found is None:
             return  # not the model's fault: training reports it
-        raise found.suggesting(remedy(target, config.data.target, run.info) or TRACEBACK) from error
+        raise found.changed(suggestion=remedy(target, config.data.target, run.info) or TRACEBACK) from error
 
 
 @contextlib.contextmanager
