@@ -92,15 +92,6 @@ class ThisMachine:
             return "cpu"
         return devices.device_type("auto")
 
-    @cached_property
-    def num_gpus(self) -> int:
-        """CUDA devices that are visible."""
-        if self.device != "cuda":
-            return 0
-        import torch
-
-        return torch.cuda.device_count()
-
     def lacks(self, need: Need) -> str | None:
         """Why `need` is not met here, as a clause; None where it is, or is no matter of the machine."""
         if need in OF_THE_RUN:
@@ -114,8 +105,13 @@ class ThisMachine:
         if need == "cuda":
             return None if device == "cuda" else "no CUDA device is visible"
         if need == "ranks":
-            here = f"{self.num_gpus} GPU" if self.num_gpus else f"one {name}"
-            return None if self.num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
+            here, num_gpus = f"one {name}", 0
+            if device == "cuda":
+                import torch
+
+                num_gpus = torch.cuda.device_count()
+                here = f"{num_gpus} GPU" if num_gpus else here
+            return None if num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
         if need in ("bf16", "fp16", "half"):
             types = {"bf16": "bfloat16 is", "fp16": "float16 is", "half": "neither half-width type is"}
             fast = need != "bf16" and device == "cuda"

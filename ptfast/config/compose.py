@@ -24,7 +24,7 @@ from ptfast.config.checks.interpolations import (
     variable_sections,
 )
 from ptfast.config.files import paths
-from ptfast.config.files.yaml_file import chosen_groups, lineage
+from ptfast.config.files.yaml_file import lineage
 from ptfast.config.hydra_loader import PRIMARY, TracingLoader
 from ptfast.config.overrides import Argument, expand_preset, parse
 from ptfast.config.schema import VARIABLES, defaults, flatten
@@ -126,7 +126,7 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     recipe = next((paths.recipe_file(a.option) for a in given if a.kind == "recipe"), None)
     if recipe and paths.own_groups():
         # Choices of the user's own groups take the place of those that the recipe makes.
-        chosen = chosen_groups(lineage(paths.RECIPES, recipe))
+        chosen = {group for file in lineage(paths.RECIPES, recipe) for group in file.choices}
         given = [
             replace(a, text=a.text.lstrip("+")) if a.kind == "group" and a.key in chosen else a for a in given
         ]

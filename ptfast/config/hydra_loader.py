@@ -1,11 +1,8 @@
 """Hydra's loader over our files: its search path, strict reading, and the place of each key.
 
-Everything private of Hydra and OmegaConf that ptfast uses is imported here, each with its reason.
+Everything private of Hydra and OmegaConf that ptfast uses is imported here:
 
-- `ConfigLoaderImpl`: composing; `hydra.compose` does not say which file set which key, works on global state,
-  and registers the folders of configs for the whole process. Of its methods, `_load_single_config` and
-  `_compose_config_from_defaults_list` are overridden, and `_apply_overrides_to_config` lays values over
-  options that were merged before.
+- `ConfigLoaderImpl`: `hydra.compose` does not say which file set which key, and works on global state.
 - `ConfigSearchPathImpl`: the search path that this loader takes.
 - `Hydra`: sweeps, `--cfg` and `--info` with a loader of our own; `hydra.main` reads the command line itself.
 - `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.
@@ -34,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import OmegaConfDumper
 
 from ptfast.config.files import paths
-from ptfast.config.files.yaml_file import SELF, YamlFile, base_file, chosen_groups, lineage, read_yaml
+from ptfast.config.files.yaml_file import SELF, YamlFile, base_file, lineage, read_yaml
 from ptfast.config.overrides import parse
 from ptfast.config.schema import with_defaults
 from ptfast.core.errors import PtfastError, together
@@ -83,20 +80,18 @@ class PtfastSource(ConfigSource):
         )
 
     def is_group(self, config_path: str) -> bool:
-        folder = self._folder(config_path)
-        return folder is not None and folder.is_dir()
+        return config_path.strip("/") != paths.PRESETS and self._folder(config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
         return self.file(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        folder = self._folder(config_path)
-        if folder is None or not folder.is_dir():
+        if not self.is_group(config_path):
             return []
-        found: set[str] = set()
+        folder, found = self._folder(config_path), set[str]()
         if results_filter in (None, ObjectType.GROUP):
             found |= {f.name for f in folder.iterdir() if f.is_dir() and f.name != paths.PRESETS}
-            if not config_path.strip("/") and self._recipes().is_dir():
+            if not config_path.strip("/") and self._folder(paths.RECIPES).is_dir():
                 found.add(paths.RECIPES)
         if results_filter in (None, ObjectType.CONFIG):
             found |= {f.stem for f in folder.glob("*.yaml")}
@@ -106,7 +101,7 @@ class PtfastSource(ConfigSource):
         """The file behind Hydra's `group/option`, or None where this root has none."""
         if config_path.startswith(_RECIPE):
             name = config_path.removeprefix(_RECIPE)
-            own = self._recipes() / f"{name.removesuffix('.yaml')}.yaml"
+            own = self._folder(paths.RECIPES) / f"{name.removesuffix('.yaml')}.yaml"
             if own.is_file():
                 return own
             given = paths.recipe_file(name)
@@ -117,41 +112,19 @@ class PtfastSource(ConfigSource):
         file = Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml"
         return file if file.is_file() else None
 
-    def _recipes(self) -> Path:
-        return next(
-            (r.recipes for r in paths.roots() if r.conf == Path(self.path)), Path(self.path) / "recipes"
-        )
-
-    def _folder(self, config_path: str) -> Path | None:
-        group = config_path.strip("/")
-        if group == paths.RECIPES:
-            return self._recipes()
-        return None if group == paths.PRESETS else Path(self.path) / group
-
-
-def search_path() -> ConfigSearchPathImpl:
-    """Hydra's own options, the user's and the package's folders, and those that plugins add."""
-    Plugins.instance().register(PtfastSource)
-    result = ConfigSearchPathImpl()
-    result.append("hydra", "pkg://hydra.conf")
-    for root in paths.roots():
-        if root.conf.is_dir() or root.recipes.is_dir():
-            own = root != paths.builtin_root()
-            result.append("user" if own else "main", f"ptfast://{root.conf}")
-    for plugin in Plugins.instance().discover(SearchPathPlugin):
-        plugin().manipulate_search_path(result)  # pyright: ignore[reportAttributeAccessIssue]
-    result.append("schema", "structured://")
-    return result
+    def _folder(self, config_path: str) -> Path:
+        if config_path.strip("/") == paths.RECIPES:
+            return next(root.recipes for root in paths.roots() if root.conf == Path(self.path))
+        return Path(self.path) / config_path.strip("/")
 
 
 def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
     """A config in which `task: NAME`, or a task by `_target_`, is written out as a section with a name."""
     task = tree.get("task")
-    if isinstance(task, dict) and "_target_" in task:
-        task = {"name": task["_target_"], **{key: value for key, value in task.items() if key != "_target_"}}
-    elif task is None or isinstance(task, dict):
+    if task is None or (isinstance(task, dict) and "_target_" not in task):
         return tree
-    return {**tree, "task": task if isinstance(task, dict) else {"name": task}}
+    options = dict(task) if isinstance(task, dict) else {}
+    return {**tree, "task": {"name": options.pop("_target_", task), **options}}
 
 
 def _recipe_defaults(content: YamlFile) -> list[Any]:
@@ -184,7 +157,8 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
             entry = {f"{'' if adds else 'override '}/{group}": option}
         elif isinstance(entry, str) and entry != SELF:
             file = base_file(paths.RECIPES, entry, content)
-            before |= chosen_groups(lineage(paths.RECIPES, file)) if file else set()
+            for base in lineage(paths.RECIPES, file) if file else ():
+                before |= {*base.choices}
             # In a list Hydra takes a name as it is, and finds no package behind an `@`.
             entry = {f"/{paths.RECIPES}": [str(file)]}
         result.append(entry)
@@ -201,7 +175,17 @@ class TracingLoader(ConfigLoaderImpl):
             # Which behaves as 1.1 by default; later versions behave in one way alone.
             version.setbase("1.3")
         setup_globals()
-        super().__init__(search_path())
+        Plugins.instance().register(PtfastSource)
+        search_path = ConfigSearchPathImpl()
+        search_path.append("hydra", "pkg://hydra.conf")
+        for root in paths.roots():
+            if root.conf.is_dir() or root.recipes.is_dir():
+                own = root != paths.builtin_root()
+                search_path.append("user" if own else "main", f"ptfast://{root.conf}")
+        for plugin in Plugins.instance().discover(SearchPathPlugin):
+            plugin().manipulate_search_path(search_path)  # pyright: ignore[reportAttributeAccessIssue]
+        search_path.append("schema", "structured://")
+        super().__init__(search_path)
         self.files: list[tuple[str, YamlFile]] = []
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:

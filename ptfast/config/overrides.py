@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from ptfast.config.files import paths
-from ptfast.config.files.yaml_file import chosen_groups, lineage, read_yaml
+from ptfast.config.files.yaml_file import lineage, read_yaml
 from ptfast.config.schema import lies_in
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, together
 
@@ -231,7 +231,7 @@ def _refused(written: str, what: str, hint: str | None = None, *, code: str = "C
 
 
 def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[str, str]]:
-    """Put what the preset sets before `arguments`; also returns the place in its file of each key that it sets.
+    """Put what the preset sets before `arguments`; also returns where its file sets each of those keys.
 
     A preset named on the command line goes over the recipe; one that the recipe names goes under what else
     the recipe says. The default preset needs no expanding: the primary config holds its values.
@@ -246,7 +246,7 @@ def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[s
             if (own := recipe.data.get(paths.PRESETS)) is not None:
                 paths.check_option(paths.PRESETS, own, [paths.PRESETS], recipe.places[paths.PRESETS])
                 name = own
-            taken |= {*recipe.places, *chosen_groups([recipe])}
+            taken |= {*recipe.places, *recipe.choices}
     if name is None:
         return list(arguments), {}
     preset = read_yaml(paths.options(paths.PRESETS)[name])

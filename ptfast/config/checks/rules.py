@@ -153,12 +153,9 @@ def check_batch(
     """
 
     def nearest(value: int, of: int) -> str:
-        below, above = value // of * of, (value // of + 1) * of
-        return (
-            f"The nearest that divide are {below} and {above}"
-            if below
-            else f"The nearest that divides is {above}"
-        )
+        below = value // of * of
+        found = f"divide are {below} and {below + of}" if below else f"divides is {of}"
+        return f"The nearest that {found}"
 
     parts = micro_batches or ranks * accumulate
     if parts % ranks:

@@ -47,6 +47,13 @@ _RANGES = {
     **dict.fromkeys(("width", "depth", "hidden_size", "num_layers", "num_heads"), AT_LEAST_ONE),
 }
 """Ranges of keywords in these libraries. A class of ours, or of a user, has them in its signature."""
+_TYPES: dict[type, Any] = {
+    bool: bool | None,
+    float: float | list[float],
+    int: int | float | list[int | float],
+    Duration: Duration,
+}
+"""The type that the default of a keyword without an annotation stands for; a bool is an int, too."""
 _PASSING_ON = (*_LIBRARIES, "ptfast.models.")
 """Packages whose functions pass keywords that they do not name on to these libraries."""
 
@@ -63,10 +70,8 @@ def check_target(
     """Check what kind of thing a target is, its keywords and their values.
 
     Args:
-        target: as given, its values uncoerced.
         section: one of `SECTIONS`, `callbacks`, `task`, or `` for a target inside another's keywords.
         fixed: keys of the section that are not the target's, for suggestions.
-        locate: how import paths are resolved; `locate_trusted` for a config from elsewhere.
         prefix: the key that messages start with, by default the section.
         by_source: look only for unknown keywords of built-in targets, and import nothing.
     """
@@ -95,7 +100,12 @@ def check_target(
             continue
         try:
             if parameter:
-                kwargs[name] = coerce(value, parameter.annotation, _in_unit(parameter.default))
+                # A bare number for a duration has the unit of the default.
+                default = parameter.default
+                default = default[0] if isinstance(default, (list, tuple)) and default else default
+                unit = default.unit if isinstance(default, Duration) else "epochs"
+                in_unit = InUnit(unit, ("seconds",)) if unit == "seconds" else InUnit(unit)
+                kwargs[name] = coerce(value, parameter.annotation, in_unit)
             else:
                 passed_on = name in _RANGES and name_of(function).startswith(_PASSING_ON)
                 kwargs[name] = coerce(value, Annotated[Any, _RANGES[name]] if passed_on else Any)
@@ -161,7 +171,7 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
     for name, parameter in parameters.items():
         annotation, default = parameter.annotation, parameter.default
         if annotation is EMPTY or annotation is Any:
-            annotation = _type_of(default)
+            annotation = next((wanted for kind, wanted in _TYPES.items() if isinstance(default, kind)), Any)
         # A default outside the range says that this library means something else by the name.
         if (bounds := ranges.get(name)) and bounds.holds(default):
             annotation = Annotated[annotation, bounds]
@@ -169,24 +179,6 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
             annotation = Literal["auto"] | annotation
         parameters[name] = parameter.replace(annotation=annotation)
     return parameters
-
-
-def _type_of(default: Any) -> Any:
-    """The type that an untyped keyword's default stands for."""
-    if isinstance(default, bool):
-        return bool | None
-    if isinstance(default, float):
-        return float | list[float]
-    if isinstance(default, int):
-        return int | float | list[int | float]
-    return Duration if isinstance(default, Duration) else Any
-
-
-def _in_unit(default: Any) -> InUnit:
-    """The units of a keyword's durations: a bare number has the unit of the default, else epochs."""
-    first = default[0] if isinstance(default, (list, tuple)) and default else default
-    unit = first.unit if isinstance(first, Duration) else "epochs"
-    return InUnit(unit, ("seconds",)) if unit == "seconds" else InUnit(unit)
 
 
 def built_in_targets(section: str) -> dict[str, list[str]]:
@@ -223,10 +215,8 @@ def _source_names(path: str) -> list[str] | None:
     candidates = (place.with_name(f"{place.name}.py"), place / "__init__.py")
     file = next((file for file in candidates if file.is_file()), None)
     for node in reversed(ast.parse(file.read_bytes()).body) if file else ():
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return _names_of_class(node, module)
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return _names_of_function(node)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return _names_of(node, module)
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if name == (alias.asname or alias.name):
@@ -234,11 +224,13 @@ def _source_names(path: str) -> list[str] | None:
     return None
 
 
-def _names_of_class(node: ast.ClassDef, module: str) -> list[str] | None:
-    """The keywords of a class's constructor, its own or that of the one class it is derived from."""
+def _names_of(node: ast.ClassDef | ast.FunctionDef, module: str) -> list[str] | None:
+    """The keywords of a function, or of a class's constructor: its own or that of its one base class."""
+    if isinstance(node, ast.FunctionDef):
+        return None if node.args.kwarg else [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
     for part in reversed(node.body):
         if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-            names = _names_of_function(part)
+            names = _names_of(part, module)
             return names and names[1:]
     bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
     if len(bases) != len(node.bases) or len(bases) > 1:
@@ -249,7 +241,3 @@ def _names_of_class(node: ast.ClassDef, module: str) -> list[str] | None:
     fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
     own = [ast.unparse(field.target) for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
     return list(dict.fromkeys([*inherited, *own]))
-
-
-def _names_of_function(node: ast.FunctionDef) -> list[str] | None:
-    return None if node.args.kwarg else [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]

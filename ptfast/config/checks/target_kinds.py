@@ -45,7 +45,14 @@ _OTHER_HOOKS = {
 def check_kind(found: Any, path: str, section: str) -> None:
     """Raise a C009 unless `found` can be called for what the section needs."""
     if isinstance(found, ModuleType):
-        raise ConfigError("C009", "is a module, not a class", suggestion=_class_in_reach(found, path))
+        # The class is often beside or inside a module of its name: `torch.optim.SGD` for `torch.optim.sgd`.
+        before, _, name = path.rpartition(".")
+        hint = None
+        for prefix, module in ((path, found), (before, sys.modules.get(before, found))):
+            classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+            near = nearest(name, classes)
+            hint = f"Did you mean {prefix}.{near}?" if near else hint
+        raise ConfigError("C009", "is a module, not a class", suggestion=hint)
     if not callable(found):
         raise ConfigError("C009", f"is a value of type {type(found).__name__}, not a class or function")
     if not section:
@@ -84,7 +91,8 @@ def _fits(found: Any, section: str) -> bool:
         torch = sys.modules.get("torch")
         networks = (torch.nn.Module, torch.optim.Optimizer) if torch else ()
         methods = ("__getitem__", "__iter__", "load")
-        return not is_class or (_has_any(found, methods) and not issubclass(found, networks))
+        is_dataset = any(hasattr(found, name) for name in methods)
+        return not is_class or (is_dataset and not issubclass(found, networks))
     if section == "schedule":
         if is_torch_scheduler(found):
             from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -96,16 +104,12 @@ def _fits(found: Any, section: str) -> bool:
             return True
         return hasattr(found, "factor") if is_class else bool(keywords(found))
     if section == "callbacks":
-        return is_class and (issubclass(found, Callback) or _has_any(found, HOOKS))
+        return is_class and (issubclass(found, Callback) or any(hasattr(found, hook) for hook in HOOKS))
     if section == "metrics":
         return not is_class or (hasattr(found, "update") and hasattr(found, "compute"))
     if section == "task":
-        return not is_class or _has_any(found, ("loss", "step"))
+        return not is_class or hasattr(found, "loss") or hasattr(found, "step")
     return section == "logger" or not is_class or hasattr(found, "__iter__")
-
-
-def _has_any(found: type, methods: Iterable[str]) -> bool:
-    return any(hasattr(found, name) for name in methods)
 
 
 def _check_hooks(found: type) -> None:
@@ -140,13 +144,3 @@ def _check_call(method: Callable[..., Any], name: str, takes: Iterable[str]) -> 
     except TypeError as error:
         called = f"{name}({', '.join(['self', *takes])})"
         raise ConfigError("C009", f"its method {name} cannot be called as {called}: {error}") from error
-
-
-def _class_in_reach(module: ModuleType, path: str) -> str | None:
-    """The class that was meant by the module of the same name: `torch.optim.SGD` for `torch.optim.sgd`."""
-    before, _, name = path.rpartition(".")
-    for prefix, place in ((before, sys.modules.get(before, module)), (path, module)):
-        classes = [key for key, value in vars(place).items() if inspect.isclass(value)]
-        if found := nearest(name, classes):
-            return f"Did you mean {prefix}.{found}?"
-    return None

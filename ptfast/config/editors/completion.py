@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ptfast.config.files import paths
 from ptfast.core.errors import ConfigError, PtfastError
@@ -92,14 +91,11 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
     key = head.lstrip("+~")
     if equals:
         done, comma, part = typed.rpartition(",")
-        if key == paths.RECIPES:
-            names = list(paths.options(key))
-            if part.startswith((".", "/")):
-                names = _files(part)
-        elif key in paths.groups():
-            names = list(paths.options(key))
-        else:
-            return []
+        names = [*paths.options(key)] if key == paths.RECIPES or key in paths.groups() else []
+        if key == paths.RECIPES and part.startswith((".", "/")):
+            inside = part[: part.rfind("/") + 1]
+            files = [f for f in Path(inside or ".").glob("*") if f.is_dir() or f.suffix == ".yaml"]
+            names = sorted(f"{inside}{file.name}{'/' if file.is_dir() else ''}" for file in files)
         return [f"{head}={done}{comma}{name}" for name in names if name.startswith(part)]
     if prefix == "+" and paths.RECIPES.startswith(key) and "." not in key:
         return [f"+{paths.RECIPES}="]
@@ -119,30 +115,16 @@ def known_keys(arguments: Sequence[str] = ()) -> list[str]:
     from ptfast.config.files.yaml_file import lineage, read_yaml
     from ptfast.config.schema import VARIABLES, defaults, flatten
 
-    primary = read_yaml(paths.builtin_root().conf / "config.yaml").data
-    chosen: dict[str, str] = {}
-    for entry in primary.pop("defaults"):
-        chosen |= entry if isinstance(entry, dict) else {}
+    primary = read_yaml(paths.builtin_root().conf / "config.yaml")
+    chosen, known = primary.choices, {*flatten(defaults()), *flatten(primary.data)}
     given = dict(a.lstrip("+").split("=", 1) for a in arguments if "=" in a)
     recipe = paths.recipe_file(given.get(paths.RECIPES, ""))
-    variables: set[str] = set()
     for content in lineage(paths.RECIPES, recipe) if recipe else []:
-        variables |= {key for key in content.places if key.startswith(f"{VARIABLES}.")}
-        for entry in content.defaults:
-            if isinstance(entry, dict):
-                chosen |= {str(k).removeprefix("override ").lstrip("/ "): str(v) for k, v in entry.items()}
+        known |= {key for key in content.places if key.startswith(f"{VARIABLES}.")}
+        chosen |= content.choices
     chosen |= {group: option for group, option in given.items() if group in chosen}
-    options: dict[str, Any] = {}
     for group, option in chosen.items():
-        options[group] = {}
-        file = paths.options(group).get(option)
+        file = paths.options(group).get(str(option))
         for content in lineage(group, file) if file else []:
-            options[group] |= {key: value for key, value in content.data.items() if key != "defaults"}
-    return sorted({*flatten(defaults()), *flatten(primary | options), *variables})
-
-
-def _files(part: str) -> list[str]:
-    folder, _, _ = part.rpartition("/")
-    base = Path(folder or ("/" if part.startswith("/") else "."))
-    found = [f for f in base.iterdir() if f.is_dir() or f.suffix == ".yaml"] if base.is_dir() else []
-    return sorted(f"{folder + '/' if '/' in part else ''}{f.name}{'/' if f.is_dir() else ''}" for f in found)
+            known |= {*flatten({group: content.data})}
+    return sorted(key for key in known if "defaults" not in key.split("."))

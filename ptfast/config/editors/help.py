@@ -29,12 +29,7 @@ class Entry:
     @property
     def summary(self) -> str:
         """The first paragraph of the comment, on one line."""
-        paragraph: list[str] = []
-        for line in self.comment:
-            if not line and paragraph:
-                break
-            paragraph.append(line)
-        return " ".join(paragraph)
+        return "\n".join(self.comment).strip().partition("\n\n")[0].replace("\n", " ")
 
     @property
     def command(self) -> str:
@@ -61,10 +56,6 @@ def copy_recipe(name: str, file: Path) -> str:
 
     Returns:
         What `+recipe=` takes for the copy: its name in `./recipes`, its path elsewhere.
-
-    Raises:
-        ConfigError: there is no such recipe (C003), or `file` is not named `.yaml` (C001).
-        MachineError: the file exists already or cannot be written (E001).
     """
     known = paths.options(paths.RECIPES)
     if name not in known:

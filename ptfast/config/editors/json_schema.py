@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,21 +22,17 @@ from ptfast.core.sections.targets import locate, swallows_keywords
 from ptfast.tasks import TaskSection
 
 Schema = dict[str, Any]
+_CHOICE = "^(override )?/?{}$"
+"""Pattern of the key by which a defaults list chooses an option of a group."""
 
 
 @dataclass
 class _Keywords:
-    """Keywords of the targets that a group's option files name.
-
-    Args:
-        types: keyword -> the alternatives that its value may be.
-        docs: keyword -> what it means.
-        open_options: options whose target takes keywords that its signature does not name.
-    """
+    """Keywords of the targets that a group's option files name."""
 
     types: dict[str, list[Schema]] = field(default_factory=dict)
+    """The alternatives that each value may be."""
     docs: dict[str, str] = field(default_factory=dict)
-    open_options: list[str] = field(default_factory=list)
 
     def add(self, function: Callable[..., Any], section: str) -> None:
         docs = argument_docs(function)
@@ -46,24 +42,22 @@ class _Keywords:
             if name in docs:
                 self.docs.setdefault(name, docs[name])
 
-    def loose(self) -> Schema:
-        """The keywords by name only: what they mean, for a target that may take them otherwise."""
-        return {name: {"description": self.docs[name]} if name in self.docs else {} for name in self.types}
-
-    def strict(self, fixed: list[str]) -> Schema:
-        """No other keywords, and each of the right type."""
+    def schemas(self, fixed: Iterable[str]) -> tuple[Schema, Schema]:
+        """The keywords by name only, for a target that may take them otherwise; then typed, and no others."""
+        loose = {name: {"description": self.docs[name]} if name in self.docs else {} for name in self.types}
         typed = {name: {"anyOf": found} for name, found in self.types.items() if name not in fixed}
-        return {"propertyNames": {"enum": sorted({*self.types, *fixed, "_target_"})}, "properties": typed}
+        names = sorted({*self.types, *fixed, "_target_"})
+        return loose, {"propertyNames": {"enum": names}, "properties": typed}
 
 
 def schema() -> Schema:
     """The JSON Schema (draft 2020-12) of a recipe: its defaults list, and every key with its type and range.
 
-    Sections with `_target_` take the keywords, types and ranges of the targets that their options name; where
-    a recipe names a target of its own, its signature alone knows.
+    Sections with `_target_` take the keywords of the targets that their options name, but not where a recipe
+    names a target of its own.
     """
     docs = field_docs(Config)
-    preset = {"description": docs["preset"], "anyOf": _named(PRESETS)}
+    preset = {"description": docs["preset"], "anyOf": _options(PRESETS)}
     properties: Schema = {"defaults": _defaults(), "preset": preset, "hydra": {"type": "object"}}
     rules: list[Schema] = []
     for name, found in Config.model_fields.items():
@@ -74,7 +68,7 @@ def schema() -> Schema:
             properties[name], rule = _target_section(name, part)
             rules.append(rule)
         elif part:
-            properties[name] = _section(part, {"properties": _fields(part), "additionalProperties": False})
+            properties[name] = _section(part, additionalProperties=False)
         elif name not in ("recipe", "preset"):
             properties[name] = _field(found, docs.get(name))
     reference = {
@@ -93,16 +87,24 @@ def schema() -> Schema:
     }
 
 
-def _section(part: type[Section], content: Schema) -> Schema:
-    return {"description": " ".join((part.__doc__ or "").split()), "type": "object", **content}
+def _section(part: type[Section], **content: Any) -> Schema:
+    """A section, by default with its own keys."""
+    docs = field_docs(part)
+    fields = {
+        key: _field(found, docs.get(key)) for key, found in part.model_fields.items() if key not in GATHERED
+    }
+    description = " ".join((part.__doc__ or "").split())
+    return {"description": description, "type": "object", "properties": fields, **content}
 
 
 def _defaults() -> Schema:
     """The list that chooses options: `optimizer: sgd_cifar`, with or without Hydra's `override /`."""
-    choices: Schema = {_choice(group): {"anyOf": _named(group)} for group in groups() if group != PRESETS}
-    for group in SEVERAL:
-        several = {"type": "array", "items": choices[_choice(group)]}
-        choices[_choice(group)] = {"anyOf": [*_named(group), several]}
+    choices: Schema = {}
+    for group in groups():
+        if group != PRESETS:
+            single = _options(group)
+            several = [{"type": "array", "items": {"anyOf": single}}] if group in SEVERAL else []
+            choices[_CHOICE.format(group)] = {"anyOf": [*single, *several]}
     choices[r"^(override )?/?hydra/"] = {"type": "string"}
     one = {"additionalProperties": False, "minProperties": 1, "maxProperties": 1}
     choice = {"type": "object", "patternProperties": choices, **one}
@@ -113,18 +115,9 @@ def _defaults() -> Schema:
     }
 
 
-def _choice(group: str) -> str:
-    return f"^(override )?/?{group}$"
-
-
-def _named(group: str) -> list[Schema]:
+def _options(group: str) -> list[Schema]:
     """The options of a group, each with what its file says of it."""
     return [{"const": entry.name, "description": entry.summary} for entry in entries(group)]
-
-
-def _fields(part: type[Section]) -> Schema:
-    fields = {name: found for name, found in part.model_fields.items() if name not in GATHERED}
-    return {name: _field(found, field_docs(part).get(name)) for name, found in fields.items()}
 
 
 def _field(found: FieldInfo, doc: str | None) -> Schema:
@@ -136,13 +129,15 @@ def _field(found: FieldInfo, doc: str | None) -> Schema:
     if entry is None:
         return {**described, "anyOf": json_types(typed(found))}
     required = [key for key, value in entry.model_fields.items() if value.is_required()]
-    item = {"properties": _fields(entry), "additionalProperties": False, "required": required}
-    return {**described, "anyOf": [{"type": "array", "items": _section(entry, item)}, REFERENCE]}
+    item = _section(entry, additionalProperties=False, required=required)
+    return {**described, "anyOf": [{"type": "array", "items": item}, REFERENCE]}
 
 
 def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
     """A section with `_target_`, and the rule that closes it where the recipe names no target of its own."""
-    fields, keywords = _fields(part), _Keywords()
+    keywords = _Keywords()
+    open_options: list[str] = []
+    """Options whose target takes keywords that its signature does not name."""
     for option, file in options(group).items():
         # The last file of those that the option is made of says what its target is.
         named = [content.data["_target_"] for content in lineage(group, file) if "_target_" in content.data]
@@ -151,18 +146,20 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
         try:
             function = locate(named[-1])
         except PtfastError:
-            keywords.open_options.append(option)
+            open_options.append(option)
             continue
         keywords.add(function, group)
         if swallows_keywords(function):
-            keywords.open_options.append(option)
+            open_options.append(option)
+    section = _section(part)
+    loose, strict = keywords.schemas(section["properties"])
     target = {"description": "Import path of a class or function.", "type": ["string", "null"]}
-    section = _section(part, {"properties": {"_target_": target, **keywords.loose(), **fields}})
+    section["properties"] = {"_target_": target, **loose, **section["properties"]}
     own_target = {"properties": {group: {"required": ["_target_"]}}, "required": [group]}
     open_choice = {
         "type": "object",
-        "propertyNames": {"pattern": _choice(group)},
-        "additionalProperties": {"enum": keywords.open_options or [None]},
+        "propertyNames": {"pattern": _CHOICE.format(group)},
+        "additionalProperties": {"enum": open_options or [None]},
         "minProperties": 1,
     }
     inherited = {"type": "string", "not": {"const": "_self_"}}
@@ -170,7 +167,7 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
         "properties": {"defaults": {"contains": {"anyOf": [open_choice, inherited]}}},
         "required": ["defaults"],
     }
-    closed = {"properties": {group: keywords.strict(list(fields))}}
+    closed = {"properties": {group: strict}}
     return section, {"if": {"not": {"anyOf": [own_target, chosen]}}, "then": closed}
 
 
@@ -179,6 +176,7 @@ def _task(doc: str | None) -> Schema:
     keywords = _Keywords()
     for path in TASKS.values():
         keywords.add(locate(path), "task")
+    loose, strict = keywords.schemas(["name"])
     own = {"type": "string", "pattern": r"\."}
     name = {
         "description": field_docs(TaskSection)["name"],
@@ -186,8 +184,8 @@ def _task(doc: str | None) -> Schema:
     }
     section = {
         "type": "object",
-        "properties": {**keywords.loose(), "name": name, "_target_": own},
+        "properties": {**loose, "name": name, "_target_": own},
         "if": {"anyOf": [{"properties": {"name": own}, "required": ["name"]}, {"required": ["_target_"]}]},
-        "else": keywords.strict(["name"]),
+        "else": strict,
     }
     return {"description": doc or " ".join((TaskSection.__doc__ or "").split()), "anyOf": [name, section]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,16 @@ class YamlFile:
         """The entries of its defaults list, if it has one."""
         entries = self.data.get("defaults")
         return entries if isinstance(entries, list) else []
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The option of each group that its defaults list chooses."""
+        return {
+            str(key).removeprefix("override ").strip().lstrip("/"): option
+            for entry in self.defaults
+            if isinstance(entry, dict)
+            for key, option in entry.items()
+        }
 
 
 class _Text:
@@ -260,12 +270,6 @@ def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFi
                 raise ConfigError("C007", what, key="defaults", value=entry, place=place, suggestion=hint)
             layers += lineage(group, base, chain)
     return layers if SELF in content.defaults else [*layers, content]
-
-
-def chosen_groups(files: Iterable[YamlFile]) -> set[str]:
-    """The groups of which the defaults lists of `files` choose an option."""
-    entries = [key for file in files for entry in file.defaults if isinstance(entry, dict) for key in entry]
-    return {str(key).removeprefix("override ").strip().lstrip("/") for key in entries}
 
 
 def base_file(group: str, entry: str, content: YamlFile, place: str | None = None) -> Path | None:
