@@ -44,7 +44,7 @@ def pack(args: Namespace) -> int:
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
     # Imported now: errors in the flags are reported without waiting for torch.
-    from ptfast.data.packs.pack_reader import MANIFEST, is_manifest, read_header, same_as
+    from ptfast.data.packs.pack_reader import MANIFEST, header_of, is_manifest, read_header
 
     if source.is_dir() and is_manifest(source / MANIFEST):
         raise DataError("D001", "is a pack already", key="SRC", value=source)
@@ -68,7 +68,7 @@ def pack(args: Namespace) -> int:
         plan = plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=skips)
     workers = args.workers or spare_cores(most=sys.maxsize)
     whole = check_folder(folder, plan.header)
-    if whole is not None and same_as(whole, plan.header):
+    if whole is not None and plan.header == plan.header | header_of(whole):
         if whole.skipped and not skips:
             first = whole.skipped[0]
             what = f"was left out of the pack: {first['reason']}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.image_decoding import Pixels, decode, decode_file, read_file, resize_shorter
-from ptfast.data.packs.pack_reader import FORMAT, ROW, Manifest, SourceFacts, newest_folder, stat_files
-from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan, Written
+from ptfast.data.decoding.image_decoding import decode, decode_file, read_file, resize_shorter
+from ptfast.data.packs.pack_reader import ROW, Manifest, SourceFacts, SplitFacts, header_of
+from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan
 from ptfast.data.packs.packed_images import pixel_sums
 from ptfast.data.sources.class_folders import list_tree
 from ptfast.data.transforms.normalize import finish_statistics
@@ -41,9 +41,8 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
     """
     class_names, listings = list_tree(root, "SRC")
     paths = [path for split_paths, _ in listings.values() for path in split_paths]
-    files, num_bytes, newest_ns, listing = stat_files(paths, root)
-    facts = SourceFacts(str(root.resolve()), files, num_bytes, newest_ns, newest_folder(root), listing)
-    mean_bytes = num_bytes / files if jpeg else _mean_pixels(listings["train"][0], size)
+    source = SourceFacts.of(root, paths)
+    mean_bytes = source.bytes / source.files if jpeg else _mean_pixels(listings["train"][0], size)
     # Files that are kept are decoded too, to check them, but one at a time: they need no memory together.
     per_piece = max(1, min(_MOST_IMAGES, int(PIECE_BYTES / max(mean_bytes, 1))))
     jobs = [
@@ -52,28 +51,23 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
         for i in range(0, len(split_paths), per_piece)
     ]
     kind = "jpeg" if jpeg else "pixels"
-    manifest = Manifest(kind, facts, {}, size=size, class_names=list(class_names))
+    manifest = Manifest(kind, source, {}, size=size, class_names=list(class_names))
     return Plan(
-        header={
-            "format": FORMAT,
-            "kind": kind,
-            "size": size,
-            "skip_corrupt": skip_corrupt,
-            "source": asdict(facts),
-            "jobs": len(jobs),
-        },
+        header={**header_of(manifest), "skip_corrupt": skip_corrupt, "jobs": len(jobs)},
         jobs=jobs,
-        num_seen=files,
-        estimated_bytes=int(mean_bytes * files),
+        num_seen=source.files,
+        estimated_bytes=int(mean_bytes * source.files),
         convert=partial(convert_images, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt),
         describe=partial(_describe, manifest),
     )
 
 
-def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> Manifest:
+def _describe(
+    manifest: Manifest, splits: dict[str, SplitFacts], facts: dict[str, list[dict[str, Any]]], folder: Path
+) -> Manifest:
     """`manifest` with what has been written."""
-    splits, statistics = {}, None
-    for name, split in written.items():
+    described, statistics = dict[str, SplitFacts](), None
+    for name, split in splits.items():
         rows = np.fromfile(folder / f"{name}.index", ROW)
         missing = set(range(len(manifest.class_names))) - set(np.unique(rows["label"]).tolist())
         if missing:
@@ -82,15 +76,15 @@ def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> 
             raise DataError("D003", what, key=manifest.source.path, suggestion=hint)
         sizes = np.unique(rows[["height", "width"]])
         same = manifest.kind == "pixels" and len(sizes) == 1
-        splits[name] = split.split(
-            folder / f"{name}.index",
+        described[name] = replace(
+            split,
             shape=[int(sizes["height"][0]), int(sizes["width"][0]), 3] if same else None,
             converted=int(rows["converted"].sum()),
         )
         if name == "train":
             statistics = finish_statistics(*pixel_sums(rows))
-    skipped = [file for split in written.values() for facts in split.facts for file in facts["skipped"]]
-    return replace(manifest, splits=splits, statistics=statistics, skipped=skipped)
+    skipped = [file for pieces in facts.values() for piece in pieces for file in piece["skipped"]]
+    return replace(manifest, splits=described, statistics=statistics, skipped=skipped)
 
 
 def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt: bool) -> Piece:
@@ -109,8 +103,9 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
             hint = "Replace the file, or leave such files out with --on-corrupt skip"
             raise DataError(error.code, error.what, key=path, suggestion=hint) from None
         height, width, _ = pixels.shape
-        if size is not None:
-            pixels = shrink(pixels, size)
+        # Nothing is gained by storing enlarged images.
+        if size is not None and min(height, width) > size:
+            pixels = resize_shorter(pixels, size).numpy()
         stored = content if jpeg else np.ascontiguousarray(pixels).data.cast("B")
         data.append(stored)
         by_row = pixels.reshape(len(pixels), -1)
@@ -119,11 +114,6 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
         squares = np.square(by_row, dtype=np.uint16).sum(0, dtype=np.int64).reshape(-1, 3).sum(0)
         rows.append((len(stored), *pixels.shape[:2], height, width, label, converted, sums, squares))
     return Piece(b"".join(data), np.array(rows, ROW).tobytes(), len(rows), len(job[0]), {"skipped": skipped})
-
-
-def shrink(pixels: Pixels, size: int) -> Pixels:
-    """Bring a longer shorter side down to `size`; nothing is gained by storing enlarged images."""
-    return pixels if min(pixels.shape[:2]) <= size else resize_shorter(pixels, size).numpy()
 
 
 def _mean_pixels(paths: Sequence[str], size: int | None) -> float:

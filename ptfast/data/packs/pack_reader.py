@@ -29,7 +29,7 @@ CHECKED_BYTES = 256 * 2**20
 """Smaller packs are checked byte by byte whenever they are opened, which takes a fifth of a second."""
 STAT_LIMIT = 100_000
 """Sources of more files are compared by their folders only when a pack is opened."""
-_MARK = "ptfast_pack"
+MARK = "ptfast_pack"
 
 ROW = np.dtype(
     [
@@ -80,7 +80,19 @@ class SourceFacts:
     folders_ns: int
     """Latest change of a folder of the tree; of the file where there is one only."""
     listing: str
-    """SHA-256 of the files' names, sizes and times of change."""
+    """SHA-256 of the files' names, sizes and times of change; names are relative, so that a tree may move."""
+
+    @classmethod
+    def of(cls, root: Path, paths: Iterable[str]) -> SourceFacts:
+        """The facts about the files `paths` of the tree `root`, or about the one file that it is."""
+        files = num_bytes = newest_ns = 0
+        digest, skipped = hashlib.sha256(), len(str(root.parent if root.is_file() else root))
+        for path in paths:
+            size, time_ns = size_and_time(path)
+            files, num_bytes, newest_ns = files + 1, num_bytes + size, max(newest_ns, time_ns)
+            digest.update(f"{path[skipped:]} {size} {time_ns}\n".encode(errors="replace"))
+        folders_ns = newest_folder(root)
+        return cls(str(root.resolve()), files, num_bytes, newest_ns, folders_ns, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -133,25 +145,6 @@ class Manifest:
     """Files that could not be read, and why."""
     text: TextFacts | None = None
 
-    def write(self, folder: Path) -> None:
-        """Put it beside the data, in one step."""
-        partial = folder / f"{MANIFEST}.partial"
-        with partial.open("w") as file:
-            json.dump({_MARK: FORMAT, **asdict(self)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / MANIFEST)
-
-    @classmethod
-    def of(cls, tree: dict[str, Any]) -> Manifest:
-        """The manifest that a JSON object holds."""
-        splits = {
-            name: SplitFacts(**{**facts, "parts": [Part(**part) for part in facts["parts"]]})
-            for name, facts in tree["splits"].items()
-        }
-        text = TextFacts(**tree["text"]) if tree["text"] is not None else None
-        return cls(**{**tree, "source": SourceFacts(**tree["source"]), "splits": splits, "text": text})
-
 
 def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
     """The manifest of a whole pack in `folder`; None where there is no pack at all.
@@ -167,13 +160,18 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
             hint = f"Finish it with {_command(folder, read_header(folder))}"
             raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
         return None
-    if f'"{_MARK}"'.encode() not in content:
+    if f'"{MARK}"'.encode() not in content:
         return None
     try:
         tree = json.loads(content)
-        version = tree.pop(_MARK)
+        version = tree.pop(MARK)
         if version == FORMAT:
-            return Manifest.of(tree)
+            for split in tree["splits"].values():
+                split["parts"] = [Part(**part) for part in split["parts"]]
+            tree["splits"] = {name: SplitFacts(**split) for name, split in tree["splits"].items()}
+            tree["source"] = SourceFacts(**tree["source"])
+            tree["text"] = TextFacts(**tree["text"]) if tree["text"] is not None else None
+            return Manifest(**tree)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what, hint = f"is damaged: {error}", "Delete the pack and make it anew"
         raise DataError("D007", what, key=str(folder / MANIFEST), suggestion=hint) from None
@@ -184,7 +182,7 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
 
 def is_manifest(path: Path) -> bool:
     """Return True if `path` is the manifest of a pack, of whatever format."""
-    return path.is_file() and f'"{_MARK}"'.encode() in path.read_bytes()
+    return path.is_file() and f'"{MARK}"'.encode() in path.read_bytes()
 
 
 def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
@@ -223,11 +221,7 @@ def _check_quickly(folder: Path, manifest: Manifest, key: str) -> None:
 def check_data(
     folder: Path, manifest: Manifest, report: Callable[[int], None] = lambda bytes_done: None
 ) -> None:
-    """Raise DataError D007 unless every byte is as it was written.
-
-    Args:
-        report: called with the bytes read so far.
-    """
+    """Raise DataError D007 unless every byte is as written; `report` is called with the bytes read so far."""
     done = 0
     with ThreadPoolExecutor(spare_cores(4)) as pool:
         for name, split in manifest.splits.items():
@@ -252,44 +246,27 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
     path = Path(before.path)
     if not path.exists():
         return
-    folders_ns = newest_folder(path)
-    if not whole and folders_ns == before.folders_ns:
+    if not whole and newest_folder(path) == before.folders_ns:
         return
     try:
         if manifest.kind == "tokens":
-            found = [str(path)]
+            files = [str(path)]
         else:
             from ptfast.data.sources.class_folders import list_tree
 
-            found = (file for paths, _ in list_tree(path)[1].values() for file in paths)
-        root = path.parent if path.is_file() else path
-        files, num_bytes, newest_ns, listing = stat_files(found, root)
+            files = [file for paths, _ in list_tree(path)[1].values() for file in paths]
+        now = SourceFacts.of(path, files)
     except (DataError, OSError):
-        files, num_bytes, newest_ns, listing = 0, 0, 0, ""
-    changes = [f"{files:,} files instead of {before.files:,}"] * (files != before.files)
-    changes += [f"{num_bytes:,} bytes instead of {before.bytes:,}"] * (num_bytes != before.bytes)
-    changes += ["files that are newer"] * (newest_ns > before.newest_ns)
-    if not changes and listing != before.listing:
+        now = SourceFacts(before.path, 0, 0, 0, 0, "")
+    changes = [f"{now.files:,} files instead of {before.files:,}"] * (now.files != before.files)
+    changes += [f"{now.bytes:,} bytes instead of {before.bytes:,}"] * (now.bytes != before.bytes)
+    changes += ["files that are newer"] * (now.newest_ns > before.newest_ns)
+    if not changes and now.listing != before.listing:
         changes = ["files that were moved, renamed or replaced"]
     if changes:
         what = f"was packed from {path}, which has changed since: {', '.join(changes)}"
         hint = f"Pack it again with {_command(folder, manifest)}, or use {key}={path}"
         raise DataError("D007", what, key=key, value=folder, suggestion=hint)
-
-
-def stat_files(paths: Iterable[str], root: Path) -> tuple[int, int, int, str]:
-    """How many files there are, their bytes together, the latest change in nanoseconds, and a digest of all.
-
-    Args:
-        root: that the names in the digest are relative to: a tree may be moved as a whole.
-    """
-    files = num_bytes = newest_ns = 0
-    digest, skipped = hashlib.sha256(), len(str(root))
-    for path in paths:
-        size, time_ns = size_and_time(path)
-        files, num_bytes, newest_ns = files + 1, num_bytes + size, max(newest_ns, time_ns)
-        digest.update(f"{path[skipped:]} {size} {time_ns}\n".encode(errors="replace"))
-    return files, num_bytes, newest_ns, digest.hexdigest()
 
 
 def newest_folder(root: Path) -> int:
@@ -331,9 +308,10 @@ def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataErr
     return DataError("D007", what, key=str(path), suggestion=hint)
 
 
-def same_as(manifest: Manifest, header: dict[str, Any]) -> bool:
-    """Return True if a plan of this header would make this pack again."""
-    own = {"kind": manifest.kind, "size": manifest.size, "source": asdict(manifest.source)}
+def header_of(manifest: Manifest) -> dict[str, Any]:
+    """What a pack is made from and how: the journal begins with it, and packs that share it are alike."""
+    header = {"format": FORMAT, "kind": manifest.kind, "size": manifest.size}
+    header["source"] = asdict(manifest.source)
     if (text := manifest.text) is not None:
-        own |= {"tokenizer": text.tokenizer, "documents": text.documents}
-    return all(own[name] == header[name] for name in own)
+        header |= {"tokenizer": text.tokenizer, "documents": text.documents}
+    return header

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.text_tokenizer import BUILT_IN, Tokenizer, Vocabulary, encode_anew, learn_tokenizer
-from ptfast.data.packs.pack_reader import FORMAT, Manifest, SourceFacts, TextFacts, newest_folder, stat_files
-from ptfast.data.packs.pack_writer import Piece, Plan, Written
+from ptfast.data.packs.pack_reader import Manifest, SourceFacts, SplitFacts, TextFacts, header_of
+from ptfast.data.packs.pack_writer import Piece, Plan
 from ptfast.data.sources.text_dataset import cut_into_documents
 
 PIECE_BYTES = 4 * 2**20
@@ -40,29 +40,19 @@ def plan_text(path: Path, *, tokenizer: str = "characters", documents: str = "no
         DataError: D001, D002 or D005 for a file that is not there, empty or no UTF-8.
     """
     path = path.resolve()
-    _, num_bytes, newest_ns, listing = stat_files([str(path)], path.parent)
+    source = SourceFacts.of(path, [str(path)])
     whole = documents == "none" and tokenizer not in BUILT_IN
     jobs = list(_jobs(path, WHOLE_BYTES if whole else PIECE_BYTES, blank_lines=documents == "paragraphs"))
     found = learn_tokenizer(tokenizer, map(_read, jobs), None)
     if isinstance(found, Vocabulary) and not any(entry.strip() for entry in found.entries):
         raise DataError("D002", "holds no text", key="SRC", value=path)
-    source = SourceFacts(str(path), 1, num_bytes, newest_ns, newest_folder(path), listing)
-    facts = TextFacts(tokenizer, found.describe(), documents)
-    manifest = Manifest("tokens", source, {}, text=facts)
+    manifest = Manifest("tokens", source, {}, text=TextFacts(tokenizer, found.describe(), documents))
     return Plan(
-        header={
-            "format": FORMAT,
-            "kind": "tokens",
-            "size": None,
-            "source": asdict(source),
-            "tokenizer": tokenizer,
-            "documents": documents,
-            "jobs": len(jobs),
-        },
+        header={**header_of(manifest), "jobs": len(jobs)},
         jobs=[(_SPLIT, job) for job in jobs],
-        num_seen=num_bytes,
+        num_seen=source.bytes,
         # Characters become two bytes or four, and longer tokens fewer.
-        estimated_bytes=2 * num_bytes if tokenizer == "characters" else num_bytes,
+        estimated_bytes=2 * source.bytes if tokenizer == "characters" else source.bytes,
         convert=partial(convert_text, tokenizer=found, documents=documents),
         describe=partial(_describe, manifest),
     )
@@ -78,14 +68,15 @@ def convert_text(job: _TextJob, *, tokenizer: Tokenizer, documents: str) -> Piec
     return Piece(tokens.tobytes(), rows, len(texts), job.stop - job.start, facts)
 
 
-def _describe(manifest: Manifest, written: dict[str, Written], folder: Path) -> Manifest:
-    split, text = written[_SPLIT], manifest.text
-    assert text is not None
-    if not split.bytes:
+def _describe(
+    manifest: Manifest, splits: dict[str, SplitFacts], facts: dict[str, list[dict[str, Any]]], _folder: Path
+) -> Manifest:
+    assert manifest.text is not None
+    if not splits[_SPLIT].bytes:
         raise DataError("D002", "holds no text", key="SRC", value=manifest.source.path)
-    text_bytes = sum(piece["text_bytes"] for piece in split.facts)
-    facts = replace(text, dtype=split.facts[0]["dtype"], text_bytes=text_bytes)
-    return replace(manifest, splits={_SPLIT: split.split(folder / f"{_SPLIT}.index")}, text=facts)
+    text_bytes = sum(piece["text_bytes"] for piece in facts[_SPLIT])
+    text = replace(manifest.text, dtype=facts[_SPLIT][0]["dtype"], text_bytes=text_bytes)
+    return replace(manifest, splits=splits, text=text)
 
 
 def _read(job: _TextJob) -> str:

@@ -26,8 +26,10 @@ from ptfast.core.errors import ConfigError, DataError, MachineError, cannot_writ
 from ptfast.core.machine import die_with_parent
 from ptfast.core.units import num_bytes
 from ptfast.data.packs.pack_reader import (
+    FORMAT,
     JOURNAL,
     MANIFEST,
+    MARK,
     Manifest,
     Part,
     SplitFacts,
@@ -58,20 +60,12 @@ class Written:
     """One split as far as it is written."""
 
     samples: int = 0
+    bytes: int = 0
+    """Of the data file."""
     parts: list[Part] = field(default_factory=list)
     index_bytes: int = 0
     facts: list[dict[str, Any]] = field(default_factory=list)
     """Of every piece."""
-
-    @property
-    def bytes(self) -> int:
-        """Of the data file."""
-        return sum(part.bytes for part in self.parts)
-
-    def split(self, path: Path, **known: Any) -> SplitFacts:
-        """The facts for the manifest; `path` is that of the index."""
-        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
-        return SplitFacts(self.samples, self.parts, self.index_bytes, checksum, **known)
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Plan:
     """The jobs of a pack, whose order and extent the source and the options alone decide."""
 
     header: dict[str, Any]
-    """Facts that an unfinished pack must share to be resumed: `kind`, `size`, `source`; JSON-serialisable."""
+    """`header_of` the pack and more that an unfinished one must share to be resumed; JSON-serialisable."""
     jobs: Sequence[tuple[str, Any]]
     """Split and what `convert` takes, in the order in which they are written."""
     num_seen: int
@@ -87,8 +81,8 @@ class Plan:
     estimated_bytes: int
     convert: Callable[[Any], Piece]
     """Converts one job; pickled for every one of them, so it holds little."""
-    describe: Callable[[dict[str, Written], Path], Manifest]
-    """The manifest of a pack whose pieces have all been written to a folder."""
+    describe: Callable[[dict[str, SplitFacts], dict[str, list[dict[str, Any]]], Path], Manifest]
+    """The manifest of the pack in a folder, given its splits so far and the facts of their pieces."""
 
 
 def make(
@@ -111,7 +105,9 @@ def make(
     # Threads of this process would not survive in the processes that it forks.
     torch.set_num_threads(1)
     try:
-        with _Writer(folder, plan) as writer:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / JOURNAL).open("a+") as journal:
+            writer = _Writer(folder, plan, journal)
             written_bytes = sum(written.bytes for written in writer.written.values())
             missing, free = plan.estimated_bytes - written_bytes, shutil.disk_usage(folder).free
             if missing > free:
@@ -167,21 +163,15 @@ def _start_process() -> None:
 
 
 class _Writer:
-    """The files of an unfinished pack."""
+    """The files of an unfinished pack, which only one process writes."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder, self._plan = folder, plan
+    def __init__(self, folder: Path, plan: Plan, journal: TextIO) -> None:
+        self._folder, self._plan, self._journal = folder, plan, journal
         self.written = {split: Written() for split, _ in plan.jobs}
         self.jobs_done = self.seen = 0
-
-    def __enter__(self) -> _Writer:
-        folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._journal: TextIO = (folder / JOURNAL).open("a+")
         try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._journal.close()
             what, hint = "is being written by another process", "Wait for it to finish"
             raise MachineError("E003", what, key="DST", value=folder, suggestion=hint) from error
         with contextlib.suppress(FileNotFoundError):
@@ -196,10 +186,6 @@ class _Writer:
             for name, size in ((f"{split}.bin", written.bytes), (f"{split}.index", written.index_bytes)):
                 with (folder / name).open("ab") as file:
                     file.truncate(size)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._journal.close()
 
     def append(self, split: str, piece: Piece) -> None:
         """Write one piece, then the line that says so."""
@@ -220,18 +206,28 @@ class _Writer:
 
     def finish(self) -> Manifest:
         """Flush the data to disk, then write the manifest."""
-        for split in self.written:
-            for name in (f"{split}.bin", f"{split}.index"):
-                with (self._folder / name).open("rb") as file:
+        folder, splits = self._folder, dict[str, SplitFacts]()
+        for name, split in self.written.items():
+            index = folder / f"{name}.index"
+            for path in (folder / f"{name}.bin", index):
+                with path.open("rb") as file:
                     os.fsync(file.fileno())
-        manifest = self._plan.describe(self.written, self._folder)
-        manifest.write(self._folder)
-        (self._folder / JOURNAL).unlink()
+            checksum = hashlib.sha256(index.read_bytes()).hexdigest()
+            splits[name] = SplitFacts(split.samples, split.parts, split.index_bytes, checksum)
+        facts = {name: split.facts for name, split in self.written.items()}
+        manifest, partial = self._plan.describe(splits, facts, folder), folder / f"{MANIFEST}.partial"
+        with partial.open("w") as file:
+            json.dump({MARK: FORMAT, **asdict(manifest)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / MANIFEST)
+        (folder / JOURNAL).unlink()
         return manifest
 
     def _add(self, line: dict[str, Any]) -> None:
         written = self.written[line["split"]]
         written.samples += line["samples"]
+        written.bytes += line["part"]["bytes"]
         written.parts.append(Part(**line["part"]))
         written.index_bytes += line["index"]["bytes"]
         written.facts.append(line["facts"])
@@ -240,13 +236,10 @@ class _Writer:
 
     def _read_journal(self) -> None:
         """Take over the pieces whose bytes are still as written, and delete all other lines."""
-        header = json.dumps(self._plan.header) + "\n"
         self._journal.seek(0)
-        found = self._journal.readlines()
-        valid = [header]
-        for text, (split, _) in zip(found[1:], self._plan.jobs, strict=False):
-            if found[0] != header:
-                break
+        found, valid = self._journal.readlines(), [json.dumps(self._plan.header) + "\n"]
+        is_resumed = read_header(self._folder) == self._plan.header
+        for text, (split, _) in zip(found[1:] if is_resumed else [], self._plan.jobs, strict=False):
             try:
                 line = json.loads(text)
                 written, data = self.written[split], self._folder / f"{split}.bin"
