@@ -126,9 +126,12 @@ def build_data(
         if choice.kind in HELD:
             splits = _hold(splits, crops, holder or Holder())
     train = splits.train
-    ignores_labels = any(source.ignores_labels() for source in splits.sources.values())
     # Held labels may show that all count; yet whether they are counted must not depend on the loader.
-    ignores_labels = ignores_labels or bool(skipping)
+    ignores_labels = bool(skipping)
+    for each in splits.sources.values():
+        targets = getattr(each, "targets", None)
+        any_ignored = targets is not None and bool((targets == IGNORE_INDEX).any())
+        ignores_labels = ignores_labels or each.ignores_labels or any_ignored
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
     if known is not None:
         info = as_known(known, info)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.decoding.image_decoding import Pixels, in_threads
 from ptfast.data.label_checks import LabelCheck
@@ -49,6 +48,10 @@ class BaseSource:
     repeatable = False
     """A sample is the same each time and draws from no generator: it may be held in memory, or fetched by a
     thread beside the training."""
+    ignores_labels = False
+    """Some labels may be ignored ones, whatever `targets` show."""
+    lengths: NDArray[np.int64] | None = None
+    """Tokens of each sample; None unless samples are sequences of unequal length."""
     label_check = LabelCheck()
     padding = Padding()
 
@@ -67,17 +70,8 @@ class BaseSource:
         """Size of all images held in memory at their original size; None if unknown."""
         return self.held_bytes
 
-    def ignores_labels(self) -> bool:
-        """Return True if some labels may be ignored ones."""
-        targets: Tensor | None = getattr(self, "targets", None)
-        return targets is not None and bool((targets == IGNORE_INDEX).any())
-
     def contents(self) -> list[Any] | None:
         """Fingerprint of these samples, by `data_fingerprint`; None where there is none."""
-        return None
-
-    def lengths(self) -> NDArray[np.int64] | None:
-        """Tokens of each sample; None unless samples are sequences of unequal length."""
         return None
 
     def order(self, seed: int, epoch: int) -> Indices | None:

@@ -79,7 +79,7 @@ def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
     sys.modules.setdefault(__name__, sys.modules[Drawn.__module__])
     threads = f"backend.threads={torch.get_num_threads()}"
     config = read_config((*PLAIN, *data, *ENCODER, threads, *words))[1]
-    lengths = load_data(config).train.lengths()
+    lengths = load_data(config).train.lengths
     assert lengths is not None
     return build_run(config, ranks=Ranks(), folder=folder, display=Display()), lengths
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -50,7 +49,7 @@ class DatasetSource(MapSource):
     epoch and samples, so that resumed runs and any number of workers draw the same.
     """
 
-    columns = ("_numbers", "_lengths", "all_labels")
+    columns = ("_numbers", "lengths", "all_labels")
     cuts = False
 
     def __init__(
@@ -58,23 +57,17 @@ class DatasetSource(MapSource):
     ) -> None:
         self.dataset, self.seed, self.images = dataset, seed, images
         self.collate = collate_of(dataset, collate)
-        self.all_count = False
-        """Every label has been seen, and none is ignored."""
+        # Until every label has been seen.
+        self.ignores_labels = True
         self.all_labels: Tensor | None = None
         stated = getattr(dataset, "lengths", None)
-        self._lengths = None if stated is None else np.asarray(stated, np.int64)
-        if self._lengths is not None and self._lengths.shape != (len(dataset),):
-            what = f"its lengths are of {len(self._lengths):,} samples, and it has {len(dataset):,}"
+        self.lengths = None if stated is None else np.asarray(stated, np.int64)
+        if self.lengths is not None and self.lengths.shape != (len(dataset),):
+            what = f"its lengths are of {len(self.lengths):,} samples, and it has {len(dataset):,}"
             raise DataError("D008", what, key="data")
-        self._longest = 0 if self._lengths is None else int(self._lengths.max(initial=0))
+        self._longest = 0 if self.lengths is None else int(self.lengths.max(initial=0))
         self._numbers = np.arange(len(dataset))
         self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
-
-    def ignores_labels(self) -> bool:
-        return not self.all_count
-
-    def lengths(self) -> NDArray[np.int64] | None:
-        return self._lengths
 
     def known_labels(self) -> Tensor | None:
         return self.all_labels
@@ -83,7 +76,7 @@ class DatasetSource(MapSource):
         labels = getattr(self.dataset, "targets", None)
         with contextlib.suppress(Exception):
             labels = np.asarray(labels)
-        known = [array for array in (labels, self._lengths) if isinstance(array, np.ndarray)]
+        known = [array for array in (labels, self.lengths) if isinstance(array, np.ndarray)]
         return describe_part(len(self), "samples", getattr(self.dataset, "fingerprint", None), *known)
 
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
@@ -94,7 +87,7 @@ class DatasetSource(MapSource):
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = [self.dataset[i] for i in wanted]
-                if self._lengths is not None and not self.collate.is_own:
+                if self.lengths is not None and not self.collate.is_own:
                     samples = self._filled(samples)
             raw = self.collate(samples)
         raw = self.label_check(raw, wanted)
@@ -197,7 +190,7 @@ def _adapt(
         # One mask shows their kind; 2,000 would fill memory.
         return Splits(_info(dataset, sample, first[1], task, known), source, note=note)
     labels = _labels(dataset, source)
-    source.all_count = len(labels) == len(dataset) and not bool((labels == IGNORE_INDEX).any())
+    source.ignores_labels = len(labels) != len(dataset) or bool((labels == IGNORE_INDEX).any())
     few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
     info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
     if info.task in _WITH_CLASSES and info.num_classes:

@@ -51,7 +51,7 @@ class ImageSource(MapSource):
 
     def name_of(self, index: int) -> str:
         """Image `index` by its name, for messages."""
-        raise NotImplementedError
+        return "data"
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         def fetched(place: int) -> Pixels:
@@ -150,9 +150,6 @@ class ImageFiles(ImageSource):
         """Names of the files that are known to be unreadable."""
         return [self.paths[int(i)] for i in np.flatnonzero(self._corrupt)]
 
-    def ignores_labels(self) -> bool:
-        return self.skips or super().ignores_labels()
-
     def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every image in one tensor; ranks that share it lend their threads to the one that decodes."""
         if self.skips:
@@ -209,9 +206,6 @@ class HeldImages(ImageSource):
         self._pixels: list[Pixels] = in_threads(len(source), source.original)
         self._sizes = np.stack(source.sizes(everything), 1)
         self.targets = source.labels(everything)
-
-    def name_of(self, index: int) -> str:
-        return "data"
 
     def original(self, index: int) -> Pixels:
         return self._pixels[index]

@@ -31,26 +31,24 @@ class RaggedSource(MapSource):
         max_length: length that `Padding.fixed` pads to.
     """
 
-    columns: tuple[str, ...] = ("starts", "_lengths")
+    columns: tuple[str, ...] = ("starts", "lengths")
     storage = "memory"
+    lengths: NDArray[np.int64]
 
     def __init__(
         self, tokens: Numbers, starts: Numbers, lengths: Numbers, pad_id: int, max_length: int
     ) -> None:
         self.tokens, self.starts, self.pad_id, self.max_length = tokens, starts, pad_id, max_length
-        self._lengths = lengths.astype(np.int64, copy=False)
-
-    def lengths(self) -> NDArray[np.int64]:
-        return self._lengths
+        self.lengths = lengths.astype(np.int64, copy=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def contents(self) -> list[Any]:
         targets: Tensor | None = getattr(self, "targets", None)
         labels = () if targets is None else (targets.numpy(),)
-        return describe_part(len(self), "texts", self.tokens, self.starts, self._lengths, *labels)
+        return describe_part(len(self), "texts", self.tokens, self.starts, self.lengths, *labels)
 
     def gather(self, indices: Indices, ahead: int = 0, fill: int | None = None) -> Tensor:
         """Sequences, shifted by `ahead` tokens and padded with `fill`: (batch, length) int64."""
-        lengths = self._lengths[indices]
+        lengths = self.lengths[indices]
         columns = np.arange(self.padding.width(int(lengths.max()), self.max_length))
         places = (self.starts[indices] + ahead)[:, None] + columns
         # Places beyond the end of the array are clipped here; all beyond a sequence are filled below.
@@ -113,6 +111,8 @@ class Documents(RaggedSource):
     but a document's first is predicted once.
     """
 
+    ignores_labels = True
+
     def __init__(self, texts: Encoded, pad_id: int, max_length: int) -> None:
         predicted = np.maximum(texts.lengths - 1, 0)
         parts = -(-predicted // max_length)
@@ -121,9 +121,6 @@ class Documents(RaggedSource):
         lengths = np.minimum(predicted[documents] - offsets, max_length)
         super().__init__(texts.tokens, texts.starts[documents] + offsets, lengths, pad_id, max_length)
         self.num_cut = int((parts > 1).sum())
-
-    def ignores_labels(self) -> bool:
-        return True
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         return self.gather(indices), self.gather(indices, 1, IGNORE_INDEX)
@@ -147,25 +144,19 @@ class PackedSequences(MapSource):
     """
 
     columns = ("_counts", "_firsts")
+    ignores_labels = True
 
     def __init__(self, documents: Documents, context_length: int, seed: int) -> None:
         self._documents, self._context = documents, context_length
         self.storage = documents.storage
         self._seed = counter_draws.key(seed, counter_draws.WINDOW)
-        lengths = documents.lengths()
+        lengths = documents.lengths
         slots, self._counts = pack_lengths(lengths, context_length)
         self._firsts = np.cumsum(self._counts) - self._counts
         self._slot_order = np.argsort(slots, kind="stable")
-        self._lengths = lengths
+        self._lengths, self.num_documents = lengths, len(lengths)
         self._placed: dict[int, Indices] = {}
         self.padding_share = 1 - int(lengths.sum()) / (len(self._counts) * context_length)
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._lengths)
-
-    def ignores_labels(self) -> bool:
-        return True
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[PackedTokens, Tensor]:
         counts = self._counts[indices]

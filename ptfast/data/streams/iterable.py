@@ -58,6 +58,8 @@ class IterableSource(BaseSource):
     next is not restored when a run resumes.
     """
 
+    ignores_labels = True
+
     def __init__(self, dataset: IterableDataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
         self.class_name = type(dataset).__name__
@@ -65,10 +67,6 @@ class IterableSource(BaseSource):
         """The dataset does not say itself who shares it out."""
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
-
-    def ignores_labels(self) -> bool:
-        # Nobody has seen the labels yet.
-        return True
 
     @property
     def shared_by(self) -> Sharing:

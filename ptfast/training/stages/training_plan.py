@@ -152,7 +152,7 @@ def build_length_plan(
     batching: Batching, data: Data, *, batch_size: int, last: str, seed: int
 ) -> LengthPlan | None:
     """Build the plan of batches by length; None if batches are not by length."""
-    lengths, limit = data.train.lengths(), data.info.context_length
+    lengths, limit = data.train.lengths, data.info.context_length
     if not batching.buckets:
         return None
     if lengths is None or limit is None:
@@ -198,7 +198,7 @@ def describe_padding(
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
         share = train.padding_share
         return f"{what}: {share:.1%} of all tokens", round(share, 6)
-    lengths, limit = data.train.lengths(), data.info.context_length
+    lengths, limit = data.train.lengths, data.info.context_length
     if lengths is None or limit is None or plan.grows:
         return None, None
     sampler = Sampler(Sharding(plan, micro_batches), seed, partial(data.order, seed))
@@ -211,7 +211,7 @@ def describe_padding(
 
 def has_many_lengths(data: Data, batching: Batching) -> bool:
     """Return True if batches come in too many lengths to compile each of them."""
-    lengths, limit = data.train.lengths(), data.info.context_length
+    lengths, limit = data.train.lengths, data.info.context_length
     if lengths is None or limit is None:
         return data.info.kind == "text"
     if batching.batch_tokens is not None:

@@ -77,7 +77,7 @@ def test_padding_reaches_a_part_of_a_source() -> None:
     part = source.take(np.array([2, 0]))
     part.padding = Padding(multiple=8)
     assert part.fetch(np.array([0, 1]))[0].shape == (2, 8)
-    lengths = part.lengths()
+    lengths = part.lengths
     assert lengths is not None
     assert lengths.tolist() == [5, 3]
 
@@ -114,7 +114,7 @@ def test_a_document_is_predicted_from_its_own_beginning() -> None:
     assert targets.tolist() == [[2, 3, 4], [202, 203, 204], [205, 206, 207], [208, -100, -100]]
     predicted = targets[targets != IGNORE_INDEX]
     assert sorted(predicted.tolist()) == [2, 3, 4, *range(202, 209)]
-    assert source.ignores_labels()
+    assert source.ignores_labels
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,6 @@ def test_skipping_a_file_moves_no_other_sample(tree: Path, how: str):
     assert torch.equal(images[place], whole[place + 1])
     rest = everything != place
     assert torch.equal(images[rest], whole[rest])
-    assert files.ignores_labels()
     boxes = draw_boxes(0, 0, everything, *files.sizes(everything), (0.2, 1.0), (0.7, 1.4))
     assert files.crops(everything, boxes, 8, np.zeros(6, int)).shape == (6, 8, 8, 3)
 
