@@ -178,7 +178,7 @@ def dry_run(config: Config) -> int:
     Figures are of one process; the time of a step is the median of a few after the warm-up.
     """
     from ptfast.core.machine import peak_memory_bytes
-    from ptfast.profiling.operator_counting import Operators, total_flops
+    from ptfast.profiling.operator_counting import Operators, flops
     from ptfast.profiling.roofline import flop
     from ptfast.training.build import build
     from ptfast.training.fit import try_out
@@ -212,14 +212,14 @@ def dry_run(config: Config) -> int:
             for path in (folder / "saved").rglob("*")
             if path.is_file() and not path.is_symlink()
         )
-        flops = total_flops(operators)
+        total = sum(operator.count * flops(operator) for operator in operators)
         step_s = statistics.median(seconds) if seconds else float("nan")
         per_epoch = run.train_loader.plan.steps_per_epoch
         states = config.saving.keep + (2 if config.saving.best else 1)
         rows = [
             ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
             ("peak memory", num_bytes(peak_memory_bytes(run.device.type))),
-            ("operations per step", flop(flops) if flops else "not counted"),
+            ("operations per step", flop(total) if total else "not counted"),
             ("time per step", f"{step_s * 1e3:,.1f} ms"),
             ("throughput", f"{run.train_loader.plan.batch_size / step_s:,.0f} samples/s"),
             ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),

@@ -19,7 +19,7 @@ from torch import Tensor
 from ptfast.core.errors import ConfigError, NumericsError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes
 from ptfast.core.tensors.trees import tree_leaves, tree_map
-from ptfast.profiling.step_phases import PHASES, Phases, SavedForBackward, watched
+from ptfast.profiling.step_phases import PHASES, Phases, SavedKinds, saved_for_backward, watched
 from ptfast.run import Run
 
 Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"]
@@ -178,7 +178,8 @@ class _Memory(Phases):
         super().__init__(self._enter, self._leave)
         self.run, self.first, self.last = run, run.progress.step + wait, run.progress.step + wait + active
         self.peaks: Counter[str] = Counter()
-        self.saved = SavedForBackward(run.model)
+        self.saved: SavedKinds = {}
+        self.saving = saved_for_backward(run.model, self.saved)
         self.kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
         self.sampling = False
         self.ended = threading.Event()
@@ -196,16 +197,17 @@ class _Memory(Phases):
 
     def _enter(self, name: str) -> None:
         if self.sampling and name == "forward":
-            self.saved.__enter__()
+            self.saved.clear()
+            self.saving.__enter__()
 
     def _leave(self, name: str) -> None:
         if not self.sampling:
             return
         self._note(name)
         if name == "forward":
-            self.saved.__exit__()
+            self.saving.__exit__(None, None, None)
             kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
-            for dtype, shape, size in self.saved.tensors.values():
+            for dtype, shape, size in self.saved.values():
                 kinds[dtype, shape] += size
             self.kinds = max(self.kinds, kinds, key=Counter.total)
 

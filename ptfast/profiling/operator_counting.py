@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,7 +17,7 @@ from ptfast.core.machine import available_memory, peak_memory_bytes
 from ptfast.core.protocols import StepBatch
 from ptfast.core.tensors.torch_internals import OpOverload, TorchDispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves, tree_map
-from ptfast.profiling.step_phases import Phases, SavedForBackward, watched
+from ptfast.profiling.step_phases import Phases, SavedKinds, saved_for_backward, watched
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import num_compiled
 
@@ -107,11 +107,6 @@ def _shaped(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_shaped(item) for item in value)
     return value
-
-
-def total_flops(operators: Iterable[Operator]) -> int:
-    """Floating-point operations of all calls."""
-    return sum(operator.count * flops(operator) for operator in operators)
 
 
 def flops(operator: Operator) -> int:
@@ -204,23 +199,23 @@ class StepCounter:
 
         Yields None if there might not be enough memory: a compiled step takes less.
         """
-        if self.why_not or not self._has_room():
-            self.why_not = self.why_not or "a step that is not compiled might not fit into memory"
+        device, ranks = self.run.device, self.run.ranks
+        if self.why_not is None:
+            # It has room if as much memory is free as was taken at most so far.
+            taken = peak_memory_bytes(device.type)
+            if device.type == "cuda":
+                lacks = 2 * taken > torch.cuda.get_device_properties(device).total_memory
+            else:
+                lacks = taken > available_memory()
+            # All ranks must agree.
+            if sum_over_ranks(torch.tensor(float(lacks), device=device), ranks):
+                self.why_not = "a step that is not compiled might not fit into memory"
+        if self.why_not is not None:
             yield None
             return
         # Later batches do not count.
         with self.run.uncompiled(), self.counting(islice(batches, 1)) as weighed:
             yield chain(weighed, batches)
-
-    def _has_room(self) -> bool:
-        """True if the free memory is as large as the peak so far; all ranks agree."""
-        device = self.run.device
-        taken = peak_memory_bytes(device.type)
-        if device.type == "cuda":
-            lacks = 2 * taken > torch.cuda.get_device_properties(device).total_memory
-        else:
-            lacks = taken > available_memory()
-        return not sum_over_ranks(torch.tensor(float(lacks), device=device), self.run.ranks)
 
 
 class _Look(Phases):
@@ -231,7 +226,8 @@ class _Look(Phases):
         self.operators = Operators(recording=False)
         self.kept_bytes = self.batch_bytes = 0
         # Sharded weights cannot be told from activations: their memory comes and goes.
-        self._saved = None if run.sharded else SavedForBackward(run.model)
+        self._saved: SavedKinds = {}
+        self._saving = None if run.sharded else saved_for_backward(run.model, self._saved)
 
     def weighed(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """The same batches; adds up their bytes."""
@@ -242,11 +238,12 @@ class _Look(Phases):
 
     def _enter(self, name: str) -> None:
         self.operators.recording = name in COUNTED
-        if name == "forward" and self._saved is not None:
-            self._saved.__enter__()
+        if name == "forward" and self._saving is not None:
+            self._saved.clear()
+            self._saving.__enter__()
 
     def _leave(self, name: str) -> None:
         self.operators.recording = False
-        if name == "forward" and self._saved is not None:
-            self._saved.__exit__()
-            self.kept_bytes += sum(size for _, _, size in self._saved.tensors.values())
+        if name == "forward" and self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self.kept_bytes += sum(size for _, _, size in self._saved.values())

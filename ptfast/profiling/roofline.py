@@ -175,34 +175,6 @@ class Work:
         return max(self.flops, key=self.flops.__getitem__, default=None)
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The time that a step took, and the time it would take at each of the machine's limits."""
-
-    seconds: float
-    rows: Mapping[str, float]
-    """Seconds by cause, as in the ledger."""
-    work: Work
-    peaks: Peaks
-    floors: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by limit: `compute`, `memory`, `overhead`; `transfer` where the device has its own memory."""
-
-    @property
-    def bound(self) -> str:
-        """What bounds the step: a limit of the machine, or something that it waits for."""
-        waits = {"data": "data", "transfer": "transfer", "gradient_sync": "sync"}
-        candidates = {name: self.rows.get(row, 0.0) for row, name in waits.items()}
-        candidates |= {name: self.floors[name] for name in ("compute", "memory", "overhead")}
-        largest = max(candidates, key=candidates.__getitem__)
-        # Else small operators, which reach none of the peaks.
-        return largest if candidates[largest] >= SMALL * self.seconds else "operators"
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the step that its operations would take at the peak."""
-        return self.floors["compute"] / self.seconds
-
-
 def count_work(run: Run, counted: Counted) -> Work:
     """The work of one step, from counts over some."""
     steps = counted.steps
@@ -219,45 +191,49 @@ def count_work(run: Run, counted: Counted) -> Work:
     return Work(dict(totals), moved, calls, counted.batch_bytes / steps)
 
 
-def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> MeasuredStep:
-    """Compare a step with the machine's limits; `seconds` are those of `steps` steps, by cause."""
+def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
+    """Compare a step with the machine's limits: the entries of summary.json, with lines for people.
+
+    Args:
+        seconds: of `steps` steps, by cause, as in the ledger.
+    """
     rows = {name: seconds.get(name, 0.0) / steps for name in STEP}
+    step_s, total = sum(rows.values()), sum(work.flops.values())
     floors = {
         "compute": sum(count / peaks.flops_per_s[name] for name, count in work.flops.items()),
         "memory": work.moved_bytes / peaks.bytes_per_s,
         "overhead": work.calls * peaks.op_s,
     }
+    waits = {"data": rows["data"], "transfer": rows["transfer"], "sync": rows["gradient_sync"]}
+    limits = waits | floors
+    bound = max(limits, key=limits.__getitem__)
+    if limits[bound] < SMALL * step_s:
+        # Small operators, which reach none of the peaks.
+        bound = "operators"
     if peaks.transfer_bytes_per_s is not None:
         floors["transfer"] = work.batch_bytes / peaks.transfer_bytes_per_s
-    return MeasuredStep(sum(rows.values()), rows, work, peaks, floors)
-
-
-def _describe(step: MeasuredStep) -> dict[str, Any]:
-    """The entries of summary.json, with a line for people."""
-    work = step.work
-    total = sum(work.flops.values())
-    facts: dict[str, Any] = {
-        "step_s": step.seconds,
-        "flops_per_step": total,
-        "flops_per_s": total / step.seconds,
-        "format": work.format,
-        "peak_flops_per_s": step.peaks.flops_per_s[work.format] if work.format else None,
-        "mfu": step.mfu,
-        "floors_s": dict(step.floors),
-        "waits_s": {name: step.rows[name] for name in ("data", "transfer", "gradient_sync")},
-        "bytes_per_s": step.peaks.bytes_per_s,
-        "calls_per_step": work.calls,
-        "bound": step.bound,
-    }
-    floors = sorted(step.floors.items(), key=lambda item: -item[1])
-    parts = [f"{name} {short_time(s)}" for name, s in floors if s >= 0.005 * step.seconds]
+    mfu, peak = floors["compute"] / step_s, peaks.flops_per_s[work.format] if work.format else None
     reached = "no matrix products to count"
-    if work.format:
+    if work.format and peak:
         name = work.format.replace("_medium", " at medium").replace("_high", " at high")
-        reached = f"{step.mfu:.0%} of {flop(facts['peak_flops_per_s'])}/s in {name}"
-    facts["line"] = f"{reached}; bound by {step.bound}"
-    facts["floors"] = f"{', '.join(parts) or 'below 0.5 %'}; a step takes {short_time(step.seconds)}"
-    return facts
+        reached = f"{mfu:.0%} of {flop(peak)}/s in {name}"
+    slowest_first = sorted(floors.items(), key=lambda item: -item[1])
+    parts = [f"{name} {short_time(s)}" for name, s in slowest_first if s >= 0.005 * step_s]
+    return {
+        "step_s": step_s,
+        "flops_per_step": total,
+        "flops_per_s": total / step_s,
+        "format": work.format,
+        "peak_flops_per_s": peak,
+        "mfu": mfu,
+        "floors_s": floors,
+        "waits_s": {name: rows[name] for name in ("data", "transfer", "gradient_sync")},
+        "bytes_per_s": peaks.bytes_per_s,
+        "calls_per_step": work.calls,
+        "bound": bound,
+        "line": f"{reached}; bound by {bound}",
+        "floors": f"{', '.join(parts) or 'below 0.5 %'}; a step takes {short_time(step_s)}",
+    }
 
 
 def _format(run: Run, operator: Operator) -> str:
@@ -311,30 +287,24 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
         cost: dict[str, Any] = {"counting_s": seconds["measuring"]}
         peaks = known_peaks(run.device, work.flops)
         pays = may_measure and train_s >= PAYS_AFTER * COST_S
-        if peaks is not None and pays and weigh(work, peaks, seconds, steps).mfu > 1:
+        if peaks is not None and pays and weigh(work, peaks, seconds, steps)["mfu"] > 1:
             peaks = None  # measured while something else kept the machine busy
         if peaks is None and pays:
-            peaks = _measure(run, work)
+            # Training may have left no memory for it.
+            try:
+                with run.display.status("measuring this machine's peak rates"):
+                    peaks = measured_peaks(run.device, work.flops)
+            except (MemoryError, RuntimeError) as error:
+                if not is_memory_error(error):
+                    raise
             cost["measuring_s"] = peaks.seconds if peaks is not None else 0.0
-        if peaks is None:
-            step_s, total = train_s / steps, sum(work.flops.values())
-            enough = f"{PAYS_AFTER * COST_S:.0f} s"
-            why = f"this machine's peak is not measured yet; a run that trains for {enough} measures it"
-            line = f"{flop(total / step_s)}/s; {why}"
-            facts = {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line}
-            return facts | cost
-        cost["padding_share"] = run.resolved.padding_share
-        return _describe(weigh(work, peaks, seconds, steps)) | cost
+        if peaks is not None:
+            cost["padding_share"] = run.resolved.padding_share
+            return weigh(work, peaks, seconds, steps) | cost
+        step_s, total = train_s / steps, sum(work.flops.values())
+        enough = f"{PAYS_AFTER * COST_S:.0f} s"
+        why = f"this machine's peak is not measured yet; a run that trains for {enough} measures it"
+        line = f"{flop(total / step_s)}/s; {why}"
+        return {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line} | cost
     finally:
         run.clock.to("closing")
-
-
-def _measure(run: Run, work: Work) -> Peaks | None:
-    """Measure the machine's limits; None if training has left no memory for it."""
-    try:
-        with run.display.status("measuring this machine's peak rates"):
-            return measured_peaks(run.device, work.flops)
-    except (MemoryError, RuntimeError) as error:
-        if not is_memory_error(error):
-            raise
-        return None

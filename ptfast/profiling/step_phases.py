@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ptfast.core.protocols import Callback
 from ptfast.run import Run
@@ -16,6 +17,10 @@ PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("transfer", "gradient_sync")
 """Times that count to the phase they interrupt: NVTX ranges must end in the thread in which they began, and
 another thread reports the wait for gradients."""
+
+
+SavedKinds = dict[int, tuple[torch.dtype, tuple[int, ...], int]]
+"""Type, shape and bytes of each storage that is saved for the backward pass, by its address."""
 
 
 class Phases(Callback):
@@ -64,24 +69,14 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
             vars(clock)["to"] = around
 
 
-class SavedForBackward:
-    """A context that notes what autograd saves for the backward pass, except weights."""
+def saved_for_backward(model: torch.nn.Module, kinds: SavedKinds) -> saved_tensors_hooks:
+    """A context, to be entered as often as you like, that notes what autograd saves, except weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.tensors: dict[int, tuple[torch.dtype, tuple[int, ...], int]] = {}
-        """Type, shape and bytes of each storage, by its address."""
-        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
-
-    def __enter__(self) -> None:
-        self.tensors.clear()
-        self._hooks.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._hooks.__exit__(*(raised or (None, None, None)))
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if (address := storage.data_ptr()) not in self._weights:
-            self.tensors.setdefault(address, (tensor.dtype, tuple(tensor.shape), storage.nbytes()))
+        if (address := storage.data_ptr()) not in weights:
+            kinds.setdefault(address, (tensor.dtype, tuple(tensor.shape), storage.nbytes()))
         return tensor
+
+    return saved_tensors_hooks(note, lambda tensor: tensor)

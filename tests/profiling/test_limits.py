@@ -127,7 +127,7 @@ WORK = roofline.Work({"fp32": 8e9}, moved_bytes=1e8, calls=100)
 def bound(work: roofline.Work = WORK, **rows: float) -> str:
     seconds = ROWS | {"optimizer": 0.01, "callbacks": 0.0} | rows
     seconds["backward"] -= max(sum(seconds.values()) - 0.1, 0.0)
-    return roofline.weigh(work, PEAKS, seconds, 1).bound
+    return roofline.weigh(work, PEAKS, seconds, 1)["bound"]
 
 
 def test_the_bound_is_what_takes_the_largest_part() -> None:
