@@ -60,8 +60,12 @@ def train(args: Namespace) -> int:
     started = [f"--config={file}", *words] if file else words
     if ranks is not None and not args.dry_run:
         from ptfast.launch.launcher import start_rank
+        from ptfast.launch.rank_main import leave
 
-        return start_rank(ranks, lambda: read_typed(words, file), started)
+        exit_code = start_rank(ranks, lambda: read_typed(words, file), started)
+        if ranks.distributed:
+            leave(exit_code)
+        return exit_code
     if ranks is not None and not ranks.is_first:
         return EXIT_OK
     composed, config = read_typed(words, file)

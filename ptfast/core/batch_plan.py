@@ -81,16 +81,11 @@ class BatchPlan:
 
         What lies beyond the end of a padded epoch is its beginning again.
         """
-        steady, per_epoch = self._firsts[-1], self.steps_per_epoch
-        if self.size is None or per_epoch is None:
-            start = self._samples_before(step)
-            return 0, start, start + self.sizes.at(step)
-        if step >= steady:
-            epoch, position = divmod(step - steady, per_epoch)
-            epoch, start, size = epoch + len(self._firsts) - 1, position * self.batch_size, self.batch_size
-        else:
-            epoch, first, _ = self.epoch_of(step)
-            start, size = self._samples_before(step) - self._samples_before(first), self.sizes.at(step)
+        start, size = self._samples_before(step), self.sizes.at(step)
+        if self.size is None:
+            return 0, start, start + size
+        epoch, first, _ = self.epoch_of(step)
+        start -= self._samples_before(first)
         return epoch, start, start + size if self._pads else min(start + size, self.size)
 
     def epoch_of(self, step: int) -> tuple[int, int, int]:

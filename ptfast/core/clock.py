@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -173,9 +174,7 @@ def for_device(clock: Clock, device: torch.device) -> Clock:
         return clock
     import torch
 
-    def event() -> torch.Event:
-        return torch.Event(device=device, enable_timing=True)
-
+    event = partial(torch.Event, device=device, enable_timing=True)
     try:
         event().record()
     except (RuntimeError, NotImplementedError):

@@ -59,21 +59,18 @@ def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> 
         dist.init_process_group("gloo", timeout=timeout)
         return
     if ranks.num_local_ranks > torch.cuda.device_count():
-        _refuse_shared_gpu(str(torch.cuda.get_device_properties(device).uuid), ranks, timeout_s)
+        # Each rank sees only some of this machine's GPUs: compare them by way of the store.
+        first = ranks.rank - ranks.local_rank
+        with _meeting(timeout_s) as store:
+            store.set(_place(f"gpu/{ranks.rank}"), str(torch.cuda.get_device_properties(device).uuid))
+            places = [_place(f"gpu/{first + number}") for number in range(ranks.num_local_ranks)]
+            num_gpus = len({store.get(place) for place in places})
+        if num_gpus < ranks.num_local_ranks:
+            what = f"{ranks.num_local_ranks} ranks need as many GPUs, and they see {num_gpus}"
+            hint = f"Use parallel.nproc={num_gpus}"
+            raise ConfigError("C012", what, key="parallel.nproc", suggestion=hint)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timeout, device_id=device)
-
-
-def _refuse_shared_gpu(mine: str, ranks: Ranks, timeout_s: float) -> None:
-    """Compare the GPUs of this machine's ranks, each of which sees only some of them."""
-    first = ranks.rank - ranks.local_rank
-    with _meeting(timeout_s) as store:
-        store.set(_place(f"gpu/{ranks.rank}"), mine)
-        places = [_place(f"gpu/{first + number}") for number in range(ranks.num_local_ranks)]
-        num_gpus = len({store.get(place) for place in places})
-    if num_gpus < ranks.num_local_ranks:
-        what = f"{ranks.num_local_ranks} ranks need as many GPUs, and they see {num_gpus}"
-        raise ConfigError("C012", what, key="parallel.nproc", suggestion=f"Use parallel.nproc={num_gpus}")
 
 
 def joined() -> bool:

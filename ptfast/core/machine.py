@@ -63,7 +63,12 @@ def available_memory() -> int:
     """
     lines = read_setting(ROOT / "proc/meminfo").splitlines()
     limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    limits += filter(None, [_slurm_memory()])
+    names = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+    texts = (os.environ.get(name, "") for name in names)
+    per_node, per_cpu, num_cpus = (int(text) if text.isdigit() else 0 for text in texts)
+    # 0 stands for all that the node has.
+    if megabytes := per_node or per_cpu * num_cpus:
+        limits.append(megabytes * 2**20)
     for group in _control_groups("memory"):
         limit = read_setting(group / "memory.max") or read_setting(group / "memory.limit_in_bytes")
         used = read_setting(group / "memory.current") or read_setting(group / "memory.usage_in_bytes")
@@ -249,19 +254,6 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def _num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _slurm_memory() -> int | None:
-    """Bytes of this job on this node, requested per node or per CPU."""
-    megabytes = {
-        name: int(os.environ[name])
-        for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
-        if os.environ.get(name, "").isdigit()
-    }
-    whole = megabytes.get("SLURM_MEM_PER_NODE", 0)
-    per_cpu = megabytes.get("SLURM_MEM_PER_CPU", 0) * megabytes.get("SLURM_CPUS_ON_NODE", 0)
-    # 0 stands for all that the node has.
-    return (whole or per_cpu) * 2**20 or None
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

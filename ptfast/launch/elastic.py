@@ -28,15 +28,6 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that the launcher passes on to the ranks."""
 
 
-def on_this_machine(num_ranks: int) -> list[str]:
-    """torchrun's options for ranks of this machine only, whatever its variables (`PET_*`) say."""
-    return [
-        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
-        f"--rdzv-id=ptfast-{os.getpid()}",
-    ]
-
-
 def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
     """torchrun's options for this machine's ranks; the others are left to its variables (`PET_*`).
 

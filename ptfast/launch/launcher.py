@@ -47,7 +47,6 @@ from ptfast.launch.elastic import (
     check_shared,
     describe_node,
     on_several_machines,
-    on_this_machine,
     run_elastic,
 )
 from ptfast.launch.resume import Place, find_place
@@ -83,7 +82,13 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
             start_s = time.time()
             state = str(place.state_folder) if place.state_folder is not None else ""
             arguments = [str(place.folder), state, str(os.getpid())]
-            ended = run_elastic("ptfast.launch.rank_main", arguments, on_this_machine(num_ranks))
+            # On this machine alone, whatever torchrun's variables (`PET_*`) say.
+            options = [
+                *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
+                *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
+                f"--rdzv-id=ptfast-{os.getpid()}",
+            ]
+            ended = run_elastic("ptfast.launch.rank_main", arguments, options)
             return _outcome(place.folder, composed, ended, start_s)
         from ptfast.launch import rank_main
 
@@ -96,23 +101,9 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
     Args:
         read_config: called by the first rank alone.
 
-    Returns:
-        The exit code of a rank that trains alone; one of several ends here.
-
     Raises:
         PtfastError: whatever stops the run; on one rank only, so that it is reported once.
     """
-    from ptfast.launch.rank_main import leave
-
-    exit_code = _start_rank(ranks, read_config, words)
-    if ranks.distributed:
-        leave(exit_code)
-    return exit_code
-
-
-def _start_rank(
-    ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]
-) -> int:
     if under_torchrun():
         # One that is killed would leave its ranks running.
         die_with_parent()

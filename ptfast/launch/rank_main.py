@@ -206,18 +206,18 @@ class RankPart:
         return Outcome(signalled, signals.exit_code, line, together=False), None
 
     def close(self, outcome: Outcome) -> None:
-        """Stop what loads data; the first rank writes summary, figures and report."""
+        """Stop what loads data; the first rank writes summary, figures and report.
+
+        A failure to write hides no failure of the run itself.
+        """
         if not outcome.together:
             self.display.warn(str(outcome.error_line))
         self.clock.to("closing" if self.run is not None else "start_up")
         with contextlib.suppress(Exception):
             if self.run is not None:
                 self.run.close()
-        if self.ranks.is_first:
-            self._write(outcome)
-
-    def _write(self, outcome: Outcome) -> None:
-        """Write summary, figures and report; a failure to write hides no failure of the run itself."""
+        if not self.ranks.is_first:
+            return
         from ptfast.report.html.run_report import write_report
 
         run, display, failure, light = self.run, self.display, None, None

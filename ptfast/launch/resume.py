@@ -117,18 +117,16 @@ def _continue(
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     step = int(facts["progress"]["step"])
     # A finished run whose last state is lost resumes from the one before.
-    reached = step >= run_directory.read_json(source / run_directory.SUMMARY).get("steps", 0)
-    if folder.resolve() == source.resolve() and reached and _is_over(source, before, tree):
+    summary = run_directory.read_json(source / run_directory.SUMMARY)
+    reached = step >= summary.get("steps", 0) and _same_length(before, tree)
+    if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
         return Place(folder, state_folder, finished=True)
     _check_length(facts, Resolved.read(source, facts), before, config)
     return Place(folder, state_folder)
 
 
-def _is_over(folder: Path, before: Tree, tree: Tree) -> bool:
-    """Return True if the run in `folder` reached its end, or was ended by `stop`."""
-    status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
-    if not _same_length(before, tree):
-        return False
+def _has_ended(summary: Tree, before: Tree, tree: Tree) -> bool:
+    status = summary.get("status")
     return status == "finished" or (status == "stopped" and before.get("stop") == tree["stop"])
 
 
@@ -163,15 +161,15 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
 
 def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
     for folder in sorted(parent.glob("*"), key=lambda path: path.name, reverse=True):
-        status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")
-        if status == "finished" or not _holds_run(folder):
+        summary = run_directory.read_json(folder / run_directory.SUMMARY)
+        if summary.get("status") == "finished" or not _holds_run(folder):
             continue
         try:
             before = read_yaml(folder / run_directory.CONFIG).data
         except PtfastError:
             continue
         same = _same_length(before, tree) and not changed_keys(before, tree)
-        if same and not _is_over(folder, before, tree):
+        if same and not _has_ended(summary, before, tree):
             return folder
     return None
 

@@ -28,13 +28,6 @@ def local_parts(tensors: list[Tensor]) -> list[Tensor]:
     return [local_part(tensor) for tensor in tensors] if is_sharded(tensors[0]) else tensors
 
 
-def norm_over_ranks(norm: Tensor) -> Tensor:
-    """Euclidean norm over all ranks, from that of each rank's part: 0-d, on the device."""
-    square = norm.square()
-    torch.distributed.all_reduce(square)
-    return square.sqrt()
-
-
 @dataclass(frozen=True)
 class SavedTensor:
     """A tensor on disk, split by rows over several files; only the rows that are asked for are read.

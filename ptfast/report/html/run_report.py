@@ -68,8 +68,13 @@ def write_report(run_dir: Path) -> Path:
 
 def _render(run: RunFiles) -> str:
     title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
-    head = header(title, run.status, str(run.run_dir.absolute()), _versions(run))
-    body = [head]
+    facts = run.environment
+    versions = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
+    versions += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
+    versions += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
+    if commit := facts.get("git_commit"):
+        versions.append(f"commit {str(commit)[:10]}")
+    body = [header(title, run.status, str(run.run_dir.absolute()), " · ".join(versions))]
     if error := run.summary.get("error"):
         body.append(f'<p class="card error">{escape(str(error))}</p>')
     body.append(_tiles(run))
@@ -101,15 +106,6 @@ def _render(run: RunFiles) -> str:
     ]
     script = SCRIPT_FILE.read_text() if charts else ""
     return page(f"{title} ({run.status})", "\n".join(filter(None, body)), script)
-
-
-def _versions(run: RunFiles) -> str:
-    facts = run.environment
-    named = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
-    named += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
-    named += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
-    commit = [f"commit {str(facts['git_commit'])[:10]}"] if facts.get("git_commit") else []
-    return " · ".join([*named, *commit])
 
 
 def _tiles(run: RunFiles) -> str:

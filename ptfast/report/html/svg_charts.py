@@ -83,7 +83,16 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     steps = range(0, int(last_step) + 1, spacing)
     x_axis = Axis(0, last_step, steps, grouped, LEFT, WIDTH - RIGHT)
     y_axis = _value_axis(name, [y for s in thinned for _, y in s.points])
-    shapes = [*_axes(x_axis, y_axis), *(_line(name, s, x_axis, y_axis) for s in thinned)]
+    shapes = _axes(x_axis, y_axis)
+    for line in thinned:
+        places = [(x_axis.place(x), y_axis.place(y)) for x, y in line.points]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        marks = [f'<path class="line" d="{path}"/>'] if len(places) > 1 else []
+        if len(places) <= MAX_MARKERS:
+            for (x, y), (step, value) in zip(places, line.points, strict=True):
+                tip = escape(f"{line.name} {figure(name, value)} at {grouped(step)}")
+                marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"><title>{tip}</title></circle>')
+        shapes.append(f'<g class="{line.css}">{"".join(marks)}</g>')
     title = escape((title or figure_title(name)) + (", log scale" if y_axis.is_log else ""))
     legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned)
     return (
@@ -173,17 +182,6 @@ def _axes(x_axis: Axis, y_axis: Axis) -> list[str]:
     middle = (LEFT + WIDTH - RIGHT) / 2
     title = f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
     return [*shapes, title, "</g>"]
-
-
-def _line(name: str, series: Series, x_axis: Axis, y_axis: Axis) -> str:
-    places = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points]
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    shapes = [f'<path class="line" d="{path}"/>'] if len(places) > 1 else []
-    if len(places) <= MAX_MARKERS:
-        for (x, y), (step, value) in zip(places, series.points, strict=True):
-            tip = escape(f"{series.name} {figure(name, value)} at {grouped(step)}")
-            shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"><title>{tip}</title></circle>')
-    return f'<g class="{series.css}">{"".join(shapes)}</g>'
 
 
 def _value_axis(name: str, values: Sequence[float]) -> Axis:

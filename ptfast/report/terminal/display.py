@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import textwrap
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -134,7 +134,7 @@ def table(
         if grouped:
             del columns[0]
         for name in optional:
-            if _least_width(list(columns.values())) <= console.width:
+            if _least_width(columns.values()) <= console.width:
                 break
             columns = {place: column for place, column in columns.items() if column[0] != name}
         widths = _widths(list(columns.values()), console.width - 2 * len(columns))
@@ -175,22 +175,25 @@ def fits(columns: Sequence[Sequence[str]]) -> bool:
     return _least_width(columns) <= Console(file=stream).width
 
 
-def _least_width(columns: Sequence[Sequence[str]]) -> int:
-    """The width of a table that breaks no word."""
-    return sum(_longest_word(column) + 2 for column in columns)
+def _least_width(columns: Iterable[Sequence[str]]) -> int:
+    """The width of a table that breaks no word, with two spaces a column."""
+    return sum(width + 2 for width in _longest_words(columns))
 
 
-def _longest_word(column: Sequence[str]) -> int:
-    """The longest part that must not be broken: a word, a number with its unit, a short header."""
-    header, *cells = column
-    words = [word for cell in cells for word in ([cell] if are_numbers([cell]) else cell.split())]
-    return max(map(len, [*words, *([header] if len(header) < 12 else header.split())]), default=0)
+def _longest_words(columns: Iterable[Sequence[str]]) -> list[int]:
+    """The longest part of each that must not be broken: a word, a number with its unit, a short header."""
+    widths = []
+    for header, *cells in columns:
+        words = [word for cell in cells for word in ([cell] if are_numbers([cell]) else cell.split())]
+        words += [header] if len(header) < 12 else header.split()
+        widths.append(max(map(len, words), default=0))
+    return widths
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | list[None]:
     """Widths that sum to `room` and break no word; None if all fit, or no such widths exist."""
     natural = [max(map(len, column)) for column in columns]
-    widths = [_longest_word(column) for column in columns]
+    widths = _longest_words(columns)
     if sum(natural) <= room or sum(widths) > room:
         return [None] * len(columns)
     for _ in range(room - sum(widths)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
 
-from ptfast.core.tensors.dtensors import is_sharded, local_parts, norm_over_ranks
+from ptfast.core.tensors.dtensors import is_sharded, local_parts
 from ptfast.techniques.gradients import Gradients
 
 Clipper = Callable[[], Tensor | None]
@@ -73,7 +73,12 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
     norms = torch._foreach_norm(local_parts(grads), dtype=torch.float32 if half else None)
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    return norm_over_ranks(norm) if is_sharded(grads[0]) else norm
+    if is_sharded(grads[0]):
+        # Of this rank's parts so far.
+        square = norm.square()
+        torch.distributed.all_reduce(square)
+        norm = square.sqrt()
+    return norm
 
 
 @torch.no_grad()
