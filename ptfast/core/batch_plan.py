@@ -30,8 +30,8 @@ class Stages(NamedTuple):
 def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
     """From `first` by the multiples of `multiple` to `last`, which begins with step `over_steps`.
 
-    Stages are equally long but for rounding. Few stages mean few shapes, for each of which kernels are
-    searched or compiled.
+    Stages are about equally long. Few stages mean few shapes, for each of which kernels are searched or
+    compiled.
     """
     values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
     return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))
@@ -77,10 +77,7 @@ class BatchPlan:
         return None
 
     def batch(self, step: int) -> tuple[int, int, int]:
-        """Epoch of a step, and where its samples begin and end in the order of that epoch.
-
-        What lies beyond the end of a padded epoch is its beginning again.
-        """
+        """Epoch of a step, and the range of its samples in that epoch, which begins again if it is padded."""
         start, size = self._samples_before(step), self.sizes.at(step)
         if self.size is None:
             return 0, start, start + size
@@ -110,8 +107,7 @@ class BatchPlan:
     def steps(self, duration: Duration, total_steps: int | None) -> int:
         """`duration` from the start of the run, in optimizer steps to the nearest; at least 1 unless it is 0.
 
-        Raises:
-            ValueError: the unit cannot be counted in steps with what is known.
+        Raises ValueError if the unit cannot be counted in steps with what is known.
         """
         epochs = duration.value
         if duration.unit == "samples" and self.size is not None:
@@ -130,11 +126,7 @@ class BatchPlan:
         return max(1, first + math.floor(done * length + 0.5))
 
     def every(self, duration: Duration, total_steps: int) -> Sequence[int]:
-        """The steps, rising, after which another `duration` is over; none for a duration of 0.
-
-        Raises:
-            ValueError: as `steps`.
-        """
+        """The steps, rising, after which another `duration` is over; none for one of 0. Raises as `steps`."""
         steps = self.steps(duration, total_steps)
         if not steps:
             return ()

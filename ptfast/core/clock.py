@@ -78,10 +78,7 @@ class Clock:
             yield batch
 
     def ledger(self) -> dict[str, float]:
-        """Seconds by cause, all of `CAUSES`, that add up to those since the start.
-
-        What is `unexplained` is what is left of the wall time beside all that has been booked.
-        """
+        """Seconds by cause, all of `CAUSES`; `unexplained` is what is left of the wall time."""
         self.to(self.cause)
         booked = {cause: self.seconds.get(cause, 0.0) for cause in CAUSES}
         return booked | {"unexplained": self.elapsed_s() - sum(booked.values())}
@@ -90,10 +87,12 @@ class Clock:
 class DeviceClock(Clock):
     """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
-    At the marks of some steps events go into the device's queue, and the host waits for none of them. When it
-    leaves training to read a figure, for which it waits anyway, the time since training began is divided in
-    proportion to the events. So time is booked on what kept the device busy or idle: a batch that the host
-    waits for while the device still has work costs nothing; one that the device waits for costs that wait.
+    The marks of some steps put events into the device's queue; the host waits for none of them. When it
+    leaves
+    training to read a figure, the time since training began is divided in proportion to the events. So a
+    batch
+    that the host waits for while the device still has work costs nothing, and one that the device waits for
+    costs that wait.
 
     Args:
         before: the clock so far, which this one continues.

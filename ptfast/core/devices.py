@@ -1,7 +1,6 @@
 """What the devices and tools of this machine support. Imports torch only where it has to ask it.
 
-A switch that cannot run here is an `Unsupported`, an error before training; one that runs slowly is an
-`Unsupported` with `runs`, a warning. `auto` takes whatever is fast here.
+`Unsupported` is an error before training, or with `runs` a warning; `auto` takes whatever is fast here.
 """
 
 from __future__ import annotations
@@ -131,11 +130,7 @@ def lack_of_float8(device: str) -> Unsupported | None:
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Return True if the device has instructions for bfloat16, without which it is slower than float32.
-
-    A CPU whose features are unknown counts as one without: float32 in place of bfloat16 costs less than the
-    reverse.
-    """
+    """Return True if the device has instructions for bfloat16, without which it is slower than float32."""
     if device == "cuda":
         import torch
 
@@ -144,6 +139,7 @@ def multiplies_bf16(device: str) -> bool:
         import torch
 
         return torch.backends.mps.is_macos_or_newer(14, 0)
+    # Without known features float32 is used: the wrong choice of bfloat16 would cost more.
     return not _cpu_flags().isdisjoint(BF16_FLAGS)
 
 

@@ -117,7 +117,7 @@ def gathered(own: Tensor, num_ranks: int) -> Tensor:
 def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
     """Return a function that starts to sum numbers over the ranks and returns one that waits for the sums.
 
-    To be called on all ranks at once: they open a channel of their own. No device is involved.
+    All ranks call this at once: they open a channel of their own, which involves no device.
     """
     if num_ranks == 1:
         return lambda numbers: lambda: list(numbers)
@@ -169,8 +169,8 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
 def once_per_machine(compute: Callable[[], T]) -> T:
     """Call `compute` on the first rank of each machine and return its result, or raise its error, on all.
 
-    For slow work with the same result on every rank, such as checksums of files. To be called on all ranks
-    at once; without a process group this process computes for itself.
+    For slow work such as checksums of files. To be called on all ranks at once; without a process group this
+    process computes for itself.
     """
     if not joined():
         return compute()
@@ -187,7 +187,7 @@ def once_per_machine(compute: Callable[[], T]) -> T:
 def once_per_rank(compute: Callable[[], T], ranks: Ranks) -> list[T]:
     """The result of `compute` on each rank, on every rank; an error of one is raised on all.
 
-    To be called on all ranks at once; each waits until all have computed.
+    All ranks call this at once; each waits until all have computed.
     """
     answers = on_all_ranks(_attempt(compute), ranks.num_ranks)
     for _, error in answers:
@@ -244,8 +244,7 @@ def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
 def count_neighbours(ranks: Ranks) -> Ranks:
     """`ranks` with the number of ranks on this machine, if the launcher has not said it. Waits for all.
 
-    Raises:
-        ParallelError: P001 if the ranks do not find each other.
+    Raises ParallelError as `broadcast_text`.
     """
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks
@@ -260,10 +259,7 @@ def count_neighbours(ranks: Ranks) -> Ranks:
 
 @contextlib.contextmanager
 def _meeting(timeout_s: float = MEET_S) -> Iterator[Any]:
-    """The ranks' store, in which they leave notes for each other; served by the first, or by torchrun.
-
-    Report ranks that cannot reach it inside this block as P001.
-    """
+    """The ranks' store, served by the first or by torchrun; those that cannot reach it raise P001."""
     from torch.distributed.rendezvous import rendezvous
 
     try:

@@ -109,10 +109,10 @@ def memory_limit(device: str = "auto") -> tuple[int, str]:
 
 
 def memory_of(pids: Iterable[int]) -> tuple[int, str]:
-    """Bytes that processes take together, and how they are counted.
+    """Bytes that processes take together, and how they are counted; processes that have ended count nothing.
 
-    `PSS`: a page that several share, such as a forked worker and its parent, counts once. `RSS`, if the
-    system has no PSS: it counts in each of them. Processes that have ended count nothing.
+    By `PSS` a page that several share, such as a forked worker and its parent, counts once; by `RSS`, if the
+    system has no PSS, in each of them.
     """
     pids = list(pids)
     shares = [_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids]
@@ -161,10 +161,7 @@ def processor_time_of(pid: int) -> float:
 
 
 def machine_times(root: Path | None = None) -> tuple[float, float] | tuple[None, None]:
-    """Busy and stolen seconds so far of the CPUs that this process may use; None if unknown.
-
-    Cost: about 0.1 ms.
-    """
+    """Busy and stolen seconds so far of this process's CPUs; None if unknown. Cost: about 0.1 ms."""
     try:
         cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         tick = os.sysconf("SC_CLK_TCK")
@@ -186,11 +183,7 @@ def watch_others() -> None:
 
 
 def others_cores(num_local_ranks: int = 1) -> float:
-    """Cores that other processes have kept busy since this one began; 0 if unknown.
-
-    Args:
-        num_local_ranks: processes of this run, which take a core each as they start.
-    """
+    """Cores that others have kept busy since `watch_others`, beside this run's own ranks; 0 if unknown."""
     start_s, busy_before_s, own_before_s = _watched
     busy_s, elapsed_s = machine_times()[0], time.perf_counter() - start_s
     if busy_s is None or busy_before_s is None or elapsed_s < _LEAST_WATCHED_S:
@@ -242,8 +235,7 @@ def process_age_s() -> float:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies, which would otherwise leave it running.
 
-    Args:
-        parent: the parent's id; this process leaves at once if that has died already.
+    If the process `parent` is not the parent any more, it has died already, and this one leaves at once.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1
@@ -259,8 +251,7 @@ def _num_local_ranks() -> int:
 def _control_groups(controller: str) -> Iterator[Path]:
     """Folders of this process's control group and of those around it, of either version of the interface.
 
-    A container often sees its own group as the root while `/proc` names the path outside: folders that are
-    not there hold no limit.
+    A container often sees its own group as the root while `/proc` names the path outside, which is not there.
     """
     for line in read_setting(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -281,7 +272,7 @@ def read_setting(path: Path) -> str:
 def cache_folder() -> Path:
     """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
 
-    A user without a home folder gets a path that cannot be written: facts are computed again, and downloads
+    Without a home folder it is a path that cannot be written: facts are computed again, and downloads
     refused.
     """
     if named := os.environ.get("PTFAST_CACHE"):

@@ -39,11 +39,7 @@ def new_folder(root: Path, name: str) -> Path:
 
 
 def create_folder(folder: Path) -> list[Path]:
-    """Create `folder`; returns what was made, `folder` first and the folders around it after.
-
-    Raises:
-        MachineError: E001 when it cannot be written.
-    """
+    """Create `folder`; returns what was made, `folder` first and the folders around it after. Raises E001."""
     made = [path for path in folder.parents if not path.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +57,7 @@ def create_folder(folder: Path) -> list[Path]:
 
 
 def discard(folder: Path, made: list[Path]) -> None:
-    """Remove the directory of a run that never began, with the parents made for it; one with figures stays.
-
-    Args:
-        made: what `create_folder` returned.
-    """
+    """Remove a run that never began, with the parents `made` for it; one with figures or states stays."""
     logged = folder / "metrics.jsonl"
     if folder not in made or (folder / "saved").exists() or (logged.is_file() and logged.stat().st_size):
         return
@@ -90,11 +82,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Any:
-    """Lock `folder` for this process; the system releases the lock however the process ends.
-
-    Raises:
-        MachineError: E003 when another run holds it, naming the holder.
-    """
+    """Lock `folder` until this process ends, however it does; E003 names the run that holds it already."""
     try:
         file: TextIO = (folder / ".lock").open("a+")
     except OSError as error:
@@ -124,11 +112,7 @@ def hold(folder: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all; numbers that are not finite become null.
-
-    Raises:
-        MachineError: as `write_text`.
-    """
+    """Write JSON whole or not at all, as `write_text`; numbers that are not finite become null."""
     write_text(path, json.dumps(plain_json(value), indent=2) + "\n")
 
 

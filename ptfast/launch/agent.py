@@ -97,11 +97,7 @@ api.LocalElasticAgent = Agent
 
 
 def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
-    """Call `act`, which runs an agent, and return how its ranks have ended, within the limits above.
-
-    Args:
-        names: signals that end them.
-    """
+    """Call `act`, which runs an agent, until its ranks have ended; signals of these `names` end them."""
     watcher = _Watch()
 
     def call() -> None:

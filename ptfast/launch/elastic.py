@@ -31,9 +31,7 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
     """torchrun's options for this machine's ranks; the others are left to its variables (`PET_*`).
 
-    Args:
-        rdzv: HOST:PORT where the machines meet.
-        timeout_s: how long they wait for one another there.
+    The machines meet at `rdzv` (HOST:PORT) and wait there for one another for `timeout_s`.
     """
     waits = ",".join(f"{name}={int(timeout_s)}" for name in ("timeout", "join_timeout", "read_timeout"))
     options = [f"--nproc-per-node={num_ranks}", f"--rdzv-conf={waits}"]
@@ -161,21 +159,13 @@ VISIBLE_S = 60
 
 
 def describe_node(words: Sequence[str]) -> str:
-    """What a rank tells the first rank about its machine, as JSON: versions, and the command line.
-
-    Args:
-        words: the command line, which may hold secrets.
-    """
+    """What a rank tells the first about its machine, as JSON: versions, and the redacted command line."""
     facts = {"host": socket.gethostname(), "versions": run_directory.versions(), "words": redact(words)}
     return json.dumps(facts)
 
 
 def check_nodes(texts: Sequence[str]) -> None:
-    """Refuse ranks that were started with other versions or another command than the first (P002).
-
-    Args:
-        texts: `describe_node` of each rank.
-    """
+    """Refuse ranks whose `describe_node` differs from the first rank's in versions or command (P002)."""
     nodes = [json.loads(text) for text in texts]
     for rank, node in enumerate(nodes):
         first, what, hint = nodes[0], None, None
@@ -196,8 +186,7 @@ def check_nodes(texts: Sequence[str]) -> None:
 def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
     """Return this machine's name if `folder` is not the one that the first rank has begun a run in, else "".
 
-    Args:
-        started: when, as the folder's `environment.json` says it.
+    Its `environment.json` says when that was: `started`.
     """
     end = time.monotonic() + timeout_s
     while run_directory.read_json(folder / run_directory.ENVIRONMENT).get("started") != started:
@@ -208,11 +197,7 @@ def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
 
 
 def check_shared(folder: Path, unseen: Sequence[str]) -> None:
-    """Refuse a run directory that is not one folder on all machines (E001).
-
-    Args:
-        unseen: what `can_reach` returns on each rank.
-    """
+    """Refuse a run directory that is not one folder on all machines (E001), by `can_reach` of each rank."""
     if hosts := sorted(filter(None, set(unseen))):
         what = f"{', '.join(hosts)} cannot see what {socket.gethostname()} writes there"
         hint = "Set run.root or run.dir to a folder that all machines share"

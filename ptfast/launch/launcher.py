@@ -60,11 +60,7 @@ NOT_STARTED = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineE
 
 
 def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
-    """Train what `config` says and return the exit code.
-
-    Args:
-        words: the command line, with which each of several machines starts its ranks.
-    """
+    """Train what `config` says, by the command line `words`, and return the exit code."""
     if config.parallel.nnodes > 1 or nodes_from_environment():
         return _launch_node(config, words)
     num_ranks = resolve_num_ranks(config)
@@ -98,11 +94,7 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:
     """Train as one of the ranks that the user started: the first composes and picks the directory for all.
 
-    Args:
-        read_config: called by the first rank alone.
-
-    Raises:
-        PtfastError: whatever stops the run; on one rank only, so that it is reported once.
+    Only the first calls `read_config`, and only one raises what stops the run, so that it is reported once.
     """
     if under_torchrun():
         # One that is killed would leave its ranks running.
@@ -271,10 +263,7 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
 
 
 def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> int:
-    """The exit code of a launched run whose ranks have ended.
-
-    Args:
-        start_s: when they were started, in seconds since the epoch.
+    """The exit code of a launched run whose ranks were started at `start_s` and have ended.
 
     Raises:
         ParallelError: P001 when a rank was killed or left without a word.

@@ -73,8 +73,7 @@ class Outcome:
 def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None) -> int:
     """Train on this rank and return its exit code; the first rank writes summary, figures and report.
 
-    Args:
-        state_folder: the state to resume, whose files `find_place` has checked.
+    The files of `state_folder`, the state to resume, have been checked.
     """
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)

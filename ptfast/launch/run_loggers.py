@@ -19,9 +19,7 @@ from ptfast.training.user_code import UserPart, constructing
 def build_loggers(config: Config) -> dict[str, Any]:
     """The loggers that the config names, by the key of their section.
 
-    Raises:
-        ConfigError: C017 for a constructor that raises, or a function that returns no logger.
-        MachineError: E004 if a package is not installed.
+    Raises C017 for a constructor that raises or gives no logger, and E004 if a package is not installed.
     """
     loggers: dict[str, Any] = {}
     for key, target in config.logger.targets.items():
@@ -37,9 +35,7 @@ def build_loggers(config: Config) -> dict[str, Any]:
 def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
     """Open the loggers of a run; its records after the step that it resumes from are dropped.
 
-    Raises:
-        ConfigError: C017 for one that raises.
-        MachineError: E001 if metrics.jsonl cannot be written, E006 for a service that refuses.
+    Raises C017 for one that raises, E001 if metrics.jsonl cannot be written, E006 for a service that refuses.
     """
     opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step)]
     # As written: without secrets and values from the environment.

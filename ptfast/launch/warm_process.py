@@ -39,9 +39,9 @@ def warm_process(
 ) -> BaseProcess:
     """A process, to be started by `start_process`, that calls `act` and exits with what it returns.
 
-    It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and nothing
-    of this process in it, so that it computes what a fresh process would. Systems other than Linux start a
-    fresh process, because there torch does not survive a fork.
+    It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and nothing of
+    this process in it, so that it computes what a fresh process would. Outside of Linux, where torch does not
+    survive a fork, it is a fresh process.
 
     Args:
         act: a function of a module, as `arguments` pickled.

@@ -58,10 +58,7 @@ class Operator:
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that run inside it while `recording`: decomposed, by the kernels chosen.
-
-    Cost: some 20 us on the host for each call.
-    """
+    """Records the operators that run inside it while `recording`: decomposed, by the kernels chosen."""
 
     def __init__(self, recording: bool = True) -> None:
         super().__init__()
@@ -112,9 +109,8 @@ def _shaped(value: Any) -> Any:
 def flops(operator: Operator) -> int:
     """Floating-point operations of one call, by the formulas of `torch.utils.flop_counter`; 0 without one.
 
-    Products and convolutions have one: two operations for each multiplication and sum.
-
-    Cost: the first call takes 0.2 s, for an import.
+    Products and convolutions have one: two operations for each multiplication and sum. The first call takes
+    0.2 s, for an import.
     """
     from torch.utils.flop_counter import flop_registry
 

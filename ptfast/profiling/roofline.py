@@ -194,8 +194,7 @@ def count_work(run: Run, counted: Counted) -> Work:
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
     """Compare a step with the machine's limits: the entries of summary.json, with lines for people.
 
-    Args:
-        seconds: of `steps` steps, by cause, as in the ledger.
+    `seconds` are those of `steps` steps, by cause, as in the ledger.
     """
     rows = {name: seconds.get(name, 0.0) / steps for name in STEP}
     step_s, total = sum(rows.values()), sum(work.flops.values())

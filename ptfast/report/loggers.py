@@ -29,9 +29,7 @@ RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
 
 
 class JsonlLogger:
-    """One JSON object a line, flushed line by line so that a killed run keeps what it logged.
-
-    A figure that is not finite is written as null, since JSON has no name for it.
+    """One JSON object a line, flushed line by line so that a killed run keeps what it logged; NaN is null.
 
     Args:
         path: a file of an earlier attempt is continued.
@@ -260,9 +258,9 @@ class BackgroundLogger(Logger):
         self._put("log_images", step, images)
 
     def close(self) -> None:
-        """Write all that is queued, then close every logger, within `CLOSE_S`. Safe to call twice.
+        """Write all that is queued and close every logger; safe to call twice.
 
-        A finished run must not wait for ever for a server that does not answer.
+        A finished run must not wait for ever for a server that does not answer: `CLOSE_S` at most.
         """
         if self._closed:
             return

@@ -28,8 +28,7 @@ from ptfast.techniques import (
 def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the panel: what is switched on, and what it resolved to.
 
-    Args:
-        sections: of the config and its other values, by name; the panel of each family takes its own.
+    Each family's panel takes its own of the `sections` of the config and its other values.
     """
     from ptfast.core.machine import spare_cores
     from ptfast.optim.parameter_groups import reference_lr

@@ -88,13 +88,11 @@ def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
     """`nest` for JSON, and the tensors by name that this rank has to write.
 
     Each rank writes its rows of sharded tensors, from the memory where they are; the first rank writes whole
-    tensors, from a copy. Each object in the JSON has one key, which says what it stands for: the items of a
-    `dict`, a `tuple`, `bytes` in hexadecimal, a whole `tensor` or the `rows` of one, by name.
+    tensors, from a copy. Each object in the JSON has one key for what it stands for: the items of a `dict`, a
+    `tuple`, `bytes` in hexadecimal, a whole `tensor` or the `rows` of one, by name.
 
-    To be called on all ranks, with nests that differ at most in what is not sharded.
-
-    Raises:
-        ConfigError: C017 for a value that is neither a tensor nor plain.
+    All ranks call this, with nests that differ at most in what is not sharded. C017 refuses a value that is
+    neither a tensor nor plain.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
@@ -144,11 +142,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def unpack(packed: Any, files: Sequence[Path]) -> dict[str, Any]:
-    """What `pack` was given, with a `SavedTensor` in place of each sharded tensor.
-
-    Args:
-        files: of all ranks that have written, in their order.
-    """
+    """What `pack` was given, from the `files` of all ranks in order; a sharded tensor is a `SavedTensor`."""
     from safetensors import safe_open
 
     holders: dict[str, list[Any]] = {}

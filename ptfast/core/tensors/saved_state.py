@@ -75,9 +75,8 @@ class _Facts:
 def write_state(saved: Path, step: int, state: State) -> Path:
     """Write `saved/step-<step>/` and point `saved/last` at it.
 
-    The folder is written under another name, flushed to disk and renamed, so that a kill at any moment
-    leaves either the whole state or none. Every file's SHA-256 goes into its manifest, because torch does not
-    notice a flipped bit.
+    The folder is written under another name, flushed to disk and renamed, so that a kill at any moment leaves
+    either the whole state or none. The manifest has each file's SHA-256: torch does not notice a flipped bit.
 
     Raises:
         MachineError: as of `cannot_write`; nothing is left behind.
@@ -102,12 +101,8 @@ def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
     """Write a state of which each rank has a part, with the guarantees of `write_state`.
 
     Every rank writes its rows into a file of its own, so that none holds more than its share. When all files
-    are on disk, the first rank adds the manifest and renames the folder, which until then is no state.
-
-    To be called on all ranks. The first adds what is whole, and the facts.
-
-    Raises:
-        MachineError: as for `write_state`; raised on all ranks.
+    are on disk, the first rank adds what is whole, the facts and the manifest, and renames the folder, which
+    until then is no state. All ranks call this, and all raise if one fails.
     """
     draft = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
     tree, tensors = pack({"model": state.model, "training": state.training}, is_first=ranks.is_first)
@@ -223,8 +218,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         check: False if the files have been hashed already for this load.
 
     Raises:
-        SavedStateError: S001, naming the file that is missing, changed or of another form, or the format
-            that is too new.
+        SavedStateError: S001 for a file that is missing, changed or of another form, or a format too new.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -258,13 +252,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
 def read_state(folder: Path, *, check: bool = True) -> State:
     """Read and check one state folder, onto the CPU. Nothing in it can run code (`weights_only=True`).
 
-    Tensors that several ranks have written are read only when needed.
-
-    Args:
-        check: as for `read_facts`.
-
-    Raises:
-        SavedStateError: S001 when it is damaged.
+    Tensors that several ranks have written are read only when needed. Arguments and errors: see `read_facts`.
     """
     facts = read_facts(folder, check=check)
     if not (folder / TREE).is_file():
@@ -293,14 +281,10 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
-    """Refuse a new length that the saved run's schedule or progress does not allow.
+    """Refuse a new length that the saved run's schedule or progress at `step` does not allow (S003).
 
     Args:
-        step: of the saved run.
         extendable: whether schedule and curriculum of both lengths are the same up to that step.
-
-    Raises:
-        SavedStateError: S003.
     """
     if new_steps != old_steps and not extendable:
         lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"

@@ -1,7 +1,6 @@
 """Private names of torch that are needed here, each with its reason; a test looks for all that any file uses.
 
-Kernels without a public name (`torch._foreach_*`, `torch._fused_*`) are called where they are, and the
-compiler's own parts are imported in `techniques/compile/` alone, where loading it is meant.
+Kernels (`torch._foreach_*`) are called where they are; only `techniques/compile/` imports the compiler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensors in nested containers: batches, and what models take and return.
 
-Batches are walked by functions of ours: torch's own know exact types only, and would pass over the tensors in
-a user's subclass of dict. `tree_leaves` and `tree_map`, for what models take and return, are torch's. Their
-module is private in name, so that it is imported here alone.
+Batches are walked by functions of ours: torch's know exact types only, and pass over a user's subclass of
+dict. Models' inputs and outputs are walked by torch's, whose module is private, so it is imported here alone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with `function` of every tensor, or saved one, in its place; named tuples stay what they are.
 
-    What moves its own tensors, as batches of other libraries do by a method `to`, counts as one.
+    Objects with a method `to`, such as batches of other libraries, count as tensors.
     """
     if isinstance(value, (Tensor, SavedTensor)) or hasattr(value, "to"):
         return function(value)

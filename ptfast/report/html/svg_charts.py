@@ -70,9 +70,8 @@ class Axis:
 def line_chart(name: str, series: Sequence[Series], last_step: float, title: str | None = None) -> str:
     """A chart of the figure `name` over the steps from 0 to `last_step`.
 
-    The figure's name decides how its values are written. Positive values over more than a factor of 50 get a
-    logarithmic scale, rates such as samples per second start at 0. Long series are thinned to means of
-    neighbours.
+    The name decides how values are written. Positive values over more than a factor of 50 get a logarithmic
+    scale; rates such as samples per second start at 0. Long series are thinned to means of neighbours.
     """
     thinned = [Series(s.name, thin(s.points), s.color) for s in series if s.points]
     if not thinned:
@@ -147,7 +146,6 @@ def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]
     """Choice of the x axis and of smoothing for the curves of a page, hidden unless `SCRIPT_FILE` runs.
 
     Args:
-        last_step: of the curves.
         knots: (step, epoch, seconds of training), rising, between which the two are linear.
     """
     names = ["step", *["epoch"] * any(knot[1] for knot in knots), *["time"] * any(knot[2] for knot in knots)]
