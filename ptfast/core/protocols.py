@@ -138,21 +138,27 @@ class Task(Protocol):
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
         """How many items the loss of a micro-batch is averaged over (samples, or tokens that count)."""
+        ...
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, Tensor | int]:
         """Sum of the losses of the items (0-d, on the device, with gradient) and their count."""
+        ...
 
     def metrics(self) -> Metrics:
         """Fresh metrics of one evaluation."""
+        ...
 
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, Tensor | int]:
         """One forward pass, without gradients: update `metrics`, return loss sum and count."""
+        ...
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         """Figures of an evaluation from its mean loss and computed metrics (adds e.g. bits per character)."""
+        ...
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """One JSON-serialisable record per input."""
+        ...
 
 
 def takes_own_steps(task: Task) -> bool:
