@@ -98,12 +98,14 @@ def find_workers(
         say(f"measuring loaders beside the training, {seconds:g} s each")
         search.run()
     _show(search)
-    chosen, best = search.chosen, search.best()
+    chosen = search.chosen
     facts = {
         "chosen": {**chosen._asdict(), "samples_per_s": search.figure(chosen, "samples_per_s")},
         **{name: loader._asdict() for name, loader in search.named.items()},
-        "best": best._asdict(),
-        "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in search.effects(best).items()],
+        "best": search.best._asdict(),
+        "over_best": [
+            {**one._asdict(), **effect.receipt()} for one, effect in search.effects(search.best).items()
+        ],
         "rivals": [one._asdict() for one in search.rivals()],
         "blocks": [
             [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
@@ -131,6 +133,8 @@ class LoaderSearch:
         self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
         self.most = most or 0
         self.blocks: list[list[tuple[LoaderSetup, TrialResult]]] = []
+        self.seen: list[LoaderSetup] = []
+        """Loaders with figures, in the order in which they were measured."""
         self.failed: dict[LoaderSetup, str] = {}
         """Why loaders are not available."""
         self.named: dict[str, LoaderSetup] = {}
@@ -138,7 +142,7 @@ class LoaderSearch:
         self.data: dict[str, Any] = {}
         """Properties of the data that decide which loaders make sense."""
         self.notes: list[str] = []
-        self.chosen = PLAIN
+        self.best = self.chosen = PLAIN
         self._cores = 1
         """Of each rank."""
 
@@ -160,37 +164,48 @@ class LoaderSearch:
         if self.config.dataloader.kind == "auto":
             self.named.pop("configured", None)
         self.measure(PLAIN, *self._other_kinds(), *self.named.values())
+        if PLAIN not in self.seen:
+            self.blocks[0][0][1].raise_failure()
         if self.figure(PLAIN, "waiting") > NOTHING:
             self._ascend()
             self._refine()
         for _ in range(ROUNDS - 1):
-            near = [loader for loader in self.by_speed() if self.ratio(loader) >= NEAR]
-            self._block(near[:FINALISTS])
+            near = [loader for loader, ratio in self.ratios(self.best).items() if ratio >= NEAR]
+            self._measure_block(near[:FINALISTS])
         self.chosen = self.choose()
 
     def workers(self, count: int) -> LoaderSetup:
         """`count` worker processes with the config's prefetch; for 0, this process reads."""
-        if not count:
-            return PLAIN
-        return LoaderSetup(
-            "workers", count, self.config.dataloader.prefetch, self.config.backend.worker_threads
-        )
+        prefetch, threads = self.config.dataloader.prefetch, self.config.backend.worker_threads
+        return LoaderSetup("workers", count, prefetch, threads) if count else PLAIN
 
     def measure(self, *loaders: LoaderSetup) -> None:
         """Measure loaders that were not measured before."""
         fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
         while fresh:
-            others = [self.best()] if self.blocks else []
-            chosen = fresh[: 4 - len(others)]
-            self._block([*others, *chosen])
-            fresh = fresh[len(chosen) :]
-        if PLAIN not in self.seen:
-            self.blocks[0][0][1].raise_failure()
+            beside = [self.best] if self.blocks else []
+            count = 4 - len(beside)
+            self._measure_block([*beside, *fresh[:count]])
+            fresh = fresh[count:]
 
-    @property
-    def seen(self) -> list[LoaderSetup]:
-        """Loaders with figures, in the order in which they were measured."""
-        return list(dict.fromkeys(one for block in self.blocks for one, run in block if run.time is not None))
+    def _measure_block(self, loaders: Sequence[LoaderSetup]) -> None:
+        # Inputs that grow during training are measured at their full size.
+        measured = self.laboratory.measure([self._words(loader) for loader in loaders])
+        self.blocks.append(list(zip(loaders, measured, strict=True)))
+        for loader, run in self.blocks[-1]:
+            if loader in self.seen:
+                continue
+            if run.time is None:
+                self.failed[loader] = run.why
+                continue
+            self.seen.append(loader)
+            rate, waiting = grouped(self.figure(loader, "samples_per_s")), self.figure(loader, "waiting")
+            say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
+        self.best = next(iter(self.ratios(PLAIN)), PLAIN)
+
+    def _words(self, loader: LoaderSetup) -> list[str]:
+        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
+        return merge(self.arguments, ["curriculum=none", *own])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than `base`."""
@@ -205,22 +220,19 @@ class LoaderSearch:
         found = fit([Factor("loader", tuple(map(repr, order)))], blocks, times, spare_dof=0).effects
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
-    def by_speed(self) -> list[LoaderSetup]:
-        """Loaders with figures, the quickest first."""
-        effects = self.effects(PLAIN)
-        return sorted(self.seen, key=lambda one: -effects[one].log_ratio if one in effects else 0.0)
-
-    def best(self) -> LoaderSetup:
-        return self.by_speed()[0]
-
-    def ratio(self, loader: LoaderSetup, base: LoaderSetup | None = None) -> float:
-        """Its throughput, as a multiple of that of `base`, or of the quickest."""
-        base = base or self.best()
-        return 1.0 if loader == base else self.effects(base)[loader].ratio
+    def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
+        """The throughput of loaders as a multiple of that of `base`, the quickest first."""
+        effects = self.effects(base)
+        found = {
+            loader: effects[loader].ratio if loader in effects else float(loader == base)
+            for loader in self.seen
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def choose(self) -> LoaderSetup:
         """Among the quickest, the loader with the fewest processes, then the least memory."""
-        close = [loader for loader in self.seen if self.ratio(loader) >= 1 - CLOSE]
+        ratios = self.ratios(self.best)
+        close = [loader for loader in self.seen if ratios[loader] >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
     def rivals(self) -> list[LoaderSetup]:
@@ -235,10 +247,12 @@ class LoaderSearch:
 
         Its `waiting` is the share of the time spent on waiting for data, or on reading it in this process.
         """
-        runs = [run.facts for block in self.blocks for one, run in block if one == loader]
-        if name == "memory_bytes":
-            return statistics.median(facts["memory"][0] for facts in runs if "memory" in facts)
-        return statistics.median(facts[name] for facts in runs if name in facts)
+        runs = [
+            run.facts for block in self.blocks for one, run in block if one == loader and run.time is not None
+        ]
+        return statistics.median(
+            facts["memory"][0] if name == "memory_bytes" else facts[name] for facts in runs
+        )
 
     def label(self, loader: LoaderSetup, *, counts: bool = True) -> str:
         """Its kind, and what else differs from the config; `counts` if the number of workers is told."""
@@ -261,24 +275,6 @@ class LoaderSearch:
         if self.chosen.threads == self.config.backend.worker_threads == 1:
             del found["backend.worker_threads"]
         return found
-
-    def _block(self, loaders: Sequence[LoaderSetup]) -> None:
-        before = self.seen
-        measured = self.laboratory.measure([self._words(loader) for loader in loaders])
-        self.blocks.append(list(zip(loaders, measured, strict=True)))
-        for loader, run in self.blocks[-1]:
-            if loader in before:
-                continue
-            if run.time is None:
-                self.failed[loader] = run.why
-                continue
-            rate, waiting = grouped(self.figure(loader, "samples_per_s")), self.figure(loader, "waiting")
-            say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
-
-    def _words(self, loader: LoaderSetup) -> list[str]:
-        # Inputs that grow during training are measured at their full size.
-        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
-        return merge(self.arguments, ["curriculum=none", *own])
 
     def _other_kinds(self) -> Iterator[LoaderSetup]:
         """Kinds without workers besides `plain` that may suit this data and device."""
@@ -304,16 +300,16 @@ class LoaderSearch:
         counts = [*(2**power for power in range(16) if 2**power < most), *([most] if most else [])]
         for start in range(0, len(counts), 2):
             pair = [count for count in counts[start : start + 2] if self._has_room(count)]
-            before = math.log(self.ratio(self.best(), PLAIN))
+            quickest = self.ratios(PLAIN)[self.best]
             self.measure(*map(self.workers, pair))
             if len(pair) < 2 and start + 2 < len(counts):
                 return
+            ratios = self.ratios(PLAIN)
             for loader in map(self.workers, pair):
                 if loader in self.failed:
                     return
-                speed = math.log(self.ratio(loader, PLAIN))
-                useless = 0 if speed > before + CLOSE else useless + 1
-                before = max(before, speed)
+                useless = 0 if ratios[loader] > quickest * math.exp(CLOSE) else useless + 1
+                quickest = max(quickest, ratios[loader])
             if useless >= 2 and max(pair) >= min(RULE, most):
                 return
 
@@ -323,13 +319,13 @@ class LoaderSearch:
         if not largest.workers:
             return True
         plain = self.figure(PLAIN, "memory_bytes")
-        each = max(0.0, self.figure(largest, "memory_bytes") - plain) / largest.workers
+        added = max(0.0, self.figure(largest, "memory_bytes") - plain) / largest.workers * count
         # The two counts of a block run at the same time.
-        needed, free = plain + 2 * each * count, available_memory()
-        if needed > free:
-            taken = num_bytes(plain + each * count)
-            self.notes.append(f"{count} workers would take about {taken}, and {num_bytes(free)} are free")
-        return needed <= free
+        if plain + 2 * added <= (free := available_memory()):
+            return True
+        taken = num_bytes(plain + added)
+        self.notes.append(f"{count} workers would take about {taken}, and {num_bytes(free)} are free")
+        return False
 
     def _refine(self) -> None:
         """Try variants of the best: counts in between, more prefetching, threads."""
@@ -349,26 +345,25 @@ class LoaderSearch:
 
 
 def _show(search: LoaderSearch) -> None:
-    chosen, best = search.chosen, search.best()
-    marks, effects = _marks(search), search.effects(best)
+    effects = search.effects(search.best)
+    marks: dict[LoaderSetup, list[str]] = {search.chosen: ["chosen"]}
+    for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
+        marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
     narrow = is_terminal(standard_output()) and shutil.get_terminal_size().columns < NARROW
     whole = (run for block in search.blocks for _, run in block if run.time is not None)
     memory_kind = next(whole).facts["memory"][1]
     rows: list[dict[str, str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
-        ratio, interval = 1.0, ""
-        if loader != best and loader in effects:
-            ratio, (low, high) = effects[loader].ratio, effects[loader].interval()
-            interval = f"{low:.2f}-{high:.2f}"
+        effect = effects.get(loader)
         row = {
             "loader": search.label(loader, counts=narrow),
             "workers": str(loader.workers),
             "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
-            "of the best": f"{ratio:.2f}",
-            "95 %": interval,
+            "of the best": f"{effect.ratio if effect else 1:.2f}",
+            "95 %": "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
             "waiting": f"{search.figure(loader, 'waiting'):.0%}",
             f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
-            "": marks.get(loader, ""),
+            "": ", ".join(marks.get(loader, [])),
         }
         rows.append(row)
     headers = [name for name in rows[0] if not (narrow and name in ("workers", "waiting"))]
@@ -379,23 +374,14 @@ def _show(search: LoaderSearch) -> None:
     for line in [*search.notes, *_remarks(search)]:
         say(line)
     settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.settings().items())
-    say(f"\nchosen: {settings} at {search.figure(chosen, 'samples_per_s'):,.0f} samples/s")
-
-
-def _marks(search: LoaderSearch) -> dict[LoaderSetup, str]:
-    marks: dict[LoaderSetup, list[str]] = {search.chosen: ["chosen"]}
-    for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
-        marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
-    return {loader: ", ".join(names) for loader, names in marks.items()}
+    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
 
 
 def _remarks(search: LoaderSearch) -> Iterator[str]:
     chosen = search.chosen
-    if chosen != search.best():
-        yield (
-            f"{search.label(chosen)} is as quick as {search.label(search.best())}, which is the quickest, "
-            "and takes fewer processes or less memory"
-        )
+    if chosen != search.best:
+        quickest = f"{search.label(search.best)}, which is the quickest"
+        yield f"{search.label(chosen)} is as quick as {quickest}, and takes fewer processes or less memory"
     if rivals := search.rivals():
         names = ", ".join(map(search.label, rivals))
         yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
