@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,11 @@ def test_what_may_be_faster_is_named_where_figures_cannot_tell() -> None:
     machine = Machine(lambda loader: 100.0, repeatable=False)
     machine.noise = 0.15
     search = searched(machine, 4)
-    assert search.rivals()
+    assert search.rivals
     assert "cannot tell if these are faster" in "".join(loader_finder._remarks(search))
     machine = Machine(fast)
     search = searched(machine)
-    assert search.rivals() == []
+    assert search.rivals == []
 
 
 def test_what_lies_beside_the_best_is_tried() -> None:
@@ -184,15 +185,16 @@ def test_kinds_that_this_data_cannot_have_are_named() -> None:
     assert MEMORY in searched(Machine(slow, read_s=720.0, auto=MEMORY)).seen
 
 
-def test_auto_the_config_and_the_rule_of_thumb_are_marked() -> None:
+def test_auto_the_config_and_the_rule_of_thumb_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SMALL, "dataloader=workers", "dataloader.workers=5", "dataloader.prefetch=3")
     five = LoaderSetup("workers", 5, 3, 1)
     search = searched(Machine(fast, auto=five._replace(workers=3)), words=words)
-    marks = loader_finder._marks(search)
-    assert marks[five] == "as configured"
-    assert marks[five._replace(workers=3)] == "auto"
-    assert marks[five._replace(workers=4)] == "4 x GPUs"
-    assert marks[PLAIN] == "chosen"
+    loader_finder._show(search)
+    marks = dict(re.findall(r"^(?:plain|workers) +(\d+) .*MiB *(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert marks["5"] == "as configured"
+    assert marks["3"] == "auto"
+    assert marks["4"] == "4 x GPUs"
+    assert marks["0"] == "chosen"
 
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

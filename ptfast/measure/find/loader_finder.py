@@ -26,29 +26,29 @@ RULE = 4
 LEAST_LIMIT = 16
 """Least limit on workers; more processes than cores pay off if samples come from far away."""
 CLOSE = 0.03
-"""Loaders that differ by no more are equally quick; a smaller gain by more workers counts as none."""
+"""Loaders that differ by no more are equally quick."""
 NOTHING = 0.02
 """Share of the time spent waiting that is not worth saving."""
 FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
 """So many of the quickest, within this part of the best, are measured in so many blocks together."""
 HOLD_S = 60.0
-"""Decoding everything once is not tried where it would take longer."""
+"""Longest time to decode everything once."""
 NARROW = 100
 """Terminals with fewer columns get a smaller table."""
 PASSES = 4
 
 
 class LoaderSetup(NamedTuple):
-    """Processes and threads that read, and how far ahead."""
+    """Processes and threads that read, and how far ahead; numbers are 0 for kinds without workers."""
 
     kind: str
     """As `dataloader.kind`, never `auto`."""
     workers: int = 0
-    """Processes of each rank; 0 for kinds without."""
+    """Processes of each rank."""
     prefetch: int = 0
-    """Micro-batches that each process reads ahead; 0 for kinds without."""
+    """Micro-batches that each process reads ahead."""
     threads: int = 0
-    """Of each process; 0 for kinds without."""
+    """Of each process."""
     read_ahead: bool = False
     """A thread prepares the next batch."""
 
@@ -56,13 +56,10 @@ class LoaderSetup(NamedTuple):
     def values(self) -> dict[str, Any]:
         """Config values by key, those that this kind uses."""
         found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
-        if self.workers:
-            found |= {
-                "dataloader.workers": self.workers,
-                "dataloader.prefetch": self.prefetch,
-                "backend.worker_threads": self.threads,
-            }
-        return found
+        if not self.workers:
+            return found
+        found |= {"dataloader.workers": self.workers, "dataloader.prefetch": self.prefetch}
+        return found | {"backend.worker_threads": self.threads}
 
 
 PLAIN = LoaderSetup("plain")
@@ -80,17 +77,17 @@ def find_workers(
     """Train with one loader beside another, each in a process of its own, and say which is the quickest.
 
     What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
-    Worker processes double until more gain nothing; then what lies beside the best is tried, and the best of
-    all, with what `auto` takes if it is among them, are measured again in blocks of fresh processes.
+    Worker processes double until more gain nothing; then variants of the best are tried, and the best of all
+    are measured again in blocks of fresh processes.
 
     Args:
         most: worker processes of each rank.
-        seconds: that a process is measured for.
+        seconds: how long a process is measured.
         out: folder of the figures; None for a new one under `run.root`.
         write: file of a recipe with the loader.
 
     Raises:
-        ReportedError: what stops training without workers.
+        ReportedError: training without workers fails.
     """
     check_outputs(out, write)
     with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / PASSES) as laboratory:
@@ -98,15 +95,13 @@ def find_workers(
         say(f"measuring loaders beside the training, {seconds:g} s each")
         search.run()
     _show(search)
-    chosen = search.chosen
+    rate, effects = search.figure(search.chosen, "samples_per_s"), search.effects(search.best)
     facts = {
-        "chosen": {**chosen._asdict(), "samples_per_s": search.figure(chosen, "samples_per_s")},
+        "chosen": {**search.chosen._asdict(), "samples_per_s": rate},
         **{name: loader._asdict() for name, loader in search.named.items()},
         "best": search.best._asdict(),
-        "over_best": [
-            {**one._asdict(), **effect.receipt()} for one, effect in search.effects(search.best).items()
-        ],
-        "rivals": [one._asdict() for one in search.rivals()],
+        "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in effects.items()],
+        "rivals": [one._asdict() for one in search.rivals],
         "blocks": [
             [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
             for block in search.blocks
@@ -133,14 +128,16 @@ class LoaderSearch:
         self.laboratory, self.config, self.arguments = laboratory, config, list(arguments)
         self.most = most or 0
         self.blocks: list[list[tuple[LoaderSetup, TrialResult]]] = []
-        self.seen: list[LoaderSetup] = []
-        """Loaders with figures, in the order in which they were measured."""
+        self.seen: dict[LoaderSetup, list[dict[str, Any]]] = {}
+        """Figures of the processes of each loader, in the order in which they were measured."""
         self.failed: dict[LoaderSetup, str] = {}
         """Why loaders are not available."""
         self.named: dict[str, LoaderSetup] = {}
         """The loader that `auto` selects here, and that of the config."""
         self.data: dict[str, Any] = {}
         """Properties of the data that decide which loaders make sense."""
+        self.rivals: list[LoaderSetup] = []
+        """Loaders that may be faster than the chosen one by more than `CLOSE`, as far as the figures tell."""
         self.notes: list[str] = []
         self.best = self.chosen = PLAIN
         self._cores = 1
@@ -173,6 +170,10 @@ class LoaderSearch:
             near = [loader for loader, ratio in self.ratios(self.best).items() if ratio >= NEAR]
             self._measure_block(near[:FINALISTS])
         self.chosen = self.choose()
+        effects = self.effects(self.chosen)
+        # Each of them had a chance to look slower than it is.
+        level = 1 - ALPHA / max(len(effects), 1)
+        self.rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
 
     def workers(self, count: int) -> LoaderSetup:
         """`count` worker processes with the config's prefetch; for 0, this process reads."""
@@ -193,15 +194,14 @@ class LoaderSearch:
         measured = self.laboratory.measure([self._words(loader) for loader in loaders])
         self.blocks.append(list(zip(loaders, measured, strict=True)))
         for loader, run in self.blocks[-1]:
-            if loader in self.seen:
-                continue
-            if run.time is None:
+            if run.time is not None:
+                self.seen.setdefault(loader, []).append(run.facts)
+                if len(self.seen[loader]) == 1:
+                    rate, waiting = grouped(run.facts["samples_per_s"]), run.facts["waiting"]
+                    say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
+            elif loader not in self.seen:
                 self.failed[loader] = run.why
-                continue
-            self.seen.append(loader)
-            rate, waiting = grouped(self.figure(loader, "samples_per_s")), self.figure(loader, "waiting")
-            say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
-        self.best = next(iter(self.ratios(PLAIN)), PLAIN)
+        self.best = next(iter(self.ratios(PLAIN)))
 
     def _words(self, loader: LoaderSetup) -> list[str]:
         own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
@@ -222,11 +222,7 @@ class LoaderSearch:
 
     def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
         """The throughput of loaders as a multiple of that of `base`, the quickest first."""
-        effects = self.effects(base)
-        found = {
-            loader: effects[loader].ratio if loader in effects else float(loader == base)
-            for loader in self.seen
-        }
+        found = {base: 1.0} | {loader: effect.ratio for loader, effect in self.effects(base).items()}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def choose(self) -> LoaderSetup:
@@ -235,34 +231,25 @@ class LoaderSearch:
         close = [loader for loader in self.seen if ratios[loader] >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
-    def rivals(self) -> list[LoaderSetup]:
-        """Loaders that may be faster than the chosen one by more than `CLOSE`, as far as the figures tell."""
-        effects = self.effects(self.chosen)
-        # Each of them had a chance to look slower than it is.
-        level = 1 - ALPHA / max(len(effects), 1)
-        return [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
-
     def figure(self, loader: LoaderSetup, name: str) -> float:
         """The median of a figure over the processes of a loader.
 
         Its `waiting` is the share of the time spent on waiting for data, or on reading it in this process.
         """
-        runs = [
-            run.facts for block in self.blocks for one, run in block if one == loader and run.time is not None
-        ]
+        whole = self.seen[loader]
         return statistics.median(
-            facts["memory"][0] if name == "memory_bytes" else facts[name] for facts in runs
+            facts["memory"][0] if name == "memory_bytes" else facts[name] for facts in whole
         )
 
     def label(self, loader: LoaderSetup, *, counts: bool = True) -> str:
         """Its kind, and what else differs from the config; `counts` if the number of workers is told."""
         words = [loader.kind]
         if loader.workers and counts:
-            words = [f"{loader.workers} worker" + "s" * (loader.workers != 1)]
+            words = [f"{loader.workers} worker{'s' * (loader.workers != 1)}"]
         if loader.workers and loader.prefetch != self.config.dataloader.prefetch:
             words.append(f"prefetch {loader.prefetch}")
         if loader.workers and loader.threads != self.config.backend.worker_threads:
-            words.append(f"{loader.threads} thread" + "s" * (loader.threads != 1))
+            words.append(f"{loader.threads} thread{'s' * (loader.threads != 1)}")
         if loader.read_ahead:
             words.append("read ahead")
         return ", ".join(words)
@@ -283,8 +270,9 @@ class LoaderSearch:
             return
         memory, read_s = LoaderSetup("memory"), self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
-            why = "samples may differ from epoch to epoch, and would be held as they first are"
-            self.failed[memory] = why
+            self.failed[memory] = (
+                "samples may differ from epoch to epoch, and would be held as they first are"
+            )
         elif read_s > HOLD_S and memory not in self.named.values():
             self.failed[memory] = f"decoding everything once would take {duration(read_s)} on one core"
         else:
@@ -330,16 +318,16 @@ class LoaderSearch:
     def _refine(self) -> None:
         """Try variants of the best: counts in between, more prefetching, threads."""
         best = self.choose()
-        beside: list[LoaderSetup] = []
+        variants: list[dict[str, Any]] = []
         if best.workers:
             counts = sorted({round(best.workers * factor) for factor in (0.75, 1.5)})
-            beside += [best._replace(workers=count) for count in counts if 0 < count <= self.most]
-            beside.append(best._replace(prefetch=2 * best.prefetch))
+            variants += [{"workers": count} for count in counts if 0 < count <= self.most]
+            variants.append({"prefetch": 2 * best.prefetch})
             if 2 * best.workers <= self._cores:
-                beside.append(best._replace(threads=2 * best.threads))
+                variants.append({"threads": 2 * best.threads})
         if self.data["device"] == "cpu" and (self.data["in_memory"] or self.data["repeatable"]):
-            beside.append(best._replace(read_ahead=True))
-        self.measure(*beside)
+            variants.append({"read_ahead": True})
+        self.measure(*(best._replace(**variant) for variant in variants))
         if self.choose().workers == self.most and not self.data["num_shards"]:
             self.notes.append(f"more than {self.most} workers were not tried: --to goes further")
 
@@ -350,8 +338,7 @@ def _show(search: LoaderSearch) -> None:
     for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
     narrow = is_terminal(standard_output()) and shutil.get_terminal_size().columns < NARROW
-    whole = (run for block in search.blocks for _, run in block if run.time is not None)
-    memory_kind = next(whole).facts["memory"][1]
+    memory_kind = search.seen[search.best][0]["memory"][1]
     rows: list[dict[str, str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
         effect = effects.get(loader)
@@ -382,21 +369,21 @@ def _remarks(search: LoaderSearch) -> Iterator[str]:
     if chosen != search.best:
         quickest = f"{search.label(search.best)}, which is the quickest"
         yield f"{search.label(chosen)} is as quick as {quickest}, and takes fewer processes or less memory"
-    if rivals := search.rivals():
-        names = ", ".join(map(search.label, rivals))
+    if search.rivals:
+        names = ", ".join(map(search.label, search.rivals))
         yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
     if search.data["num_ranks"] > 1:
         yield f"workers of each of {search.data['num_ranks']} ranks; samples of all together"
     if (share := search.figure(PLAIN, "waiting")) <= NOTHING:
-        line = "of the time goes to reading: no loader can save more than that"
-        yield f"without workers {max(share, 0.001):.1%} {line}"
+        share = max(share, 0.001)
+        yield f"without workers {share:.1%} of the time goes to reading: no loader can save more than that"
     if chosen.kind in ("memory", "device") and not search.data["in_memory"]:
         took = duration(search.data["read_s"])
         yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
 
 
 def _write(file: Path, search: LoaderSearch) -> None:
-    """Write a recipe with the chosen loader in place of what the arguments say of loaders."""
+    """Write a recipe with the chosen loader in place of the one in the arguments."""
     own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
     others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
     rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
