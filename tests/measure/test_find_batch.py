@@ -33,7 +33,7 @@ def search_among(
 
     def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
         keywords, results = arguments[5], []
-        mode = keywords["checkpointing"]
+        mode = None if arguments[2].checkpointing.mode == "none" else arguments[2].checkpointing.mode
         if mode is not None and "no_blocks" in limits:
             raise ReportedError("error[C011]: checkpointing=full: Mlp has no repeated blocks", 2)
         more = 1 if mode is None else 3

@@ -22,7 +22,6 @@ from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.trial import OnResult, Segments, TrialRank, measure_once
 from ptfast.report.terminal.display import build_display
-from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
 
@@ -42,7 +41,7 @@ class BatchSearch:
     """Measures batch sizes in processes that may run out of memory.
 
     Args:
-        seconds: that a size is measured for.
+        seconds: how long a size is measured.
         checkpointing: mode to measure with, in place of the config's.
     """
 
@@ -54,11 +53,18 @@ class BatchSearch:
         seconds: float,
         checkpointing: str | None = None,
     ) -> None:
+        section = config.checkpointing
+        if checkpointing is not None:
+            # What the option of that name sets.
+            every = section.every or 2 if checkpointing == "every_n" else None
+            changes = {"mode": checkpointing, "every": every, "memory_budget": None}
+            section = section.model_copy(update=changes)
+            config = config.model_copy(update={"checkpointing": section})
         self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
         self.num_ranks = resolve_num_ranks(config)
         self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
         self.checkpointing = checkpointing
-        self.mode = checkpointing or config.checkpointing.mode
+        self.mode = section.mode
         self.seen: dict[int, list[dict[str, Any]]] = {}
         """Results by size."""
         self.refused: dict[int, str] = {}
@@ -77,10 +83,7 @@ class BatchSearch:
             for which it has no memory.
         """
         self._num_processes += 1
-        folder, keywords = (
-            self.folder / str(self._num_processes),
-            keywords | {"checkpointing": self.checkpointing},
-        )
+        folder = self.folder / str(self._num_processes)
         results, killed = measure_once(
             measurement, self.composed, self.config, folder, self.num_ranks, keywords, on_result
         )
@@ -188,22 +191,18 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
     del held
 
 
-def time_batches(
-    trial: TrialRank, *, sizes: Sequence[int], seconds: float, checked_fully: bool, checkpointing: str | None
-) -> None:
+def time_batches(trial: TrialRank, *, sizes: Sequence[int], seconds: float, checked_fully: bool) -> None:
     """Measure each of `sizes` in turn, up to the first that does not fit.
 
     Args:
         sizes: samples of an optimizer step over all ranks.
-        seconds: that the measurement of a size takes, warm-up and building left out.
+        seconds: how long a size is measured, warm-up and building left out.
         checked_fully: evaluate, save and train on, too, with some memory held back.
-        checkpointing: mode in place of the config's.
     """
-    section = with_mode(trial.config.checkpointing, checkpointing)
     for size in sizes:
         result: dict[str, Any] = {"size": size, "checked_fully": checked_fully}
         # Inputs that grow during training are measured at their full size.
-        changes = {"batch_size": size, "curriculum": Curriculum(), "checkpointing": section}
+        changes = {"batch_size": size, "curriculum": Curriculum()}
         changed = replace(trial, config=trial.config.model_copy(update=changes))
         try:
             with trial.reporting_lack_of_memory(result):
@@ -218,9 +217,8 @@ def time_batches(
 
 def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, Any]:
     """The figures of one size; its memory is free again afterwards."""
-    segments, size = Segments(trial), trial.config.batch_size
-    run = segments.run
-    try:
+    with contextlib.closing(Segments(trial)) as segments:
+        run, size = segments.run, trial.config.batch_size
         if run.info.num_train is not None and size > run.info.num_train:
             what = f"more than an epoch of {run.info.num_train:,} samples"
             raise DataError("D006", what, key="batch_size", value=size)
@@ -233,8 +231,6 @@ def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, An
             if checked_fully:
                 try_out(run)
                 segments.train(0.0)
-    finally:
-        segments.close()
     rates = [window["samples_per_s"] for window in windows]
     return {
         "samples_per_s": statistics.median(rates),
@@ -246,11 +242,3 @@ def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, An
         "memory_bytes": max(first_peak, *(window["peak_memory_bytes"] for window in windows)),
         "micro_batches": run.micro_batches,
     }
-
-
-def with_mode(section: Checkpointing, mode: str | None) -> Checkpointing:
-    """The section with another mode, as the option of that name has it; None changes nothing."""
-    if mode is None:
-        return section
-    every = section.every or 2 if mode == "every_n" else None
-    return section.model_copy(update={"mode": mode, "every": every, "memory_budget": None})

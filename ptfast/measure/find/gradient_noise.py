@@ -17,7 +17,7 @@ from ptfast.core.errors import ConfigError, DataError, PtfastError, ReportedErro
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.units import duration, grouped
 from ptfast.measure.experiment.trial import TrialRank
-from ptfast.measure.find.batch_search import TIE, BatchSearch, with_mode
+from ptfast.measure.find.batch_search import TIE, BatchSearch
 from ptfast.report.terminal.display import Display, say, table
 from ptfast.run import Run
 from ptfast.techniques.curriculum import Curriculum
@@ -39,15 +39,12 @@ POINTS = 5
 MOMENTS = ("signal", "noise", "square", "loss")
 
 
-def train_for_noise(
-    trial: TrialRank, *, batch_size: int, micro_batches: int, num_steps: int, checkpointing: str | None
-) -> None:
+def train_for_noise(trial: TrialRank, *, batch_size: int, micro_batches: int, num_steps: int) -> None:
     """Train a config from its start and report the moments of its gradients, some steps each.
 
     Args:
         batch_size, micro_batches: of every step, over all ranks.
         num_steps: optimizer steps, or up to the end of the data or of the run.
-        checkpointing: mode in place of the config's.
     """
     changed: dict[str, Any] = {
         "batch_size": batch_size,
@@ -55,7 +52,6 @@ def train_for_noise(
         "gradients": trial.config.gradients.model_copy(update={"accumulate": 1}),
         "curriculum": Curriculum(),
         "callbacks": [],
-        "checkpointing": with_mode(trial.config.checkpointing, checkpointing),
     }
     config = trial.config.model_copy(update=changed)
     with trial.reporting_lack_of_memory({}):

@@ -35,7 +35,7 @@ HOLD_S = 60.0
 """Longest time to decode everything once."""
 NARROW = 100
 """Terminals with fewer columns get a smaller table."""
-PASSES = 4
+TURNS = 4
 
 
 class LoaderSetup(NamedTuple):
@@ -90,7 +90,7 @@ def find_workers(
         ReportedError: training without workers fails.
     """
     check_outputs(out, write)
-    with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / PASSES) as laboratory:
+    with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / TURNS) as laboratory:
         search = LoaderSearch(laboratory, config, arguments, most)
         say(f"measuring loaders beside the training, {seconds:g} s each")
         search.run()
@@ -116,11 +116,7 @@ def find_workers(
 
 
 class LoaderSearch:
-    """Measures loaders in blocks of four processes beside the quickest so far.
-
-    Args:
-        most: worker processes of each rank; None for as many as a machine of this size may want.
-    """
+    """Measures loaders in blocks of four processes beside the quickest so far."""
 
     def __init__(
         self, laboratory: Laboratory, config: Config, arguments: Sequence[str], most: int | None = None
@@ -135,23 +131,19 @@ class LoaderSearch:
         self.named: dict[str, LoaderSetup] = {}
         """The loader that `auto` selects here, and that of the config."""
         self.data: dict[str, Any] = {}
-        """Properties of the data that decide which loaders make sense."""
         self.rivals: list[LoaderSetup] = []
         """Loaders that may be faster than the chosen one by more than `CLOSE`, as far as the figures tell."""
         self.notes: list[str] = []
         self.best = self.chosen = PLAIN
-        self._cores = 1
-        """Of each rank."""
 
     def run(self) -> None:
         """Measure the promising loaders, that of `auto` and that of the config, and choose one."""
         configs = [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments]
         alone, *others = self.laboratory.look(configs, asks=True)
         alone.raise_failure()
-        num_ranks = resolve_num_ranks(self.config)
-        self.data = alone.facts["data"] | {"num_ranks": num_ranks}
-        self._cores = usable_cores(hyperthreads=True) // num_ranks
-        self.most = self.most or max(LEAST_LIMIT, 4 * self._cores)
+        self.data = alone.facts["data"] | {"num_ranks": resolve_num_ranks(self.config)}
+        self.cores_per_rank = usable_cores(hyperthreads=True) // self.data["num_ranks"]
+        self.most = self.most or max(LEAST_LIMIT, 4 * self.cores_per_rank)
         self.most = min(self.most, self.data["num_shards"] or self.most)
         for name, measured in zip(("auto", "configured"), others, strict=True):
             if (resolved := measured.facts.get("resolved")) is not None:
@@ -195,7 +187,8 @@ class LoaderSearch:
         self.blocks.append(list(zip(loaders, measured, strict=True)))
         for loader, run in self.blocks[-1]:
             if run.time is not None:
-                self.seen.setdefault(loader, []).append(run.facts)
+                facts = run.facts | {"memory_bytes": run.facts["memory"][0]}
+                self.seen.setdefault(loader, []).append(facts)
                 if len(self.seen[loader]) == 1:
                     rate, waiting = grouped(run.facts["samples_per_s"]), run.facts["waiting"]
                     say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
@@ -232,14 +225,8 @@ class LoaderSearch:
         return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
 
     def figure(self, loader: LoaderSetup, name: str) -> float:
-        """The median of a figure over the processes of a loader.
-
-        Its `waiting` is the share of the time spent on waiting for data, or on reading it in this process.
-        """
-        whole = self.seen[loader]
-        return statistics.median(
-            facts["memory"][0] if name == "memory_bytes" else facts[name] for facts in whole
-        )
+        """The median of a figure over the processes of a loader."""
+        return statistics.median(facts[name] for facts in self.seen[loader])
 
     def label(self, loader: LoaderSetup, *, counts: bool = True) -> str:
         """Its kind, and what else differs from the config; `counts` if the number of workers is told."""
@@ -270,9 +257,8 @@ class LoaderSearch:
             return
         memory, read_s = LoaderSetup("memory"), self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
-            self.failed[memory] = (
-                "samples may differ from epoch to epoch, and would be held as they first are"
-            )
+            why = "samples may differ from epoch to epoch, and would be held as they first are"
+            self.failed[memory] = why
         elif read_s > HOLD_S and memory not in self.named.values():
             self.failed[memory] = f"decoding everything once would take {duration(read_s)} on one core"
         else:
@@ -285,7 +271,7 @@ class LoaderSearch:
     def _ascend(self) -> None:
         """Double the workers until that gains nothing twice in a row, or memory runs out."""
         most, useless = self.most, 0
-        counts = [*(2**power for power in range(16) if 2**power < most), *([most] if most else [])]
+        counts = [*(2**power for power in range(16) if 2**power < most), most]
         for start in range(0, len(counts), 2):
             pair = [count for count in counts[start : start + 2] if self._has_room(count)]
             quickest = self.ratios(PLAIN)[self.best]
@@ -321,9 +307,9 @@ class LoaderSearch:
         variants: list[dict[str, Any]] = []
         if best.workers:
             counts = sorted({round(best.workers * factor) for factor in (0.75, 1.5)})
-            variants += [{"workers": count} for count in counts if 0 < count <= self.most]
+            variants += [{"workers": count} for count in counts if count <= self.most]
             variants.append({"prefetch": 2 * best.prefetch})
-            if 2 * best.workers <= self._cores:
+            if 2 * best.workers <= self.cores_per_rank:
                 variants.append({"threads": 2 * best.threads})
         if self.data["device"] == "cpu" and (self.data["in_memory"] or self.data["repeatable"]):
             variants.append({"read_ahead": True})
@@ -338,27 +324,27 @@ def _show(search: LoaderSearch) -> None:
     for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
     narrow = is_terminal(standard_output()) and shutil.get_terminal_size().columns < NARROW
-    memory_kind = search.seen[search.best][0]["memory"][1]
+    _, memory_kind = search.seen[search.best][0]["memory"]
     rows: list[dict[str, str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
         effect = effects.get(loader)
-        row = {
-            "loader": search.label(loader, counts=narrow),
-            "workers": str(loader.workers),
-            "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
-            "of the best": f"{effect.ratio if effect else 1:.2f}",
-            "95 %": "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
-            "waiting": f"{search.figure(loader, 'waiting'):.0%}",
-            f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
-            "": ", ".join(marks.get(loader, [])),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "loader": search.label(loader, counts=narrow),
+                "workers": str(loader.workers),
+                "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
+                "of the best": f"{effect.ratio if effect else 1:.2f}",
+                "95 %": "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
+                "waiting": f"{search.figure(loader, 'waiting'):.0%}",
+                f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
+                "": ", ".join(marks.get(loader, [])),
+            }
+        )
     headers = [name for name in rows[0] if not (narrow and name in ("workers", "waiting"))]
     say()
     table(headers, [[row[name] for name in headers] for row in rows])
-    for loader, why in search.failed.items():
-        say(f"not measured: {search.label(loader)} ({why})")
-    for line in [*search.notes, *_remarks(search)]:
+    failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
+    for line in [*failed, *search.notes, *_remarks(search)]:
         say(line)
     settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.settings().items())
     say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
