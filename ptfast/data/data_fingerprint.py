@@ -35,10 +35,7 @@ def class_parts(
 ) -> tuple[Contents, int]:
     """A part for each class, of the names and sizes of its files, and the latest change of a file in ns.
 
-    Args:
-        root: names are relative to it, so that a tree may be moved.
-        paths, labels: the files of a split, class by class, and the class of each.
-        most: files to inspect; of more, every k-th is.
+    Names are relative to `root`: a tree may be moved. Of more than `most` files every k-th is inspected.
     """
     step, skipped, newest_ns = -(-len(paths) // most), len(str(root)) + 1, 0
     cuts = [*np.searchsorted(labels, range(len(classes))).tolist(), len(paths)]

@@ -25,10 +25,7 @@ Source = MapSource | IterableSource
 def image_info(
     input_shape: tuple[int, ...], *, class_names: tuple[str, ...] | None, num_classes: int = 0, **extra: Any
 ) -> DataInfo:
-    """The facts about images of one class each, of `input_shape` (channels, height, width).
-
-    `num_classes` counts where the classes have no names.
-    """
+    """The facts about images of one class each; `num_classes` counts where the classes have no names."""
     return DataInfo(
         kind="image",
         task="classification",

@@ -152,12 +152,7 @@ def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | No
 
 
 def kind_of_target(labels: Tensor, input_shape: Sequence[int], task: str) -> TargetKind:
-    """The `DataInfo.target_kind` of the labels of some samples.
-
-    Args:
-        input_shape: of one input; (channels, height, width) of an image.
-        task: of the labels, or `auto` if unknown.
-    """
+    """The `DataInfo.target_kind` of the labels of some samples, whose inputs have `input_shape`."""
     shape, pixels = tuple(labels.shape[1:]), tuple(input_shape[1:])
     if len(input_shape) == 3 and shape in (pixels, (1, *pixels)):
         return "map" if labels.is_floating_point() or task == "regression" else "mask"

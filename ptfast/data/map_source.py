@@ -165,10 +165,7 @@ class MapSource(BaseSource):
         raise NotImplementedError
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
-        """A box of each of the images `indices`, scaled to one size: uint8 (batch, size, size, channels).
-
-        `boxes` are those of `resized_crops.draw_boxes`; `mirrored` is 1 for images to mirror.
-        """
+        """A box of each of the images `indices`, scaled to one size: uint8 (batch, size, size, channels)."""
 
         def crop(place: int) -> Tensor:
             return resized_crop(self.original(indices[place]), boxes[place], bool(mirrored[place]), size)

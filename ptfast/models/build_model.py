@@ -81,8 +81,7 @@ class _Enough(BaseException):
 def mismatch(model: nn.Module, info: DataInfo) -> bool:
     """Return True if a forward pass on the meta device fails within `LOOK_S`, for inputs of the data's shape.
 
-    This only raises a suspicion: some models cannot run there. A copy runs, because a forward pass may change
-    a model.
+    This only raises a suspicion: some models cannot run there. A copy runs, since a pass may change a model.
 
     Cost: `LOOK_S`, and some 10 ms for 60 modules to copy; no memory for weights and activations.
     """
@@ -103,10 +102,7 @@ def mismatch(model: nn.Module, info: DataInfo) -> bool:
 
 
 def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
-    """A sentence on what makes a model that failed fit the data: a key to set, or the inputs it takes.
-
-    Settings are tried out on the meta device; None where none helps.
-    """
+    """A sentence on how to make a model that failed fit the data; None if no trial on meta finds any."""
     shape = info.input_shape
     if info.kind not in ("image", "features") or shape is None:
         return None

@@ -19,18 +19,16 @@ def attention(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of each position to those that it may see.
+    """Attention of `query`, `key` and `value`, (batch, heads, length, head_width) each.
 
     This is torch's fused kernel, except for short bfloat16 sequences on a CPU: there its backward pass is
     slow, and two batched matrix products around a softmax take a quarter of its time at 128 tokens,
     half at 256.
 
     Args:
-        query, key, value: (batch, heads, length, head_width).
-        mask: what may be seen, bool, of a shape that broadcasts to (batch, heads, length, length); None for
+        mask: what each position may see, bool, which broadcasts to (batch, heads, length, length); None for
             everything. Every position must see something.
         causal: without a mask: each position sees itself and those before it.
-        dropout: probability of zeroing an attention weight, in [0, 1).
     """
     batch, heads, length, width = query.shape
     if query.device.type != "cpu" or query.dtype != torch.bfloat16 or length > MAX_PLAIN_LENGTH:
@@ -49,13 +47,9 @@ def attention(
 
 
 def within_sequences(positions: Tensor) -> Tensor:
-    """Mask of the tokens that each packed token may see: itself and the earlier ones of its sequence.
+    """Mask of what packed tokens may see, themselves and earlier ones: (batch, 1, length, length), bool.
 
-    Args:
-        positions: (batch, length), of each token in its sequence; 0 where one begins.
-
-    Returns:
-        (batch, 1, length, length), bool.
+    `positions`, (batch, length), are those of the tokens in their sequences; 0 where one begins.
     """
     sequences = (positions == 0).cumsum(1)
     return (sequences[:, :, None] == sequences[:, None, :]).tril()[:, None]
@@ -64,11 +58,8 @@ def within_sequences(positions: Tensor) -> Tensor:
 class Block(nn.Module):
     """Self-attention and a feed-forward layer, each behind a norm and added to its input.
 
-    Args:
-        width: size of a token's vector.
-        dropout: of both branches, and of attention where that is causal.
-        drop_path: probability that a sample skips the block in training.
-        causal: a token attends only to earlier ones, and no layer has a bias.
+    `dropout` is of both branches, and of attention where that is causal. With `causal`, a token attends only
+    to earlier ones, and no layer has a bias.
     """
 
     def __init__(
@@ -105,12 +96,8 @@ def drop_path(x: Tensor, rate: float) -> Tensor:
     """The output of a residual branch, zero for samples drawn at random and larger for the rest.
 
     Samples train networks of differing depth, which shortens the path of gradients and regularises;
-    evaluation uses all of it. The draws are torch's own, as dropout's are.
-
-    Args:
-        x: (batch, ...), of a branch before it is added to its input.
-        rate: probability that a sample's branch is zero, in [0, 1); the rest is divided by 1 - rate, so that
-            the mean stays.
+    evaluation uses all of it. `rate`, in [0, 1), is the probability of a zero; the rest of `x`, (batch, ...),
+    is divided by 1 - rate, so that the mean stays.
 
     Cost: one product of the size of `x`; no arithmetic is skipped.
     Source: Huang, Sun, Liu, Sedra, Weinberger 2016, arXiv:1603.09382, who draw once for a batch; drawn for

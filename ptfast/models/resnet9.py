@@ -82,14 +82,10 @@ class Whitening(nn.Conv2d):
 
     Neighbouring pixels are nearly alike, and a first layer spends its first epochs on learning to tell them
     apart. Here it begins with the answer: filters are the eigenvectors of the covariance of patches, over the
-    root of their eigenvalues. They are never trained, which saves their gradients; a bias is.
+    root of their eigenvalues. They are never trained, which saves their gradients; a bias is. They are random
+    until `init_from_data` has seen inputs.
 
-    Weights are random until `init_from_data` has seen inputs.
-
-    Args:
-        in_channels: channels of an image.
-        side: of a patch, in pixels. Outputs are as large as the images for 3, a row and a column smaller
-            for 2.
+    A patch has `side` pixels. Outputs are as large as the images for 3, a row and a column smaller for 2.
 
     Source: Page 2018, "How to Train Your ResNet 8: Bag of Tricks"; Jordan 2024, arXiv:2404.00498.
     """
@@ -109,14 +105,9 @@ class Whitening(nn.Conv2d):
 def whitening_filters(images: Tensor, side: int, eps: float = 5e-4) -> Tensor:
     """Filters that whiten the patches of `images`, and their negatives, the most varied direction first.
 
-    Args:
-        images: (batch, channels, height, width).
-        side: of a patch, in pixels.
-        eps: added to every eigenvalue, for directions in which the data hardly varies.
-
-    Returns:
-        (2 * channels * side**2, channels, side, side), on the CPU, in float64, in which it is computed. The
-        mean of a patch counts as variation, as in the sources.
+    They are (2 * channels * side**2, channels, side, side), on the CPU, in float64, for patches of `side`
+    pixels. The mean of a patch counts as variation, as in the sources. `eps` is added to every eigenvalue,
+    for directions in which the data hardly varies.
 
     Cost: about a second for 5,000 images of 32 x 32, and 130 MB for patches of 3 x 3.
     """

@@ -26,13 +26,12 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     data parallel wrappers leave in names are removed.
 
     Args:
-        model: the plain model, on any device.
         source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
             of one state, by one rank or several; averaged weights (`ema`) are taken where the state has them.
         replace_head: leave layers that differ only in their number of outputs as they were initialised.
 
     Returns:
-        Lines for the user: what was read, what was left fresh.
+        Lines for the user.
 
     Raises:
         SavedStateError: there is no such file (S004), it is damaged or holds pickled objects (S001), or it
@@ -83,7 +82,6 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
 
 
 def _find_file(source: Path) -> Path:
-    """The file of weights that `source` means."""
     if source.is_file():
         # The file of one rank is a part of the state around it.
         tree = source.resolve().with_name(TREE)

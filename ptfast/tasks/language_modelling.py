@@ -76,6 +76,7 @@ class LanguageModelling(TokenClassification):
     mode = "min"
     ratios: Mapping[str, Any] = {}
     needs_classes = False
+    class_dim = -1
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         super().__init__(info, loss)
@@ -87,9 +88,6 @@ class LanguageModelling(TokenClassification):
             # Every token counts: nothing needs to be summed on the device.
             return targets.numel()
         return super().num_items(targets)
-
-    def misfit(self, outputs: Any, data: Any) -> str | None:
-        return None if isinstance(outputs, LinearLogits) else super().misfit(outputs, data)
 
     def loss_sum(self, outputs: Tensor | LinearLogits, targets: Tensor) -> Tensor:
         if not isinstance(outputs, LinearLogits):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, DataError, described, name_of
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits, Metrics, Mixed
 from ptfast.tasks.ratios import Parts, Ratios
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -77,7 +77,9 @@ class SupervisedTask:
         A model may have more classes than the data, and a user's loss may take any number of them.
         """
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
-        if self.class_dim is None or (self.class_dim and targets.is_floating_point()):
+        if self.class_dim is None or isinstance(outputs, LinearLogits):
+            return None
+        if self.class_dim and targets.is_floating_point():
             return None
         wanted = [*targets.shape]
         given = [*outputs.shape] if isinstance(outputs, Tensor) and outputs.is_floating_point() else []

@@ -209,7 +209,7 @@ def held_together(on: Cases) -> dict[str, Any]:
     for name in ("together", "without a map", "apart"):
         with pytest.MonkeyPatch.context() as patch:
             if name == "without a map":
-                patch.setattr("ptfast.data.loaders.shared_memory._map", refuse_to_map)
+                patch.setattr("ptfast.data.loaders.shared_memory.open", refuse_to_open, raising=False)
             if name == "apart":
                 patch.setattr("ptfast.training.stages.data_stage.Holder", lambda ranks: None)
             run = on.build(f"held {name}", *words)
@@ -235,7 +235,7 @@ def fill_with(array: Any, rank: int) -> int:
     return rank
 
 
-def refuse_to_map(path: str, size: int) -> Any:
+def refuse_to_open(path: str, mode: str) -> Any:
     raise PermissionError(13, "Permission denied")
 
 

@@ -40,9 +40,8 @@ Transform = Callable[[Any, int, int], Any]
 class Loader:
     """The training batches of one rank, on the device and transformed.
 
-    A thread may read one batch ahead, and `side` may copy one ahead, as `prefetched` does with `report`.
     Transforms are functions of data, step and micro-batch, so that they depend neither on the kind of loader
-    nor on its workers, resuming or the number of ranks.
+    nor on its workers, resuming or the number of ranks. `side` and `report` are those of `prefetched`.
     """
 
     def __init__(
@@ -115,10 +114,7 @@ def build_train_loader(
 ) -> Loader:
     """The training loader of one rank.
 
-    Args:
-        seed: of the order of the samples and of their augmentation.
-        augment: of `build_augment`; None for no augmentation.
-        side, report: as of `Loader`.
+    `seed` is that of the order of the samples and of their augmentation; other arguments are as for `Loader`.
 
     Raises:
         ConfigError: C011 for samples that no thread may read, and for augmentation that streams cannot have.
@@ -217,8 +213,7 @@ def build_eval_loader(
     """The evaluation loader of one rank: consecutive samples, in order, each once over all ranks.
 
     Args:
-        loading: as for training. The kinds `auto` and `workers` read samples that are not in memory by worker
-            processes.
+        loading: of the kind `auto` or `workers`, it has workers read samples that are not in memory.
         batch_size: samples of one forward pass on this rank.
         drop_last: leave out the samples at the end that do not fill a batch. Ranks then share out whole
             batches, so that the same samples are left out for any number of ranks.

@@ -24,10 +24,7 @@ from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes
 class ResidentImages:
     """Images on a device, with `padding` of the value `fill`, out of which batches are gathered and cropped.
 
-    Args:
-        images: (samples, height, width, channels), on the device; uint8, but for masks.
-
-    Cost: the memory of the padded images; mirroring takes none.
+    They are (samples, height, width, channels), and uint8 except for masks. Mirroring takes no memory.
     """
 
     def __init__(self, images: Tensor, padding: int, fill: int = 0) -> None:
@@ -67,12 +64,11 @@ class ResidentImages:
         flipped: Tensor,
         size: int,
     ) -> Tensor:
-        """Boxes of the images `index`, scaled to squares and mirrored then where `flipped` is 1.
+        """Boxes of the images `index`, scaled to squares and then mirrored where `flipped` is 1.
 
-        `top` is the first row of a box and `bottom` the row behind it; columns likewise. A pixel of a crop is
-        a weighted sum over a box, across and then down. Both are products of matrices, one for each image, so
-        that boxes of any sizes are one operation. Pixels are those of `resized_crops.resized_crop`, but for a
-        rare step of 1; two where products are of tf32.
+        A box ends before `bottom` and `right`. Its pixels are summed by weights, across and then down, as
+        products of matrices, one for each image: boxes of any sizes are one operation. Pixels are those of
+        `resized_crops.resized_crop`, except for a rare step of 1, or of 2 where products are of tf32.
         """
         images = self.gather(index)
         batch, height, width, channels = images.shape
@@ -88,9 +84,8 @@ class ResidentImages:
 def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
     """Weights of each pixel of a line in each of `size` that stand for its part from `start` to `end`.
 
-    Bilinear and antialiased: a triangle around the centre, as wide as two of the coarser pixels. Weights are
-    those that torch resizes bytes by on a CPU, multiples of a power of 2 in 15 bits: with 8 bits of a pixel,
-    sums of float32 are exact.
+    Bilinear and antialiased: a triangle around the centre, as wide as two of the coarser pixels. As where
+    torch resizes bytes on a CPU, weights are multiples of a power of 2 in 15 bits: sums of float32 are exact.
     """
     start, end = start[:, None, None], end[:, None, None]
     scale = (end - start).double() / size

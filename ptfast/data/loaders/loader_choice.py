@@ -65,8 +65,8 @@ def choose(
     """The loader for `train`: the kind that was asked for, or for `auto` the one expected to be quickest.
 
     Data in memory is gathered there, and a pack is read in place. Files that fit into a quarter of the memory
-    are decoded once, unless the run ends before it has seen each. Otherwise a few dozen samples are timed:
-    worker processes pay where reading a batch takes longer than handing it over, and cores are spare.
+    are decoded once, unless the run ends before it has seen each. Otherwise a few samples are timed: workers
+    pay where reading a batch takes longer than handing it over, and cores are spare.
 
     Args:
         others: the splits that are held in memory with it.
@@ -141,9 +141,7 @@ def _of_stream(
 def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
     """Worker processes of this rank; `auto` takes one for each spare core besides its own.
 
-    Args:
-        ahead_bytes: read ahead by each. All together take at most a quarter of the memory, and half of the
-            shared memory through which batches are passed on.
+    They read `ahead_bytes` ahead each, together at most a quarter of the memory and half of the shared one.
     """
     if workers != "auto":
         return int(workers)

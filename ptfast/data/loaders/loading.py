@@ -69,9 +69,9 @@ class SideStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def filling(self) -> AbstractContextManager[Any]:
-        """A context in which copies and kernels go into this stream, after the training's kernels so far.
+        """A context in which copies and kernels go into this stream.
 
-        Those may still read the memory of dropped batches, which is reused here.
+        Kernels of the training so far come first: they may read memory of dropped batches, which is reused.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
@@ -94,9 +94,8 @@ def prefetched(
     """The same batches, each filled on `side` while the one before it trains.
 
     On the training stream a copy would wait for the kernels of the step before, and every step for its copy.
-    Here it starts when the step before last has ended, and overlaps with a whole step.
-
-    `report` receives what time goes to: `transfer` while training waits for a batch on its way, else `data`.
+    Here it starts when the step before last has ended, and overlaps with a whole step. `report` receives what
+    time goes to: `transfer` while training waits for a batch on its way, else `data`.
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """

@@ -21,8 +21,7 @@ class Holder:
     """Where large arrays are held: by this process, or once for all ranks of a machine.
 
     The first rank of a machine fills anonymous memory that the others map: it is gone however the run ends,
-    and takes no space in /dev/shm, which is small in containers. A rank that cannot map it fills an array of
-    its own. Without `ranks`, this process holds arrays alone.
+    and takes no space in /dev/shm, which is small in containers. A rank that cannot map it has its own array.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -50,7 +49,10 @@ class Holder:
         why = None
         if array is None:
             try:
-                array = _map(f"/proc/{process}/fd/{number}", size).reshape(shape)
+                # Writable to this process alone, since torch knows no other arrays.
+                with open(f"/proc/{process}/fd/{number}", "rb") as file:  # noqa: PTH123 - must stay unresolved
+                    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                array = np.frombuffer(mapped, np.uint8).reshape(shape)
             except OSError as error:
                 why = error.strerror
         failures = list(filter(None, on_all_ranks(why, ranks.num_ranks)))
@@ -65,9 +67,3 @@ class Holder:
 
     def agree(self, answer: bool) -> bool:
         return answer if self._ranks is None else all(on_all_ranks(answer, self._ranks.num_ranks))
-
-
-def _map(path: str, size: int) -> Bytes:
-    # Writable to this process alone, since torch knows no other arrays.
-    with open(path, "rb") as file:  # noqa: PTH123 - no path that resolving would leave as it is
-        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), np.uint8)

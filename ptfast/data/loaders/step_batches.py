@@ -45,10 +45,7 @@ class Batches:
 
 
 class SampledBatches(Batches):
-    """Batches of samples that are fetched by index: by `fetch` in this process, or by its workers.
-
-    `source` is told which files could not be read.
-    """
+    """Batches of samples by index. `source` is told which files could not be read."""
 
     def __init__(
         self, shares: Shares, prepare: Prepare, fetch: Callable[[Share], Any] | WorkerPool, source: MapSource
@@ -115,7 +112,7 @@ class ChunkedBatches(Batches):
 class StaticBatches(ChunkedBatches):
     """Batches of small, unaugmented data, normalised once and kept on the device.
 
-    One gather and one split serve up to 64 MB of batches, so that a step costs about a microsecond.
+    One gather and one split serve up to 64 MB of batches: a step costs about a microsecond.
     """
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:

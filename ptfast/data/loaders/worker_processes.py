@@ -174,9 +174,8 @@ class WorkerPool:
 def _next(iterator: Any) -> Any:
     """The next batch of a torch loader's iterator, or `_END`.
 
-    When a worker dies, torch raises from its SIGCHLD handler wherever the main thread is: in a step, or while
-    a state is saved. So the workers are registered with it during this wait only, after a check for those
-    that have died before.
+    When a worker dies, torch raises from its SIGCHLD handler wherever the main thread is, even while a state
+    is saved. So workers are registered with it during this wait only, after a check for earlier deaths.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:

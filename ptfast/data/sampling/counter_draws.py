@@ -37,14 +37,8 @@ def finalise(bits: int) -> int:
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
     """64 random bits for each index: uint64 of the shape of `indices`.
 
-    A generator object per sample costs microseconds to seed. A hash of a counter costs nanoseconds, has no
-    state to save, and gives a sample the same draw in any batch, rank or worker.
-
-    Args:
-        seed: any integer; its low 64 bits count.
-        stream: what the draw is for, one of this module's constants.
-
-    Source: `finalise` of arrays, keyed by seed, epoch and stream.
+    A generator object per sample costs microseconds to seed. A hash of a counter, `finalise` of arrays, costs
+    nanoseconds, has no state to save, and gives a sample the same draw in any batch, rank or worker.
     """
     z = np.asarray(indices).astype(np.uint64)
     z *= np.uint64(GOLDEN)

@@ -20,10 +20,10 @@ MOST_STEPS = 10_000
 class LengthPlan(BatchPlan):
     """Batches of samples of like length, in a random order; every sample once in an epoch.
 
-    A batch is as long as its longest sample, so random batches are mostly padding. Here samples are ordered
-    by the class of their length, at random within a class, and cut into batches, which steps take in random
-    order. Classes are 3 to 6 % of a length wide, or `padding.multiple` tokens, so batches are mixed anew in
-    every epoch. Everything is a function of (lengths, seed, epoch); all epochs have the same number of steps.
+    Random batches are mostly padding. Here samples are ordered by the class of their length, at random within
+    a class, and cut into batches, which steps take in random order. Classes are 3 to 6 % of a length wide, or
+    `padding.multiple` tokens, so batches are mixed anew in every epoch. Everything is a function of (lengths,
+    seed, epoch); all epochs have the same number of steps.
 
     Args:
         lengths, limit: tokens of each sample, and of the longest that the data allows.

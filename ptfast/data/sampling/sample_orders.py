@@ -55,9 +55,8 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
     """The order of the training samples in an epoch, as a function of (seed, epoch).
 
     A function is called for each epoch with those of `seed`, `epoch`, `num_samples`, `labels` and `weights`
-    that it takes; a torch sampler is built once and iterated for each epoch. Both find torch's, numpy's and
-    Python's global generators seeded by (seed, epoch). The first epoch is drawn twice here, because a run
-    whose order differs could not be resumed.
+    that it takes; a torch sampler is built once and iterated for each epoch. Both find the global generators
+    seeded by (seed, epoch). The first epoch is drawn twice: a run whose order differs could not be resumed.
 
     Raises:
         ConfigError: C011 for data that is read in its own order or has no classes, C017 for a function that

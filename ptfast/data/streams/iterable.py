@@ -94,18 +94,17 @@ class IterableSource(BaseSource):
         return min(wanted, self.num_shards // num_ranks)
 
     def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
-        """One pass over the samples of `reader`.
-
-        Seeds the global generators and asks who is reading: to be advanced inside `OwnGenerators.in_place`
-        and `as_reader`.
-        """
+        """One pass over the samples of `reader`, to be advanced inside `in_place` and `as_reader`."""
         several = (reader.index,) if reader.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
-        samples = self._samples(epoch)
-        if self.shuffle_buffer is not None:
-            seed = counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several)
-            samples = shuffled(samples, self.shuffle_buffer, seed)
-        yield from samples
+        with as_data_errors(self.dataset):
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+            samples: Iterator[Any] = iter(self.dataset)
+            if self.shuffle_buffer is not None:
+                seed = counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several)
+                samples = shuffled(samples, self.shuffle_buffer, seed)
+            yield from samples
 
     def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
         """A context in which `get_worker_info()` describes `reader` to the dataset."""
@@ -129,18 +128,11 @@ class IterableSource(BaseSource):
             raise DataError("D002", "the iterable dataset yields no samples", key="data")
         return sample, info.asked
 
-    def _samples(self, epoch: int) -> Iterator[Any]:
-        with as_data_errors(self.dataset):
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
-            yield from self.dataset
-
 
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
     """The same samples, each drawn at random out of a buffer of `size`.
 
-    Samples that are more than a few `size` apart stay apart, so data sorted by class needs its shards
-    shuffled, too. Cost: the memory of `size` samples in every process that reads.
+    Samples more than a few `size` apart stay apart, so data sorted by class needs its shards shuffled, too.
     """
     draw, held = random.Random(seed).random, []
     for sample in samples:

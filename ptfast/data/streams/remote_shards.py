@@ -71,9 +71,8 @@ def is_url(place: str) -> bool:
 def open_shards(places: Sequence[str]) -> list[tuple[Path, Shard]]:
     """The file and the index of each shard; those at URLs, of HTTP or fsspec, are fetched into the cache.
 
-    A whole shard in the cache is not requested again. The processes of a machine fetch each shard once: later
-    ones wait. Lost connections are resumed, up to five failures in a row. An incomplete file never has the
-    name of its shard, and one that `index_shard` refuses is removed.
+    The processes of a machine fetch each shard once. Lost connections are resumed, up to five failures in a
+    row. An incomplete file never has the name of its shard, and a damaged one is removed.
     """
     if not any(map(is_url, places)):
         return [(Path(place), index_shard(Path(place))) for place in places]

@@ -159,9 +159,8 @@ class StreamBatches(Batches):
 class WholeBatches(StreamBatches):
     """Batches of a stream that each reader goes through as a whole, one pass after another.
 
-    Batches are always full: one that the end of a pass leaves short is filled up from the next pass. With
-    `once`, the last one may be short. Unless the dataset says who shares it out, the first batches of all
-    ranks are compared.
+    A batch that the end of a pass leaves short is filled up from the next pass, unless the stream is read
+    once. Unless the dataset says who shares it out, the first batches of all ranks are compared.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -189,9 +188,8 @@ class WholeBatches(StreamBatches):
 class PartBatches(StreamBatches):
     """Batches of a stream of which every reader has a part of its own.
 
-    A pass ends when all parts have: each sample comes once, whatever their lengths. Ranks sum their numbers
-    of samples one step early, while the device trains, so that a rank whose part has ended joins with no
-    samples, as at the end of any epoch.
+    A pass ends when all parts have: each sample comes once. Ranks sum their numbers of samples a step early,
+    while the device trains, and a rank whose part has ended joins without samples.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -242,10 +240,8 @@ class PartBatches(StreamBatches):
             yield mine, num_samples
 
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
-        """The next micro-batches, and a function that waits for the sums over all ranks.
-
-        Summed are the samples, the ranks that lack some of a full step, and, after the first and the second
-        micro-batch of each reader, the checksums of what it has read.
+        """The next micro-batches, and a function that waits for the sums over all ranks: of samples, of ranks
+        that lack some, and after the first two micro-batches of each reader, checksums of what it has read.
         """
         mine = list(islice(items, self._per_rank))
         num_samples = sum(item.num_samples for item in mine)

@@ -74,10 +74,7 @@ class StreamReader:
         return self._part_items(mark) if self.in_parts else self._whole_items(first_step, mark)
 
     def _whole_items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        """This reader's share of a stream that every reader goes through as a whole.
-
-        The samples of a micro-batch depend neither on the number of workers nor on that of ranks.
-        """
+        """This reader's share of a whole stream; samples of micro-batches do not depend on who reads them."""
         reader, plan, per_rank = self.reader, self.sharding.plan, self.sharding.per_rank
         self._mark = mark
         samples = self._passes()
@@ -165,10 +162,7 @@ class Digest:
 
 
 def check_same(digests: Sequence[int], name: str, step: int) -> None:
-    """Refuse a dataset that all ranks read as one stream, and that differs between them.
-
-    Each rank would keep its share of another stream: samples would be lost unnoticed.
-    """
+    """Refuse a dataset that all ranks read as one stream if it differs: samples would be lost unnoticed."""
     if len(set(digests)) <= 1:
         return
     what = f"{name} yields different samples on each rank (in step {step + 1}), and does not say why"

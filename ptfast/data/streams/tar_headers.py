@@ -25,8 +25,8 @@ class Member(NamedTuple):
 def members(path: Path) -> Iterator[Member]:
     """The files of a tar, in their order.
 
-    Only headers are read, each at once: ten times as fast as the standard library's `tarfile`, which takes
-    over at a header of another kind (long names, sparse files).
+    Only headers are read, ten times as fast as by the standard library's `tarfile`, which takes over at a
+    header of another kind (long names, sparse files).
 
     Raises:
         DataError: D005 for a file that is no tar, is compressed, or was cut off.
