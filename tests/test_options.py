@@ -12,6 +12,7 @@ from running import summary, train
 from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, trial_of, words_of
 
 from ptfast.config.catalogue import CATALOGUE
+from ptfast.config.files import paths
 from ptfast.core.errors import MachineError
 from ptfast.core.sections.section import Need, Technique
 
@@ -47,7 +48,9 @@ WITH: dict[str, Words] = {
     "model/resnet9": (*FEW, "model.width=8"),
     **{f"model/resnet{name}": FEW for name in ("20", "32", "44", "56", "110", "_digits")},
 }
-"""Arguments that an option needs beside it; FILES is the folder of stand-ins."""
+"""Arguments that an option needs beside it; FILES is the folder of stand-ins.
+
+An option with required keys that is not listed is trained by a test of its own."""
 PACKAGES = {
     "model/timm": "timm",
     "model/hf": "transformers",
@@ -78,9 +81,13 @@ def technique_of(option: str) -> Technique | None:
 
 
 def is_trained_elsewhere(option: str) -> bool:
-    """Return True if the test of a technique trains with the option."""
-    technique = technique_of(option)
-    if technique is None or option.replace("/", "=") not in technique.on:
+    """Return True if the test of a technique, or one of its own, trains with the option."""
+    technique, word = technique_of(option), option.replace("/", "=")
+    group, name = option.split("/")
+    if option not in WITH and "???" in paths.options(group)[name].read_text("utf-8"):
+        tests = (file.read_text("utf-8") for file in Path(__file__).parent.rglob("test_*.py"))
+        return any(f'"{word}"' in text for text in tests)
+    if technique is None or word not in technique.on:
         return False
     return not {*technique.needs, *NEEDS.get(option, ())} & (ON_GPU | SLOW)
 

@@ -173,16 +173,14 @@ def check_own_steps(run: PartialRun) -> None:
         raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
     gradients, ways = run.config.gradients, ("clip_norm", "clip_value", "clip_adaptive")
     clipped = next((f"gradients.{way}" for way in ways if getattr(gradients, way) is not None), None)
-    of_groups = "clip_norm left out of optimizer.groups"
+    unclip = f"Set {clipped}=null" if clipped else "Leave clip_norm out of optimizer.groups"
     out_of_reach = {
-        "parallel": "parallel=single" if run.ranks.num_ranks > 1 else None,
-        "micro_batches": "gradients.accumulate=1" if run.micro_batches > run.ranks.num_ranks else None,
-        clipped or "optimizer.groups": f"{f'{clipped}=null' if clipped else of_groups}, and clip in step"
-        if run.clip is not None
-        else None,
-        "precision": "precision=bf16 or fp32" if run.precision.scaler is not None else None,
+        "parallel": "Set parallel=single" if run.ranks.num_ranks > 1 else None,
+        "micro_batches": "Set gradients.accumulate=1" if run.micro_batches > run.ranks.num_ranks else None,
+        clipped or "optimizer.groups": f"{unclip}, and clip in step" if run.clip is not None else None,
+        "precision": "Set precision=bf16 or fp32" if run.precision.scaler is not None else None,
     }
-    for key, instead in out_of_reach.items():
-        if instead is not None:
+    for key, hint in out_of_reach.items():
+        if hint is not None:
             what = f"{task} takes its own steps, which this cannot change"
-            raise ConfigError("C011", what, key=key, suggestion=f"Set {instead}")
+            raise ConfigError("C011", what, key=key, suggestion=hint)
