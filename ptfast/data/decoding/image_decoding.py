@@ -79,11 +79,8 @@ def decode(content: bytes, name: str) -> Decoded:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[..., Tensor] | None:
-    """torchvision's decoder, None where it was built without or no longer has one.
-
-    `torchvision.io.decode_jpeg` itself warns of its retirement at each call, which takes 30 us in which no
-    other thread decodes.
-    """
+    """torchvision's decoder, None where it was built without or no longer has one."""
+    # `torchvision.io.decode_jpeg` warns of its retirement at each call, for 30 us that block other threads.
     try:
         import torchvision.io  # noqa: F401 - registers the operator
 
@@ -203,10 +200,7 @@ Result = TypeVar("Result")
 
 
 def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
-    """`work(0)` to `work(count - 1)`, by as many threads as torch has here.
-
-    Decoding and resizing release the interpreter lock, so that threads run in parallel.
-    """
+    """`work(0)` to `work(count - 1)`, by as many threads as torch has; decoding releases Python's lock."""
     results: list[Any] = [None] * count
     errors: dict[int, Exception] = {}
     threads = min(torch.get_num_threads(), count)

@@ -20,12 +20,9 @@ _END = b"\xff\xd9"
 class NvJpegFiles(ImageFiles):
     """Images whose random resized crops are made on the GPU, from files that go there as they are.
 
-    A batch of JPEG files is a few megabytes, and a batch of pixels many times that; the GPU decodes it faster
-    than a few cores of the host. Only crops for training are made there: evaluation and statistics read
-    pixels decoded by the host, which differ by a level or two, as between any decoders.
-
-    Files that are not whole JPEGs in colour are decoded on the host, and so is every batch with a file that
-    the GPU refuses. Broken files are reported or skipped as without a GPU.
+    Evaluation and statistics read pixels decoded by the host, which differ by a level or two. Files that are
+    not whole JPEGs in colour are decoded on the host, and so is every batch with a file that the GPU refuses.
+    Broken files are reported or skipped as without a GPU.
 
     Source: NVIDIA's nvJPEG, by torchvision's `decode_jpeg(..., device="cuda")`.
     """
@@ -44,10 +41,8 @@ class NvJpegFiles(ImageFiles):
             left, right = pixel_edges(box[1], box[3], image.shape[2])
             # As `resized_crops.resized_crop`, but in floats: torch does not antialias bytes on a GPU.
             part = image[None, :, top:bottom, left:right].float()
-            resized = F.interpolate(part, (size, size), mode="bilinear", antialias=True, align_corners=False)[
-                0
-            ]
-            pixels = resized.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0)
+            resized = F.interpolate(part, (size, size), mode="bilinear", antialias=True, align_corners=False)
+            pixels = resized[0].round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0)
             crops.append(pixels.flip(1) if mirror else pixels)
         return torch.stack(crops)
 

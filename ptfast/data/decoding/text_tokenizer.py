@@ -27,12 +27,9 @@ _SPECIAL = ["<pad>", "<unk>"]
 
 
 class Vocabulary:
-    """Words or characters by number.
+    """`words` (split at white space) or `characters` by number.
 
-    Args:
-        kind: `words` (split at white space) or `characters`.
-        entries: token of each id.
-        unknown_id: for tokens that are not in it; None where all must be.
+    `unknown_id` stands for tokens that are not in it; None where all must be.
     """
 
     pad_id = PAD_ID
@@ -50,23 +47,15 @@ class Vocabulary:
 
         If `min_count` is None, all tokens in their order, without pad and unknown.
         """
+        tokens = chain.from_iterable(_cut(kind, text) for text in texts)
         if min_count is None:
-            tokens: set[str] = set()
-            for text in texts:
-                tokens.update(_cut(kind, text))
-            return cls(kind, sorted(tokens), None)
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(_cut(kind, text))
+            return cls(kind, sorted(set(tokens)), None)
+        counts = Counter(tokens)
         frequent = [token for token, count in counts.items() if count >= min_count]
         return cls(kind, _SPECIAL + sorted(frequent, key=lambda token: (-counts[token], token)), UNKNOWN_ID)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the tokens of `text`.
-
-        Raises:
-            DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.
-        """
+        """The ids of the tokens of `text`; DataError D005 for an unknown one, unless it has an id."""
         if self.unknown_id is not None:
             ids, unknown = self._ids, self.unknown_id
             return [ids.get(token, unknown) for token in _cut(self.kind, text)]
@@ -88,9 +77,8 @@ class Vocabulary:
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
         none = -1 if self.unknown_id is None else self.unknown_id
         table = np.full(sys.maxunicode + 1, none, np.int64)
-        table[[ord(entry) for entry in self.entries if len(entry) == 1]] = [
-            i for i, entry in enumerate(self.entries) if len(entry) == 1
-        ]
+        known = {ord(entry): i for i, entry in enumerate(self.entries) if len(entry) == 1}
+        table[list(known)] = list(known.values())
         ids = table[codes]
         if (ids < 0).any():
             self.encode(joined[int(np.argmin(ids))])
@@ -102,17 +90,17 @@ class Vocabulary:
 
 
 class HubTokenizer:
-    """A tokenizer of the package `tokenizers`, from a `tokenizer.json` or by its name on the hub."""
+    """A tokenizer of the package `tokenizers`: from a `tokenizer.json`, its `content`, or the hub."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, content: str | None = None) -> None:
         tokenizers = import_extra("tokenizers", "hf", "data.tokenizer", source)
         self.source = source
         try:
-            if source.endswith(".json") or Path(source).is_file():
+            if content is None and (source.endswith(".json") or Path(source).is_file()):
                 # It is not a name on the hub, so the hub is not asked.
-                self._tokenizer = tokenizers.Tokenizer.from_str(Path(source).read_text(encoding="utf-8"))
-            else:
-                self._tokenizer = tokenizers.Tokenizer.from_pretrained(source)
+                content = Path(source).read_text(encoding="utf-8")
+            kind = tokenizers.Tokenizer
+            self._tokenizer = kind.from_pretrained(source) if content is None else kind.from_str(content)
         except Exception as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             hint = "Use words, characters, a tokenizer.json, or a name on the Hugging Face hub"
@@ -150,14 +138,7 @@ def read_tokenizer(description: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `describe` has described."""
     if description["kind"] != "hub":
         return Vocabulary(**description)
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        file.write(description["content"])
-        file.flush()
-        tokenizer = HubTokenizer(file.name)
-    tokenizer.source = description["source"]
-    return tokenizer
+    return HubTokenizer(description["source"], description["content"])
 
 
 def learn_tokenizer(
@@ -176,11 +157,7 @@ def learn_tokenizer(
 
 
 def tokenizer_of(info: DataInfo) -> Tokenizer:
-    """The tokenizer that the data of `info` was read with.
-
-    Raises:
-        DataError: D004 where it was not text.
-    """
+    """The tokenizer that the data of `info` was read with; DataError D004 where it was not text."""
     if "tokenizer" not in info.extra:
         raise DataError("D004", f"is text; the model was trained on {info.kind} data", key="data")
     return read_tokenizer(info.extra["tokenizer"])
@@ -213,21 +190,12 @@ class Encoded(NamedTuple):
         """Where each text begins."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def split(self, first: int) -> list[Encoded]:
-        """The texts before `first`, and those from there on where there are any."""
-        cut = int(self.lengths[:first].sum())
-        parts = [Encoded(self.tokens[:cut], self.lengths[:first])]
-        if first < len(self.lengths):
-            parts.append(Encoded(self.tokens[cut:], self.lengths[first:]))
-        return parts
-
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     """The token ids of `texts`.
 
-    Ids of more than a million characters are stored in the cache folder, under the hash of texts and
-    tokenizer, because every run on a text needs them at its start. A damaged entry is made anew. The first
-    rank of each machine hashes and tokenises; the others read what it has stored.
+    Those of more than a million characters are cached on disk, under the hash of texts and tokenizer. The
+    first rank of each machine hashes and tokenises; the others read what it has stored.
 
     Raises:
         DataError: D005 for a token that is not in the vocabulary, where none stands for the unknown.

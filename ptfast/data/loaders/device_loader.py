@@ -17,7 +17,7 @@ from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.resized_crops import box_edges
+from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes
 
 
@@ -158,7 +158,9 @@ class DeviceBatches(ChunkedBatches):
             augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
             corners = [*augment.draw(whole)] if augment.moves else []
             if augment.resized_crop is not None:
-                edges = box_edges(augment.draw_boxes(whole, self._sizes(index)), *shape)
+                ranges = augment.resized_crop, augment.resized_ratio
+                boxes = draw_boxes(augment.seed, epoch, index, *self._sizes(index), *ranges)
+                edges = box_edges(boxes, *shape)
                 shape, corners = (augment.size, augment.size), [*edges, corners[2]]
             self._index = self._prepare.move(as_tensor(index))
             self._corners = [self._prepare.move(as_tensor(each)) for each in corners]

@@ -147,11 +147,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
-    """The manifest of a whole pack in `folder`; None where there is no pack at all.
-
-    Args:
-        key: the config key that led here, for messages.
-    """
+    """The manifest of a whole pack in `folder`; None where there is no pack at all."""
     try:
         content = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -239,8 +235,7 @@ def check_data(
 def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> None:
     """Raise DataError D007 if what the pack was made from has changed since.
 
-    Args:
-        whole: look at every file, and not only at folders (which files that are added or removed change).
+    Unless `whole`, files are only looked at if their folders have changed, as by adding or removing files.
     """
     before = manifest.source
     path = Path(before.path)

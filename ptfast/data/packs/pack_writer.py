@@ -91,10 +91,8 @@ def make(
     """Write the pack of `plan` into `folder`, resuming where an earlier attempt ended.
 
     Pieces are converted by `workers` processes and appended in order by this one, with a line in a journal
-    for each; the manifest comes last. Memory stays that of a few pieces for each process.
-
-    Args:
-        report: called with the samples seen so far.
+    for each; the manifest comes last. Memory stays that of a few pieces for each process. `report` is called
+    with the samples seen so far.
 
     Raises:
         DataError: what converting raises; D008 for a process that died.

@@ -25,8 +25,8 @@ from ptfast.data.transforms.resized_crops import Sizes
 class PackedImages(ImageSource):
     """Images of one split of a pack.
 
-    Reading a pixel is reading memory: the system keeps what is used often and drops the rest, so that data of
-    any size opens at once and needs no decoder. Images of one size are one array, and a batch is one gather.
+    Data of any size opens at once, and the system keeps in memory what is used often. Images of one size are
+    one array, and a batch is one gather.
 
     Args:
         image_size: side of the square that images are brought to as they are fetched; None where all have one

@@ -129,10 +129,6 @@ class Arrays:
 def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[str, NDArray]:
     """The arrays of an `.npz` by name, or that of an `.npy` under an empty name; pickled objects are refused.
 
-    Args:
-        key: that led here, for messages.
-        archive: whether the file should be an `.npz`.
-
     Raises:
         DataError: D001 if there is no such file, D005 if it cannot be read.
     """

@@ -86,11 +86,18 @@ class Cifar:
         names = tuple(_read(folder / version.meta)[version.names])
         normalize = {"mean": [255 * m for m in version.mean], "std": [255 * s for s in version.std]}
         info = image_info((3, 32, 32), class_names=names, normalize=normalize)
-        return Splits(
-            info,
-            train=_source([folder / name for name in version.train], version),
-            test=_source([folder / version.test], version),
-        )
+        sources = dict[str, TensorSource]()
+        for split, files in (("train", version.train), ("test", (version.test,))):
+            parts = [_read(folder / name) for name in files]
+            try:
+                planes = np.concatenate([part["data"] for part in parts]).reshape(-1, 3, 32, 32)
+                labels = torch.tensor([label for part in parts for label in part[version.labels]])
+            except (KeyError, ValueError) as error:
+                what = f"is not a batch of CIFAR: {error}"
+                raise DataError("D005", what, key=str(folder / files[0])) from None
+            pixels = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+            sources[split] = TensorSource(torch.from_numpy(pixels), labels, images=True)
+        return Splits.of(info, sources)
 
     def _folder(self, version: _Version) -> Path:
         files = (version.meta, *version.train, version.test)
@@ -113,16 +120,6 @@ class Cifar:
         return self.root / version.folder
 
 
-def _source(paths: list[Path], version: _Version) -> TensorSource:
-    parts = [_read(path) for path in paths]
-    try:
-        pixels = np.concatenate([part["data"] for part in parts]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        labels = torch.tensor([label for part in parts for label in part[version.labels]])
-    except (KeyError, ValueError) as error:
-        raise DataError("D005", f"is not a batch of CIFAR: {error}", key=str(paths[0])) from None
-    return TensorSource(torch.from_numpy(np.ascontiguousarray(pixels)), labels, images=True)
-
-
 class _ArrayUnpickler(pickle.Unpickler):
     """Reads what the batches hold, arrays and plain values, and refuses code."""
 
@@ -143,6 +140,5 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=str(path)) from None
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        what = f"is damaged: {reason}"
+        what = f"is damaged: {str(error) or type(error).__name__}"
         raise DataError("D005", what, key=str(path), suggestion="Delete it to fetch it anew") from None

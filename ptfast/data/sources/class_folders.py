@@ -19,9 +19,7 @@ def list_tree(
 ) -> tuple[tuple[str, ...], dict[str, Listing]]:
     """Class names, and for each split its files and their labels, in the order of their names.
 
-    Args:
-        key: that led here, for messages.
-        passed: receives what is passed over, as by `image_files`.
+    `passed` receives what is passed over, as by `image_files`.
 
     Raises:
         DataError: D001 to D003 for a tree that is not one of class folders.
@@ -51,10 +49,8 @@ def list_tree(
         classes = classes or names
         if names != classes:
             differing = differing_names(names, classes, "which train/ lacks")
-            what, hint = (
-                f"its classes differ from those of train/: {differing}",
-                "Give every split the same class folders",
-            )
+            what = f"its classes differ from those of train/: {differing}"
+            hint = "Give every split the same class folders"
             raise DataError("D003", what, key=str(folder), suggestion=hint)
         paths, labels = list[str](), list[int]()
         for label, name in enumerate(names):
@@ -63,9 +59,8 @@ def list_tree(
                 passed += others
             if not found:
                 hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
-                raise DataError(
-                    "D003", "class folder without images", key=str(folder / name), suggestion=hint
-                )
+                what = "class folder without images"
+                raise DataError("D003", what, key=str(folder / name), suggestion=hint)
             paths += found
             labels += [label] * len(found)
         listings[split] = paths, labels
@@ -81,8 +76,7 @@ def _subfolders(folder: Path, key: str) -> list[str]:
     try:
         entries = list(os.scandir(folder))
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise DataError("D001", what, key=key, value=folder) from None
+        raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=folder) from None
     if not entries:
         raise DataError("D002", "is an empty folder", key=key, value=folder, suggestion=hint)
     return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))

@@ -42,10 +42,8 @@ _SCAN_LIMIT = 2000
 class DatasetSource(MapSource):
     """A map-style dataset, collated as torch's DataLoader does, or by a function of the user's.
 
-    Sequences of tokens may differ in length if an attribute `lengths` of the dataset holds their lengths:
-    they are padded with its `pad_id` (default 0), and targets with one label per token with -100.
-
-    Transforms and collate functions that draw from the global generators (torch, numpy, random) are seeded by
+    Sequences of tokens whose lengths the dataset states in `lengths` are padded with its `pad_id` (default
+    0), and targets with one label per token with -100. Global generators (torch, numpy, random) are seeded by
     epoch and samples, so that resumed runs and any number of workers draw the same.
     """
 
@@ -143,9 +141,7 @@ def adapt(
     return splits
 
 
-def _adapt(
-    dataset: Any, seed: int, task: str, known: DataInfo | None, collate: Collate | None = None
-) -> Splits:
+def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None, collate: Collate | None) -> Splits:
     collate = collate_of(dataset, collate)
     note = f"batches by {collate.name}" if collate.is_own else ""
     if isinstance(dataset, IterableDataset):
@@ -208,11 +204,7 @@ def _adapt(
 def _opaque_info(
     dataset: Any, batch: Any, collate: Collate, task: str, known: DataInfo | None
 ) -> DataInfo | None:
-    """The facts that a dataset states, if only the user's task knows what a batch is; else None.
-
-    Raises:
-        DataError: D004 for a batch that a built-in task cannot read.
-    """
+    """The facts that a dataset states, if only the user's task knows what a batch is; else None."""
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor)
     if is_pair and isinstance(target := batch[1], (list, tuple)):
         # A collated target of several parts is a list of tensors.
@@ -237,8 +229,7 @@ def _opaque_info(
         found = f"this data has {len(batch)} item{'s' * (len(batch) != 1)} each"
     else:
         name, part = ("targets", batch[1]) if isinstance(batch[0], Tensor) else ("inputs", batch[0])
-        kind = type(part).__name__
-        found = f"{name} of this data are not tensors or numbers: each is a {kind}"
+        found = f"{name} of this data are not tensors or numbers: each is a {type(part).__name__}"
     hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
     raise DataError("D004", f"takes {wanted}, and {found}", key="task", value=task, suggestion=hint)
 

@@ -18,15 +18,10 @@ _TIMEOUT_S = 20
 
 
 def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = True) -> Path:
-    """The archive of `url` in `folder`, downloaded unless it lies there whole.
+    """The archive of `url` in `folder`, downloaded (if `download`) unless it lies there whole.
 
     An archive gets its name only after its checksum is verified; partial downloads are replaced. Processes
-    that ask at the same time wait for the first.
-
-    Args:
-        md5: checksum of the archive, in hexadecimal digits.
-        hint: what to do without a network, for the error.
-        download: False to take only what lies there.
+    that ask at the same time wait for the first. `hint` says what to do without a network.
     """
     target = folder / url.rsplit("/", 1)[1]
     with locked_folder(folder, hint):
@@ -40,12 +35,9 @@ def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = 
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as source, partial.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
         except OSError as error:
-            state = (
-                "is damaged (wrong checksum) and cannot be downloaded" if damaged else "cannot be downloaded"
-            )
-            reason = getattr(error, "reason", None) or error
             partial.unlink(missing_ok=True)
-            what = f"{state}: {reason}"
+            state = "is damaged (wrong checksum) and " if damaged else ""
+            what = f"{state}cannot be downloaded: {getattr(error, 'reason', None) or error}"
             raise DataError("D007", what, key=str(target if damaged else url), suggestion=hint) from None
         if file_md5(partial) != md5:
             partial.unlink(missing_ok=True)
@@ -59,8 +51,7 @@ def unpack(archive: Path, folder: Path) -> None:
     """Unpack a tar archive into `folder`.
 
     Raises:
-        DataError: D007 for a damaged archive, or one with links, absolute paths or `..` among its members;
-            nothing of it is unpacked then.
+        DataError: D007 for a damaged archive; links, absolute paths and `..` are refused before unpacking.
     """
     try:
         with tarfile.open(archive) as tar:
@@ -87,7 +78,6 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def file_md5(path: Path) -> str:
-    """MD5 of a file, in hexadecimal digits."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -101,11 +91,8 @@ def locked_folder(
 ) -> Iterator[bool]:
     """Hold a lock on `folder` among the processes of this machine; remove the folder if it stays empty.
 
-    Gives False on a file system that cannot lock.
-
-    Args:
-        hint: what to do about a folder that cannot be made, for the error.
-        pause: called between one attempt and the next while another process holds it.
+    Gives False on a file system that cannot lock. `hint` says what to do about a folder that cannot be made;
+    `pause` is called between attempts while another process holds the lock.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

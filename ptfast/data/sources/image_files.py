@@ -70,8 +70,6 @@ class ImageFiles(ImageSource):
     """Images that are decoded each time they are fetched.
 
     Args:
-        paths: of the files.
-        targets: int64 (files,).
         on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next readable one in its
             place, with an ignored label, so that every other sample keeps its index.
         threads: that decode what is held in memory.
@@ -189,10 +187,7 @@ def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
 
 
 class HeldImages(ImageSource):
-    """The images of another source in memory, as large as they are there.
-
-    Crops have to come from the original pixels, not from images that were resized before. In memory they
-    need no decoding, which is most of the work for a JPEG.
+    """The images of another source in memory, as large as they are there: crops need the original pixels.
 
     Cost: the memory of all pixels, a few times that of the files.
     """

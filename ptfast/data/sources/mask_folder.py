@@ -70,12 +70,7 @@ class MaskFolder:
 
 
 class MaskedImages(ImageSource):
-    """Images and masks that are decoded each time they are fetched.
-
-    Args:
-        pairs: the files of an image and of its mask.
-        image_size: as of `MaskFolder`.
-    """
+    """Images and masks, of pairs of files, that are decoded each time they are fetched."""
 
     columns = ("pairs", "_numbers")
     cuts = False
@@ -88,22 +83,22 @@ class MaskedImages(ImageSource):
         return describe_part(len(self), "images", *(Path(file).name for pair in self.pairs for file in pair))
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        read = in_threads(len(indices), lambda place: self._read(*self.pairs[int(indices[place])]))
-        images, masks = (torch.from_numpy(np.stack(column)) for column in zip(*read, strict=True))
-        return self.label_check((images, masks), self._numbers[indices].tolist())
+        def read(place: int) -> tuple[Pixels, Pixels]:
+            image_file, mask_file = self.pairs[int(indices[place])]
+            pixels, mask = decode_file(image_file).pixels, read_mask(mask_file)
+            if mask.shape != pixels.shape[:2]:
+                shapes = ("x".join(map(str, array.shape[1::-1])) for array in (mask, pixels))
+                raise DataError("D005", "is {}, and its image is {}".format(*shapes), key=mask_file)
+            if self.image_size is not None:
+                pixels = fit(pixels, self.image_size)
+                mask = fit(mask[..., None], self.image_size, _resize_nearest)[..., 0]
+            if self.shape and pixels.shape != self.shape:
+                raise mixed_sizes(image_file, pixels.shape, self.shape)
+            return pixels, mask
 
-    def _read(self, image_file: str, mask_file: str) -> tuple[Pixels, Pixels]:
-        pixels, mask = decode_file(image_file).pixels, read_mask(mask_file)
-        if mask.shape != pixels.shape[:2]:
-            shapes = ("x".join(map(str, array.shape[1::-1])) for array in (mask, pixels))
-            what = "is {}, and its image is {}".format(*shapes)
-            raise DataError("D005", what, key=mask_file)
-        if self.image_size is not None:
-            pixels = fit(pixels, self.image_size)
-            mask = fit(mask[..., None], self.image_size, _resize_nearest)[..., 0]
-        if self.shape and pixels.shape != self.shape:
-            raise mixed_sizes(image_file, pixels.shape, self.shape)
-        return pixels, mask
+        columns = zip(*in_threads(len(indices), read), strict=True)
+        images, masks = (torch.from_numpy(np.stack(column)) for column in columns)
+        return self.label_check((images, masks), self._numbers[indices].tolist())
 
 
 def read_mask(file: str) -> Pixels:
@@ -123,9 +118,8 @@ def read_mask(file: str) -> Pixels:
 
 def _resize_nearest(mask: Tensor, height: int, width: int) -> Tensor:
     """A mask (height, width, 1) in another size, to the nearest pixel."""
-    return F.interpolate(mask[None, ..., 0].unsqueeze(0), (height, width), mode="nearest-exact")[
-        0, 0, ..., None
-    ]
+    resized = F.interpolate(mask[None, None, ..., 0], (height, width), mode="nearest-exact")
+    return resized[0, 0, ..., None]
 
 
 def _pairs(folder: Path, passed: list[str]) -> list[Pair]:

@@ -21,14 +21,9 @@ Numbers = NDArray[np.integer]
 
 
 class RaggedSource(MapSource):
-    """Sequences cut out of a flat array of tokens.
+    """Sequences cut out of a flat array of tokens, each of `lengths` tokens (>= 1) from one of `starts` on.
 
-    Args:
-        tokens: of all sequences.
-        starts: where each begins.
-        lengths: tokens of each, >= 1.
-        pad_id: fills sequences that are shorter than their batch.
-        max_length: length that `Padding.fixed` pads to.
+    They are padded by `pad_id` to the longest of a batch, or to `max_length` by `Padding.fixed`.
     """
 
     columns: tuple[str, ...] = ("starts", "lengths")
@@ -107,8 +102,7 @@ def labelled_texts(
 class Documents(RaggedSource):
     """Documents to model: `(inputs, targets)`, the targets one token further on and -100 beyond the end.
 
-    A document longer than `max_length` is cut into several samples, each beginning at position 0. Every token
-    but a document's first is predicted once.
+    Documents longer than `max_length` become several samples; all tokens but the first are predicted once.
     """
 
     ignores_labels = True
@@ -133,11 +127,8 @@ class PackedSequences(MapSource):
     """Windows that hold several documents each: `(PackedTokens, targets)`, all of one length.
 
     Packed batches have almost no padding and a single shape. A document attends only to itself and its
-    positions begin at 0, so its loss is that of the document alone. Each window keeps its mix of lengths; the
-    documents of these lengths are drawn anew in every epoch.
-
-    Args:
-        context_length: tokens of a window, at least as many as the longest document has.
+    positions begin at 0, so its loss is that of the document alone. Each window, of `context_length` tokens,
+    keeps its mix of lengths; the documents of these lengths are drawn anew in every epoch.
 
     Cost: attention computes whole windows, with other documents masked. Once an epoch, a sort of documents.
     Source: Krell et al. 2021, arXiv:2107.02027.
@@ -196,10 +187,9 @@ class PackedSequences(MapSource):
 
 
 def pack_lengths(lengths: Lengths, capacity: int) -> tuple[Lengths, Lengths]:
-    """Fill windows with documents by best fit: the longest first, each into the least sufficient room.
+    """The lengths of documents, window by window, and how many documents each window has.
 
-    Args:
-        lengths: tokens of each document, 1 to `capacity`.
+    Filled by best fit: the longest document first, into the least room that it fits.
 
     Cost: a loop over the distinct lengths and fillings, not over documents.
     """

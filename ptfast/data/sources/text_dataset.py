@@ -152,9 +152,7 @@ class TextFile(ReadsAsKnown):
     def load(self, *, val: Duration, seed: int) -> Splits:
         manifest = open_pack(self.path, "data.path") if self.path.is_dir() else None
         if manifest is not None:
-            tokenizer, encoded, text_bytes = _read_packed(
-                self.path, manifest, tokenizer=self.tokenizer, documents=self.documents, known=self.known
-            )
+            tokenizer, encoded, text_bytes = self._read_packed(manifest)
         else:
             text = read_text(self.path)
             tokenizer = learn_tokenizer(self.tokenizer, [text], None, self.known)
@@ -182,6 +180,34 @@ class TextFile(ReadsAsKnown):
             splits = splits._replace(contents=lambda: {"train": facts})
         return splits
 
+    def _read_packed(self, manifest: Manifest) -> tuple[Tokenizer, Encoded, int]:
+        """The tokenizer, the tokens and the bytes of the text that was packed into the folder."""
+        text, known = manifest.text, self.known
+        if text is None:
+            hint = f"Use data=imagefolder data.root={self.path}"
+            raise DataError("D001", "is a pack of images", key="data.path", value=self.path, suggestion=hint)
+        for key, wanted, packed in (
+            ("tokenizer", None if known else self.tokenizer, text.tokenizer),
+            ("documents", self.documents, text.documents),
+        ):
+            if wanted not in (None, packed):
+                what, hint = (
+                    f"the pack was made with {key}={packed}",
+                    f"Use data.{key}={packed}, or pack anew",
+                )
+                raise ConfigError("C011", what, key=f"data.{key}", value=wanted, suggestion=hint)
+        if known is not None and tokenizer_of(known).describe() != text.description:
+            hint = f"Use data.path={manifest.source.path}"
+            what = "was packed with another vocabulary than the model has"
+            raise DataError("D004", what, key="data.path", value=self.path, suggestion=hint)
+        # Copy on write, because torch has no read-only tensors.
+        dtype = np.dtype(text.dtype).newbyteorder("<")
+        tokens = np.memmap(self.path / "text.bin", dtype, "c").view(np.ndarray)
+        lengths = np.fromfile(self.path / "text.index", "<i8")
+        if self.documents == "none":
+            lengths = lengths.sum(keepdims=True)
+        return read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes
+
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[MapSource, MapSource | None]:
         context = self.max_length
         num_windows = (len(tokens) - 1) // context
@@ -200,7 +226,10 @@ class TextFile(ReadsAsKnown):
     def _documents(self, info: DataInfo, texts: Encoded, val: Duration) -> Splits:
         size = len(texts.lengths)
         first = size - held_out(size, val)
-        parts = [Documents(part, 0, self.max_length) for part in texts.split(first)]
+        cut = int(texts.lengths[:first].sum())
+        parts = [Documents(Encoded(texts.tokens[:cut], texts.lengths[:first]), 0, self.max_length)]
+        if first < size:
+            parts.append(Documents(Encoded(texts.tokens[cut:], texts.lengths[first:]), 0, self.max_length))
         for part, key in zip(parts, ("data.path", "data.val"), strict=False):
             if not len(part):
                 what = "holds no document of two tokens or more" if key == "data.path" else "holds none out"
@@ -222,8 +251,7 @@ def cut_into_documents(text: str, documents: str) -> list[str]:
 class Windows(MapSource):
     """Windows of running text: `(inputs, targets)`, the targets one token further on.
 
-    Args:
-        seed: draws the place of each window anew in every epoch; None for one after another.
+    `seed` draws the place of each window anew in every epoch; without it they follow one another.
     """
 
     columns = ("_numbers",)
@@ -252,12 +280,7 @@ class Windows(MapSource):
 def _number_labels(
     rows: dict[str, Table], known: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """The names of the classes, and the class numbers of the texts of each split.
-
-    Args:
-        known: the names that a model knows; None to sort those of the training labels, by number if all are
-            numbers.
-    """
+    """The names of the classes, as `known` or sorted (as numbers if all are) and the classes of the texts."""
     names = known or tuple(sorted(set(rows["train"].labels or [])))
     if not known:
         if len(names) == 1:
@@ -274,35 +297,3 @@ def _number_labels(
             hint = f"Training has {', '.join(names[:10])}"
             raise DataError("D004", what, key="data", suggestion=hint) from None
     return names, targets
-
-
-def _read_packed(
-    folder: Path, manifest: Manifest, *, tokenizer: str, documents: str, known: DataInfo | None
-) -> tuple[Tokenizer, Encoded, int]:
-    """The tokenizer, the tokens and the bytes of the text that was packed into `folder`.
-
-    Args:
-        tokenizer, documents: as the config has them; they must be those of the pack.
-        known: of a model that has a vocabulary already.
-    """
-    text = manifest.text
-    if text is None:
-        hint = f"Use data=imagefolder data.root={folder}"
-        raise DataError("D001", "is a pack of images", key="data.path", value=folder, suggestion=hint)
-    for key, wanted, packed in (
-        ("tokenizer", None if known else tokenizer, text.tokenizer),
-        ("documents", documents, text.documents),
-    ):
-        if wanted not in (None, packed):
-            what, hint = f"the pack was made with {key}={packed}", f"Use data.{key}={packed}, or pack anew"
-            raise ConfigError("C011", what, key=f"data.{key}", value=wanted, suggestion=hint)
-    if known is not None and tokenizer_of(known).describe() != text.description:
-        hint = f"Use data.path={manifest.source.path}"
-        what = "was packed with another vocabulary than the model has"
-        raise DataError("D004", what, key="data.path", value=folder, suggestion=hint)
-    # Copy on write, because torch has no read-only tensors.
-    tokens = np.memmap(folder / "text.bin", np.dtype(text.dtype).newbyteorder("<"), "c").view(np.ndarray)
-    lengths = np.fromfile(folder / "text.index", "<i8")
-    if documents == "none":
-        lengths = lengths.sum(keepdims=True)
-    return read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes

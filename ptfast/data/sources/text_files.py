@@ -57,8 +57,7 @@ def read_text(path: Path, key: str = "data.path") -> str:
     except OSError as error:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=path) from None
     except UnicodeDecodeError as error:
-        what = f"is not UTF-8 text (byte {error.start:,})"
-        hint = "Convert it with iconv -t utf-8"
+        what, hint = f"is not UTF-8 text (byte {error.start:,})", "Convert it with iconv -t utf-8"
         raise DataError("D005", what, key=key, value=path, suggestion=hint) from None
     if not text.strip():
         raise DataError("D002", "holds no text", key=key, value=path)

@@ -109,10 +109,7 @@ class ShardedImages(ImageFiles):
 
 @dataclass(frozen=True, eq=False)
 class Members(Sequence[str]):
-    """Names of images in shards, each of which can be read.
-
-    They are held as arrays, which worker processes share with their parent, unlike lists of names.
-    """
+    """Names of images in shards, held as arrays: worker processes share them with their parent."""
 
     paths: tuple[str, ...]
     """Of the shards."""
@@ -143,14 +140,10 @@ class Members(Sequence[str]):
 
 
 def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Indices:
-    """A random order of shards, in which each sample moves by less than `size` places.
+    """A random order of shards, in which each sample moves by less than `size` (>= 1) places.
 
     This is the effect of a shuffle buffer as a function of (seed, epoch): no samples are held back, and any
-    step is known at once. Reads stay within a few shards at a time.
-
-    Args:
-        shards: the number of each sample's shard.
-        size: >= 1; 1 leaves the samples of a shard in their order.
+    step is known at once. Reads stay within a few shards at a time; `shards` is that of each sample.
 
     Cost: two sorts, 0.1 s for a million samples, once an epoch.
     """
@@ -159,16 +152,13 @@ def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Ind
     place[order] = np.arange(len(order))
     in_turn = np.argsort(place[shards], kind="stable")
     numbers = np.arange(len(shards))
-    shift = (counter_draws.bits(seed, epoch, numbers, counter_draws.NEARBY) >> np.uint64(11)) * (
-        size * 2.0**-53
-    )
+    bits = counter_draws.bits(seed, epoch, numbers, counter_draws.NEARBY)
+    shift = (bits >> np.uint64(11)) * (size * 2.0**-53)
     return in_turn[np.argsort(numbers + shift, kind="stable")]
 
 
 def expand(pattern: str | Sequence[str], key: str) -> list[str]:
-    """The files that a pattern of shards stands for: `{000..146}`, `{a,b}`, `*`, a folder, or a list.
-
-    In URLs only braces are expanded.
+    """The files of a pattern of shards: `{000..146}`, `{a,b}`, `*` (not in URLs), a folder or a list.
 
     Raises:
         DataError: D001 for one that is not there.
@@ -230,6 +220,5 @@ def _number_labels(
         if unknown := sorted({*map(str, own)} - numbers.keys()):
             what = f"holds the class {unknown[0]}, which the training shards lack"
             raise DataError("D003", what, key=f"data.{split}_shards")
-    return names, {
-        split: torch.tensor([numbers[str(label)] for label in own]) for split, own in labels.items()
-    }
+    targets = {split: [numbers[str(label)] for label in own] for split, own in labels.items()}
+    return names, {split: torch.tensor(own) for split, own in targets.items()}

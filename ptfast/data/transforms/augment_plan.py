@@ -16,7 +16,6 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data import transforms
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, Share
-from ptfast.data.transforms.resized_crops import Boxes, Sizes, draw_boxes
 
 _CACHED_PIXELS = 1 << 17
 """Pixels that the host changes at a time, so that intermediate results stay in its caches."""
@@ -25,9 +24,8 @@ _CACHED_PIXELS = 1 << 17
 class Augment(transforms.AugmentSection):
     """Changes to training images: mirrored, cropped, bent, coloured, a square cut out, in this order.
 
-    A resized crop comes before all of it, out of the original image (`resized_crops.py`). All draws are
-    functions of (seed, epoch, index). Crop and flip are part of gathering a batch (`row_windows.py` on the
-    host, `ResidentImages` on a device); `change` does the rest.
+    A resized crop of the original image comes first. All draws are functions of (seed, epoch, index). Crop
+    and flip are part of gathering a batch; `change` does the rest.
     """
 
     seed: int = 0
@@ -78,13 +76,6 @@ class Augment(transforms.AugmentSection):
         elif self.flip:
             flipped = self._integers(share, counter_draws.FLIP, 2)
         return top, left, flipped
-
-    def draw_boxes(self, share: Share, sizes: tuple[Sizes, Sizes]) -> Boxes:
-        """The box of `resized_crop` in each image, whose original heights and widths are `sizes`."""
-        assert self.resized_crop is not None
-        return draw_boxes(
-            self.seed, share.epoch, share.indices, *sizes, self.resized_crop, self.resized_ratio
-        )
 
     def draw_changes(self, share: Share, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The draws that `change` takes for each image of `shape` (height, width), samples first."""
@@ -147,38 +138,33 @@ class Augment(transforms.AugmentSection):
     def change_batch(
         self, images: Tensor, masks: Tensor | None, share: Share
     ) -> tuple[Tensor, Tensor | None]:
-        """`change` and `change_masks` with the draws for `share`, on the host or a device."""
+        """`change` and `change_masks` with the draws for `share`; images may lie on a device."""
         if not self.changes:
             return images, masks
-        drawn = self.draw_changes(share, images.shape[1:3])
-        if masks is not None:
-            masks = self.change_masks(masks, _on(masks.device, drawn))
-        if images.device.type != "cpu":
-            return self.change(images, _on(images.device, drawn)), masks
         height, width = images.shape[1:3]
+        changes = self.draw_changes(share, (height, width))
+        drawn = {name: torch.from_numpy(values) for name, values in changes.items()}
+        if masks is not None:
+            masks = self.change_masks(masks, drawn)
+        if images.device.type != "cpu":
+            moved = {name: values.to(images.device) for name, values in drawn.items()}
+            return self.change(images, moved), masks
         changed, at_once = torch.empty_like(images), max(1, _CACHED_PIXELS // (height * width))
         for start in range(0, len(images), at_once):
             part = slice(start, start + at_once)
-            some = {name: torch.from_numpy(values[part]) for name, values in drawn.items()}
-            changed[part] = self.change(images[part], some)
+            changed[part] = self.change(images[part], {name: each[part] for name, each in drawn.items()})
         return changed, masks
 
     def _integers(self, share: Share, stream: int, high: int) -> Indices:
         return counter_draws.integers(self.seed, share.epoch, share.indices, stream, high)
 
 
-def _on(device: torch.device, drawn: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(values).to(device) for name, values in drawn.items()}
-
-
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
-    """The augmentation that the config asks for by the fields in `wanted`.
-
-    With `normalize`, cutouts get the mean colour, which becomes zeros.
+    """The augmentation that the config asks for; with `normalize`, cutouts are zeros once normalised.
 
     Raises:
-        ConfigError: C011 if images are to be changed and the data has none, if nothing would be left, or if
-            targets would have to move with them and cannot.
+        ConfigError: C011 for data without images, changes that leave nothing of them, and targets that would
+            have to move with them and cannot.
     """
     augment = Augment(**dict(wanted))
     if not augment:
@@ -228,10 +214,9 @@ Figures = NDArray[np.float64]
 def bends(
     angle: Figures, scale: Figures, shift_y: Figures, shift_x: Figures, shape: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Where the pixels of a bent image come from: six coefficients each, for `bend`.
+    """Six coefficients for `bend` of each image: where its pixels come from.
 
-    Images of `shape` (height, width) are scaled and turned around their centre, clockwise, by radians, then
-    shifted by pixels.
+    Images are scaled and turned around their centre, clockwise, by radians, then shifted by pixels.
     """
     height, width = shape
     cosine, sine = np.cos(angle) / scale, np.sin(angle) / scale
@@ -267,8 +252,7 @@ def colours(brightness: Figures, contrast: Figures, saturation: Figures) -> NDAr
     """The factors of `recolour`: int32 (batch, 3), in 1/65536.
 
     Brightness multiplies pixels, contrast their distance from the mean grey of the image, saturation that
-    from the grey of the pixel. One after the other they are linear in pixel, grey and mean grey, so that all
-    three come down to one factor for each of these.
+    from the grey of the pixel. Together they are one factor each for pixel, grey and mean grey.
     """
     of_pixel = brightness * contrast * saturation
     of_grey = brightness * contrast * (1 - saturation)
@@ -277,10 +261,9 @@ def colours(brightness: Figures, contrast: Figures, saturation: Figures) -> NDAr
 
 
 def recolour(images: Tensor, factors: Tensor) -> Tensor:
-    """Images of other brightness, contrast and saturation, each by its own amount.
+    """Images of other brightness, contrast and saturation; channels weigh alike in grey unless there are 3.
 
-    In whole numbers, and rounded only once: the same bits on every device and with any number of threads.
-    Three channels are red, green and blue; others weigh alike in grey.
+    Computed in integers and rounded only once: the same bits on every device, with any number of threads.
 
     Cost: some 15 us for an image of 32x32 on one core.
     """
@@ -303,10 +286,7 @@ def recolour(images: Tensor, factors: Tensor) -> Tensor:
 def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[int]) -> Tensor:
     """Images with a square hidden in each, as far as it lies inside.
 
-    Args:
-        images: (batch, height, width, channels), uint8 or of a type that holds `fill`.
-        corners: top and left of the squares, (batch, 2), whose centres lie inside.
-        fill: the colour of the squares, by channel; black if empty.
+    Its centre lies inside, top and left are in `corners` (batch, 2); `fill` is its colour, black if empty.
 
     Source: DeVries, Taylor 2017, arXiv:1708.04552.
     """

@@ -37,10 +37,9 @@ class Draw(NamedTuple):
 class Mix:
     """Mixes each sample of a micro-batch with another one of it.
 
-    A network trained on straight lines between samples behaves more linearly there, memorises less and
-    generalises better (mixup); pasted patches make it look at whole objects (CutMix). Partner, share and
-    patch of a sample, and the choice between the two methods if both are on, are functions of (seed, step,
-    micro-batch, place in it). All samples are mixed at once: a patch is a blend by weights of 0 and 1.
+    Partner, share and patch of a sample, and the choice between the two methods if both are on, are functions
+    of (seed, step, micro-batch, place in it). All samples are mixed at once: a patch is a blend by weights of
+    0 and 1.
 
     Args:
         mixup: parameter of the Beta distribution of mixup's shares, > 0; 0 for no mixup. 0.2 is mild, 1 draws
@@ -135,9 +134,9 @@ class Mix:
 
 
 def beta(alpha: float, chances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Numbers of the distribution Beta(alpha, alpha), one for each evenly distributed one in [0, 1).
+    """Numbers of the distribution Beta(alpha, alpha), by the inverse of its distribution function.
 
-    By the inverse of its distribution function, which has no state and is the same in every version.
+    `chances` are evenly distributed in [0, 1). Unlike numpy's generator, this is the same in every version.
     """
     points, masses = _lower_half(alpha)
     value = np.interp(np.minimum(chances, 1 - chances), masses, points) ** (1 / min(alpha, 1))
@@ -146,10 +145,8 @@ def beta(alpha: float, chances: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @functools.cache
 def _lower_half(alpha: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Points x**p from 0 to x = 1/2, and the mass of Beta(alpha, alpha) below each.
-
-    With p = min(alpha, 1) the density over x**p is finite, where that over x has a pole at 0 for alpha < 1.
-    """
+    """Points x**p from 0 to x = 1/2, p = min(alpha, 1), and the mass of Beta(alpha, alpha) below each."""
+    # The density over x**p is finite, where that over x has a pole at 0 for alpha < 1.
     power = min(alpha, 1)
     points = np.linspace(0, 0.5**power, BETA_POINTS)
     x = points ** (1 / power)
@@ -168,7 +165,7 @@ def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: A
     """The transform that mixes training batches; None if none is asked for.
 
     Raises:
-        ConfigError: C011 for data that cannot be mixed, or a task that does not take pairs of targets.
+        ConfigError: C011 for data that cannot be mixed, and tasks that do not take pairs of targets.
     """
     if not mixup and not cutmix:
         return None

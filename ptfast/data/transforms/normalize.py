@@ -24,8 +24,7 @@ _SAMPLE_LIMIT = 10_000
 class Normalizer:
     """Turns raw inputs into float32 of zero mean and unit deviation: `(x.float() - mean) * (1 / std)`.
 
-    It runs on the device, on uint8 that crossed the bus at a quarter of the bytes. The same two operations in
-    the same order everywhere give the same bits, whenever a loader applies it. `mean` and `std` are figures
+    It runs on the device, on uint8 that crossed the bus at a quarter of the bytes. `mean` and `std` are
     per channel of an image (raw scale), or per feature of a vector.
     """
 
@@ -58,10 +57,9 @@ def statistics(
 ) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
-    Exact if the samples are in memory, or take no more than 1 GiB once decoded; otherwise from at most 10,000
-    evenly spaced samples. The choice depends on the data alone, so that every loader normalises by the same
-    bits. Statistics that needed decoding are cached on disk by `cache_key`. `held` are the same samples,
-    decoded already.
+    Exact if the samples are in memory or take at most 1 GiB once decoded, else from 10,000 evenly spaced
+    ones: the data alone decides, so that every loader normalises by the same bits. Statistics that needed
+    decoding are cached on disk by `cache_key`. `held` are the same samples, decoded already.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
@@ -84,7 +82,7 @@ def statistics(
             return {name: known[name].tolist() for name in ("mean", "std")}
     chunks = np.array_split(indices, -(-len(indices) // 256))
     parts = [_sums((held or source).fetch(chunk)[0]) for chunk in chunks]
-    result = finish_statistics(sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts))
+    result = finish_statistics(*(sum(column) for column in zip(*parts, strict=True)))
     if entry is not None:
         save_arrays(entry, **{name: np.array(values) for name, values in result.items()})
     return result

@@ -14,7 +14,7 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, Share
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.resized_crops import box_edges
+from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 
 Bytes = NDArray[np.uint8]
 
@@ -30,8 +30,7 @@ def augmented(augment: Augment, raw: Any, share: Share) -> Any:
         drawn = augment.draw(share)
         images = _crop_and_flip(augment, images, drawn)
         if masks is not None:
-            outside, dtype = _outside(augment, masks), masks.dtype
-            masks = _crop_and_flip(augment, _as_bytes(masks), drawn, outside).view(dtype)[..., 0]
+            masks = _crop_and_flip(augment, masks[..., None], drawn, augment.mask_fill or 0)[..., 0]
     images, masks = augment.change_batch(images, masks, share)
     return images, targets if masks is None else masks.reshape(targets.shape), *others
 
@@ -39,12 +38,15 @@ def augmented(augment: Augment, raw: Any, share: Share) -> Any:
 def cropped(
     augment: Augment, source: MapSource, share: Share, places: Indices | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The raw batch of `share` by `augment.resized_crop`: images are uint8 (batch, side, side, channels).
+    """The raw batch of `share` by `augment.resized_crop`; its samples lie at `places`, by default as indexed.
 
-    The samples lie at `places` in `source`; None for the share's indices.
+    Images are uint8 (batch, side, side, channels).
     """
     places, size = share.indices if places is None else places, augment.size
-    boxes, flipped = augment.draw_boxes(share, source.sizes(places)), augment.draw(share)[2]
+    assert augment.resized_crop is not None
+    ranges = augment.resized_crop, augment.resized_ratio
+    boxes = draw_boxes(augment.seed, share.epoch, share.indices, *source.sizes(places), *ranges)
+    flipped = augment.draw(share)[2]
     images, targets = source.crops(places, boxes, size, flipped), source.labels(places)
     masks = None
     if augment.mask_fill is not None:
@@ -59,8 +61,8 @@ def cropped(
 class MemoryBatches:
     """Gathers augmented batches straight out of padded images in memory, masks with them.
 
-    Padded images and their mirrored copies lie in memory channels last, so that each row of a crop is one run
-    of bytes and a batch is one gather of rows: no image is touched in Python.
+    Padded images and their mirrored copies are channels last: each row of a crop is one run of bytes, and a
+    batch one gather of rows.
 
     Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
     """
@@ -70,11 +72,8 @@ class MemoryBatches:
         padding, mirrored = augment.crop_padding, bool(augment.flip)
         self._windows = [RowWindows(source.inputs, padding, mirrored=mirrored, holder=holder)]
         if augment.mask_fill is not None:
-            masks = planes(augment, source.targets)
-            self._mask_type, outside = masks.dtype, _outside(augment, masks)
-            self._windows.append(
-                RowWindows(_as_bytes(masks), padding, mirrored=mirrored, outside=outside, holder=holder)
-            )
+            masks, fill = planes(augment, source.targets)[..., None], augment.mask_fill
+            self._windows.append(RowWindows(masks, padding, mirrored=mirrored, fill=fill, holder=holder))
         self._epoch, self._corners = -1, list[Indices]()
 
     def __call__(self, share: Share) -> Any:
@@ -85,22 +84,21 @@ class MemoryBatches:
             self._corners = [windows.corners(slots, top, left) for windows in self._windows]
             self._epoch = share.epoch
         images, *masks = [
-            torch.from_numpy(windows.gather(corners[share.indices]))
+            windows.gather(corners[share.indices])
             for windows, corners in zip(self._windows, self._corners, strict=True)
         ]
         if not masks:
             targets = self._targets.index_select(0, as_tensor(share.indices))
             return self._augment.change_batch(images, None, share)[0], targets
-        planes = masks[0].view(self._mask_type)[..., 0]
-        images, changed = self._augment.change_batch(images, planes, share)
+        images, changed = self._augment.change_batch(images, masks[0][..., 0], share)
         assert changed is not None
         return images, changed.reshape(-1, *self._targets.shape[1:])
 
 
 def _crop_and_flip(
-    augment: Augment, images: Tensor, drawn: tuple[Indices, Indices, Indices], outside: Bytes | None = None
+    augment: Augment, images: Tensor, drawn: tuple[Indices, Indices, Indices], fill: int = 0
 ) -> Tensor:
-    """Crops of images, mirrored first, as `Augment.draw` has `drawn` them; black from outside by default."""
+    """Crops of images, mirrored first, as `Augment.draw` has `drawn` them, with `fill` outside."""
     top, left, flipped = drawn
     if augment.flip:
         pixels, mirror = images.numpy().copy(), flipped.astype(bool)
@@ -108,18 +106,16 @@ def _crop_and_flip(
         images = torch.from_numpy(pixels)
     if not augment.crop_padding:
         return images
-    windows = RowWindows(images, augment.crop_padding, outside=outside)
-    return torch.from_numpy(windows.gather(windows.corners(np.arange(len(images)), top, left)))
+    windows = RowWindows(images, augment.crop_padding, fill=fill)
+    return windows.gather(windows.corners(np.arange(len(images)), top, left))
 
 
 class RowWindows:
-    """Crops out of padded images, row by row.
+    """Crops out of padded images, row by row: integers of any type, (samples, height, width, channels).
 
     Args:
-        images: uint8 (samples, height, width, channels).
         mirrored: keep mirrored copies behind the images, as slots `samples` to `2 * samples`.
-        outside: a pixel of the padding; black by default.
-        holder: of the padded copies; None for this process.
+        fill: the value of the padding.
     """
 
     def __init__(
@@ -128,23 +124,24 @@ class RowWindows:
         padding: int,
         *,
         mirrored: bool = False,
-        outside: Bytes | None = None,
+        fill: int = 0,
         holder: Holder | None = None,
     ) -> None:
-        padded = pixels = images.contiguous().numpy()
+        self._dtype = images.dtype
+        padded = pixels = images.contiguous().view(torch.uint8).numpy()
         samples, height, width, channels = pixels.shape
         if padding or mirrored:
             inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
 
-            def fill(padded: Bytes) -> None:
-                if outside is not None and padding:
-                    padded[:] = outside
+            def write(padded: Bytes) -> None:
+                if fill and padding:
+                    padded[:] = images.new_full((images.shape[3],), fill).view(torch.uint8).numpy()
                 padded[0][inside] = pixels
                 if mirrored:
                     padded[1][inside] = pixels[:, :, ::-1]
 
             copies = (2 if mirrored else 1, samples, height + 2 * padding, width + 2 * padding, channels)
-            padded = (holder or Holder()).fill(copies, fill)[0].reshape(-1, *copies[2:])
+            padded = (holder or Holder()).fill(copies, write)[0].reshape(-1, *copies[2:])
         padded_height, padded_width = padded.shape[1:3]
         self._shape, self._channels = pixels.shape[1:], channels
         self._row_bytes = padded_width * channels
@@ -162,9 +159,9 @@ class RowWindows:
         """Where the crops of `slots` at (`top`, `left`) begin in memory."""
         return slots * self._slot_bytes + top * self._row_bytes + left * self._channels
 
-    def gather(self, corners: Indices) -> Bytes:
+    def gather(self, corners: Indices) -> Tensor:
         runs = self._runs[corners[:, None] + self._run_offsets]
-        return runs.view(np.uint8).reshape(len(corners), *self._shape)
+        return torch.from_numpy(runs.view(np.uint8).reshape(len(corners), *self._shape)).view(self._dtype)
 
 
 def padded_bytes(augment: Augment, source: TensorSource) -> int:
@@ -200,14 +197,3 @@ def cut_masks(
     columns = torch.where(flipped[:, None] > 0, columns.flip(1), columns)
     samples = torch.arange(len(masks), device=masks.device)
     return masks[samples[:, None, None], rows[:, :, None], columns[:, None, :]]
-
-
-def _as_bytes(masks: Tensor) -> Tensor:
-    """Masks as images, of as many channels as a label has bytes."""
-    return masks.contiguous()[..., None].view(torch.uint8)
-
-
-def _outside(augment: Augment, masks: Tensor) -> Bytes:
-    """The label of pixels from outside, in bytes; 0 where there are none."""
-    fill = augment.mask_fill if augment.hides else 0
-    return _as_bytes(masks.new_full((1, 1, 1), fill or 0)).flatten().numpy()
