@@ -79,13 +79,13 @@ class Grouping:
             if not deepest:
                 what = "this model has one layer only"
                 raise ConfigError("C011", what, key=f"optimizer.{key}", value=value)
-        self._notes = []
+        notes = []
         if not decay_1d:
-            self._notes.append("no decay on norms and biases")
+            notes.append("no decay on norms and biases")
         if layer_decay is not None:
-            self._notes.append(f"lr x {layer_decay:g} per layer, {deepest + 1} layers")
+            notes.append(f"lr x {layer_decay:g} per layer, {deepest + 1} layers")
         if section.backbone_from is not None:
-            self._notes.append(f"all below the last layer from {section.backbone_from}")
+            notes.append(f"all below the last layer from {section.backbone_from}")
         self._asked: dict[str, RequestedGroup] = {}
         matches = [0] * len(groups)
         for name, parameter in model.named_parameters():
@@ -116,7 +116,9 @@ class Grouping:
                 key, hint = f"optimizer.groups.{index}.match", f"The nearest are {', '.join(near)}"
                 what = "matches no parameter"
                 raise ConfigError("C005", what, key=key, value=entry.match, suggestion=hint)
-            self._notes.append(f"{entry.match} ({matches[index]}){_format_override(entry)}")
+            notes.append(f"{entry.match} ({matches[index]}){_format_override(entry)}")
+        self.note = "; ".join(notes) or None
+        """The settings, for the panel; None without any."""
         stepped = {asked.optimizer for asked in self._asked.values() if not asked.frozen}
         for index, entry in enumerate(groups):
             if entry.name is not None and entry.name not in stepped:
@@ -137,7 +139,7 @@ class Grouping:
 
         Each has `lr_scale`, a factor on the optimizer's rate, and if set `weight_decay` and `optimizer`.
         """
-        if not self._notes:
+        if self.note is None:
             return None
         parts: dict[RequestedGroup, dict[str, Any]] = {}
         for asked, parameter in self._parameters():
@@ -193,10 +195,6 @@ class Grouping:
             total_steps=total_steps,
             extendable=all(end.unit != "percent" for end in ends),
         )
-
-    def describe(self) -> str | None:
-        """One line for the panel; None without settings."""
-        return "; ".join(self._notes) or None
 
     def _parameters(self) -> list[tuple[RequestedGroup, Tensor]]:
         return [(self._asked[name], parameter) for name, parameter in self._model.named_parameters()]

@@ -47,7 +47,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         **sections,
         "run": run,
         "resolved": resolved,
-        "average": run.ema and run.ema.describe(),
+        "average": run.ema and run.ema.note,
         "compiled": run.compilation and run.compilation.describe(),
         "groups_note": run.groups_note,
         "skips_unreadable": run.unreadable is not None,

@@ -103,7 +103,6 @@ def build(
     add_optimizer(run)
     check_last_batch(run.plan.batches, run.model, run.micro_batches)
     add_schedule(run)
-    add_callbacks(run)
     add_average(run)
     add_settings(run)
     check_own_steps(run)
@@ -117,17 +116,13 @@ def build(
     return run
 
 
-def add_callbacks(run: PartialRun) -> None:
-    """Build the callbacks that the config names."""
+def add_settings(run: PartialRun) -> None:
+    """Build callbacks; set when the loop looks up, what it follows and keeps, and advice for a misfit."""
+    config, plan, stop = run.config, run.plan, run.config.stop
     callbacks: list[Any] = run.callbacks
-    for index, target in enumerate(run.config.callbacks):
+    for index, target in enumerate(config.callbacks):
         with constructing(f"callbacks.{index}", target.path):
             callbacks.append(target.build())
-
-
-def add_settings(run: PartialRun) -> None:
-    """Set when the loop looks up, what it follows and keeps, and what it says when the model does not fit."""
-    config, plan, stop = run.config, run.plan, run.config.stop
     counts_epochs = plan.batches.size is not None and hooks(run.callbacks, "on_epoch")
     run.seed, run.seed_step = config.seed, build_seeder(run.device)
     run.total_steps, run.batch_size = plan.total_steps, config.batch_size

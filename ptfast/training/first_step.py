@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of
-from ptfast.core.protocols import Metrics, Mixed
+from ptfast.core.protocols import Mixed
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
@@ -134,6 +134,7 @@ class FirstStep:
             return
         seen = with_output_check(run.model, run.model, run.task, data, " in evaluation")
         run.forward.eval()
+        given: dict[str, Any] = {}
         # No inference mode: what a model keeps from this pass must be usable in training.
         with run.uncompiled(), torch.no_grad(), run.precision.autocast, naming_user_code(run):
             # Evaluations have no mixed targets.
@@ -141,23 +142,18 @@ class FirstStep:
             if self._measures and not mixed:
                 metrics = run.task.metrics().to(run.device)
                 run.task.evaluate(seen, data, metrics)
-                if self._follows:
-                    self._check_followed(metrics)
+                # Some metrics need more than one batch: the first evaluation checks those.
+                with contextlib.suppress(PtfastError), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    given = with_tables(metrics) if self._follows else {}
             else:
                 run.task.loss(seen, data)
-        run.forward.train()
-
-    def _check_followed(self, metrics: Metrics) -> None:
-        figure, given = self._run.best_metric, {}
-        # Some metrics need more than one batch: the first evaluation checks those.
-        with contextlib.suppress(PtfastError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            given = with_tables(metrics)
-        if isinstance(table := given.get(figure), MetricTable):
+        if isinstance(table := given.get(run.best_metric), MetricTable):
             what = f"is not a single number: {table.kind} gives {described(table.value)}"
             numbers = [name for name, value in given.items() if not isinstance(value, MetricTable)]
             hint = f"Follow {' or '.join(['loss', *numbers])}, or have the metric average"
-            raise ConfigError("C005", what, key="stop.metric", value=figure, suggestion=hint)
+            raise ConfigError("C005", what, key="stop.metric", value=run.best_metric, suggestion=hint)
+        run.forward.train()
 
     def not_finite(self) -> PtfastError | None:
         """The cause of a first loss that is not finite, if known. Makes the host wait for the device."""

@@ -89,7 +89,7 @@ class LossWindow:
         self._read_norm = math.nan
         self._unreached: set[str] | None = None
         self._named_unreached = False
-        self._logged_step, self._logged_pace = -1, self._pace()
+        self._logged_step, self._logged = -1, self._timed()
         self._usage = Usage(run.device.type, run.display.warn)
 
     def add(self, loss: Tensor, num_items: Tensor | int) -> None:
@@ -180,15 +180,14 @@ class LossWindow:
     def show(self, loss: float) -> None:
         """Show figures of the open window on the terminal, not in the log; `loss` is from `read`."""
         run = self._run
-        run.display.progress(run.progress.step, run.epoch, self._figures(loss, self._speed()))
+        run.display.progress(run.progress.step, run.epoch, self._figures(loss)[0])
 
     def log(self, loss: float) -> None:
         """Write one line of training figures and open the next window; `loss` is from `read`."""
         run, progress = self._run, self._run.progress
         if self._logged_step == progress.step:
             return
-        resources = self._speed()
-        figures = self._figures(loss, resources)
+        figures, resources = self._figures(loss)
         if skipped := progress.skipped_steps - progress.skipped_logged:
             figures["skipped_steps"] = skipped
             progress.skipped_logged = progress.skipped_steps
@@ -214,22 +213,22 @@ class LossWindow:
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
         self.clear()
-        self._logged_step, self._logged_pace = progress.step, self._pace()
+        self._logged_step, self._logged = progress.step, self._timed()
         run.clock.to(None)
 
-    def _figures(self, loss: float, speed: dict[str, float]) -> dict[str, float]:
-        figures = {"loss": loss, "lr": reference_lr(self._run.optimizer)}
-        return figures | {name: speed[name] for name in ("samples_per_s",) if name in speed}
+    def _figures(self, loss: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Figures to show, and more to log. Speed is that since the last log line, warm-up left out."""
+        figures, more = {"loss": loss, "lr": reference_lr(self._run.optimizer)}, {}
+        steps, samples, seconds = (
+            now - before for before, now in zip(self._logged, self._timed(), strict=True)
+        )
+        if steps and seconds > 0:
+            figures["samples_per_s"], more["step_s"] = samples / seconds, seconds / steps
+        return figures, more
 
-    def _pace(self) -> tuple[int, int, float]:
+    def _timed(self) -> tuple[int, int, float]:
         progress = self._run.progress
         return progress.timed_steps, progress.timed_samples, progress.timed_s
-
-    def _speed(self) -> dict[str, float]:
-        """Speed since the last log line, warm-up left out; empty if nothing was timed."""
-        steps, samples, seconds = (b - a for a, b in zip(self._logged_pace, self._pace(), strict=True))
-        known = steps and seconds > 0
-        return {"samples_per_s": samples / seconds, "step_s": seconds / steps} if known else {}
 
 
 def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:

@@ -75,7 +75,7 @@ class Trainer:
                 window.inspect_gradients()
             if clip is not None:
                 if fp16 is not None:
-                    fp16.unscale()
+                    fp16.scaler.unscale_(optimizer)
                 clip()
             apply_lr(optimizer, base_lrs, *next(rates))
             if self.optimizers is None:
@@ -195,7 +195,8 @@ class Trainer:
         if run.freezing is None or not run.freezing.apply(run.progress.step):
             return False
         if isinstance(run.forward, GradientAveraging):
-            run.forward.detach_hooks()
+            # They would keep averaging beside those of the new wrapper.
+            run.forward._remove_autograd_hooks()
         run.forward = run.wrap()
         return True
 

@@ -202,7 +202,7 @@ class TestRun:
     def test_evaluation_is_plain(self) -> None:
         compilation = Compilation("model", "cpu")
         compilation.apply(model := Net((64,), 3).eval())
-        with compilation.plain(), torch.inference_mode():
+        with torch.compiler.set_stance("force_eager"), torch.inference_mode():
             model(torch.randn(9, 64))
         assert compilation.num_graphs == 0
 

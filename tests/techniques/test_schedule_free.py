@@ -51,7 +51,7 @@ def test_batchnorm_is_measured_under_the_average(tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", *model, "steps=6")
     fit(run)
     assert run.ema is not None
-    assert run.ema.describe() == "schedule-free, by the optimizer, BatchNorm measured"
+    assert run.ema.note == "schedule-free, by the optimizer, BatchNorm measured"
     run.ema.settle()
     names = [name for name in run.model.state_dict() if name.endswith("running_mean")]
     trained = {name: run.model.state_dict()[name].clone() for name in names}

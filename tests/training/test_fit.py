@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,8 +163,14 @@ def test_an_evaluation_keeps_nothing_for_a_backward_pass(tmp_path: Path) -> None
     ],
 )
 def test_evaluation_takes_what_fits_into_memory(info: DataInfo, size: int) -> None:
-    assert eval_batch_size(info, 8) == size
-    assert eval_batch_size(info, 1000) == (2000 if info.kind == "tokens" else 1000)
+    section = SimpleNamespace(batch_size=None)
+    config = SimpleNamespace(batch_size=8, eval=section)
+    run: Any = SimpleNamespace(info=info, config=config, micro_batches=1)
+    assert eval_batch_size(run) == size
+    config.batch_size = 1000
+    assert eval_batch_size(run) == (2000 if info.kind == "tokens" else 1000)
+    section.batch_size = 24
+    assert eval_batch_size(run) == 24
 
 
 def test_a_figure_that_no_language_model_has_is_refused_at_once(in_tmp: Path) -> None:

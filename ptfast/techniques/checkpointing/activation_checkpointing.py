@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -18,14 +19,14 @@ from ptfast.core.tensors.torch_internals import BatchNorm, InstanceNorm
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.repeated_blocks import find_blocks
 
-KEPT_OPS = frozenset(
+KEPT_OPS = [
     getattr(torch.ops.aten, name).default
     for name in (
         *("mm", "addmm", "bmm", "baddbmm", "convolution"),
         *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
-)
+]
 """Operations whose results `selective` keeps: their arithmetic outweighs their results."""
 
 Buffers = list[tuple[nn.Module, dict[str, "Tensor | None"]]]
@@ -153,7 +154,7 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, _policy)
+        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, KEPT_OPS)
         if torch.compiler.is_compiling():
             # A compiled graph writes buffers once, whatever it computes again.
             if not self.selective:
@@ -161,16 +162,13 @@ class CheckpointedForward:
             return _checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         is_first = self.scratch is None
         if self.scratch is None:
-            holders = [
-                each for each in self.block.modules() if any(True for _ in each.buffers(recurse=False))
-            ]
+            holders = [each for each in self.block.modules() if list(each.buffers(recurse=False))]
             self.writers = [each for each in holders if type(each).forward not in _WRITE_ONLY]
-            self.scratch = _copies(each for each in holders if type(each).forward in _WRITE_ONLY)
-        before = _copies(self.writers)
-        recomputing = Recomputing(self.scratch, before)
-        keeping: AbstractContextManager[Any] = nullcontext()
-        if self.selective:
-            keeping, recomputing.reusing = contexts()
+            norms = [each for each in holders if type(each).forward in _WRITE_ONLY]
+            self.scratch = [(norm, _copied(norm._buffers)) for norm in norms]
+        before = [(writer, _copied(writer._buffers)) for writer in self.writers]
+        keeping, reusing = contexts() if self.selective else (nullcontext(), nullcontext())
+        recomputing = Recomputing(self.scratch, before, reusing)
 
         # It keeps no input: torch releases inputs as the backward pass goes on.
         num_args, names = len(args), tuple(kwargs)
@@ -194,13 +192,14 @@ class CheckpointedForward:
         return output
 
 
+@dataclass
 class Recomputing:
     """The context of a recomputation: other buffers than the block's own, and the results that were kept."""
 
-    def __init__(self, scratch: Buffers, before: Buffers) -> None:
-        self.scratch, self.before = scratch, before
-        self.reusing: AbstractContextManager[Any] = nullcontext()
-        self.own: Buffers = []
+    scratch: Buffers
+    before: Buffers
+    reusing: AbstractContextManager[Any]
+    own: Buffers = field(default_factory=list)
 
     def __enter__(self) -> None:
         stand_ins = [(norm, buffers) for norm, buffers in self.scratch if norm.training]
@@ -222,10 +221,6 @@ class Recomputing:
             ) from error
 
 
-def _copies(modules: Iterable[nn.Module]) -> Buffers:
-    return [(module, _copied(module._buffers)) for module in modules]
-
-
 def _copied(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
 
@@ -236,11 +231,6 @@ def _differ(before: dict[str, Tensor | None], after: dict[str, Tensor | None]) -
         (old is None) != (new is None) or (old is not None and new is not None and not torch.equal(old, new))
         for old, new in ((before.get(name), after.get(name)) for name in before | after)
     )
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> torch_checkpoint.CheckpointPolicy:
-    policy = torch_checkpoint.CheckpointPolicy
-    return policy.MUST_SAVE if op in KEPT_OPS else policy.PREFER_RECOMPUTE
 
 
 def _with_forward(module: nn.Module, name: str) -> dict[str, nn.Module]:

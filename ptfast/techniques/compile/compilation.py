@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ batch of an epoch is shorter."""
 def apply_compile(
     model: nn.Module, section: Compile, device: torch.device, *, dynamic: bool, accumulates: bool
 ) -> Compilation | None:
-    """Compile `model` in place; None for mode `none`. Errors are those of `Compilation` and its `apply`."""
+    """Compile `model` in place; None for mode `none`. Raises what `Compilation` and its `apply` raise."""
     if section.mode == "none":
         return None
     if section.keep:
@@ -57,8 +57,7 @@ class Compilation:
             the one before, in silence.
 
     Raises:
-        MachineError: E005 if a tool or device is missing.
-        ConfigError: C011 for `reduce_overhead` with several micro-batches.
+        PtfastError: E005 if a tool or device is missing; C011 for `reduce_overhead` if it `accumulates`.
 
     Cost: seconds to minutes, and memory, before the first step and again for every new shape.
     Source: torch.compile; for gradients in CUDA graphs pytorch/pytorch issue 169545.
@@ -111,11 +110,6 @@ class Compilation:
         config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
         for block in self.blocks.values():
             _compile(block, self.options)
-
-    def plain(self) -> AbstractContextManager[Any]:
-        """A context in which compiled modules run as they were written."""
-
-        return torch.compiler.set_stance("force_eager")
 
     @contextmanager
     def booking(self, clock: Clock) -> Iterator[None]:
@@ -207,7 +201,6 @@ class Compilation:
 
 
 def _compile(module: nn.Module, options: dict[str, Any]) -> None:
-
     if torch.__version__ >= "2.10" or not type(module).__module__.startswith("torch.nn."):
         module.compile(**options)
         return

@@ -24,8 +24,7 @@ class PointwiseFusion:
     Cost: seconds a kernel to compile; chains of the same operations and shapes share one.
     """
 
-    def __init__(self) -> None:
-        self.num_chains = self.num_operations = 0
+    num_chains = num_operations = 0
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._dynamo.backends.common import aot_autograd

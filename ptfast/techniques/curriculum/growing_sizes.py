@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo, PackedTokens
 
 
+@dataclass
 class Resize:
     """Images that start small and grow, by antialiased bilinear interpolation on the device.
 
@@ -28,12 +30,13 @@ class Resize:
     Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.
     """
 
-    def __init__(self, stages: Stages, shape: tuple[int, int], *, masks: bool = False) -> None:
-        self.stages, self._shape, self._masks = stages, shape, masks
+    stages: Stages
+    shape: tuple[int, int]
+    masks: bool = False
 
     def size(self, shorter: int) -> tuple[int, int]:
         """(height, width) of a shorter side, in the proportions of the full size."""
-        height, width = (round(side * shorter / min(self._shape)) for side in self._shape)
+        height, width = (round(side * shorter / min(self.shape)) for side in self.shape)
         return height, width
 
     def __call__(self, data: Any, step: int, micro_batch: int) -> Any:
@@ -46,7 +49,7 @@ class Resize:
         is_last = images.is_contiguous(memory_format=layout) and not images.is_contiguous()
         size = self.size(shorter)
         images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
-        if self._masks:
+        if self.masks:
             for side, length in ((-2, size[0]), (-1, size[1])):
                 # The pixels under the centres of the fewer ones.
                 centres = 2 * torch.arange(length, device=targets.device) + 1
@@ -54,6 +57,7 @@ class Resize:
         return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
 
 
+@dataclass
 class Cut:
     """Sequences that start short and grow, cut on the device.
 
@@ -63,8 +67,8 @@ class Cut:
     Source: Li, Zhang, He 2022, arXiv:2108.06084.
     """
 
-    def __init__(self, stages: Stages) -> None:
-        self.stages = stages
+    stages: Stages
+    """Tokens of a sequence, by step."""
 
     def __call__(self, data: Any, step: int, micro_batch: int) -> Any:
         """`(tokens, targets)` or a mapping of such tensors, (batch, length, ...), at the length of a step."""
@@ -81,9 +85,7 @@ def build_resize(
 ) -> Resize:
     """Images that grow to the data's own size from `first` pixels of the shorter side, `auto` for half of it.
 
-    Raises:
-        ConfigError: C011 if there are no images, they are no larger than `first`, or `model`, tried on the
-            CPU, does not take that size.
+    C011 if there are no images, they are no larger, or `model`, tried on the CPU, does not take that size.
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
@@ -116,8 +118,7 @@ def build_resize(
 def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Cut:
     """Sequences that grow to the data's own length from `first` tokens, `auto` for a quarter of it.
 
-    Raises:
-        ConfigError: C011 if the data is not text for language modelling, or its sequences are no longer.
+    C011 if the data is not text for language modelling, or its sequences are no longer.
     """
     key, full = "curriculum.length_from", info.context_length
     if info.kind != "tokens" or full is None:

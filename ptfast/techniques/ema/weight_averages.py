@@ -26,6 +26,8 @@ class Average:
 
     extendable = True
     """A longer run would start with the same averages."""
+    note = ""
+    """The kind of average, for the panel."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -39,10 +41,7 @@ class Average:
         # Each rank averages its part of sharded weights.
         self._weights = [local_part(weight) for weight in weights]
         self._averages = [local_part(average) for average in self._wholes]
-        halves = any(
-            weight.dtype != average.dtype
-            for weight, average in zip(self._weights, self._averages, strict=True)
-        )
+        halves = any(weight.element_size() < 4 for weight in weights)
         self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
         self._updates: int | Tensor = 0
 
@@ -58,10 +57,6 @@ class Average:
 
         `watched` wraps the batches that this needs, and may break it off: nothing has changed then.
         """
-
-    def describe(self) -> str:
-        """The kind of average, in a few words."""
-        raise NotImplementedError
 
     @property
     def ready(self) -> bool:
@@ -94,7 +89,7 @@ class Average:
                 torch._foreach_copy_(kept, copies)
 
     def copy_to_model(self) -> None:
-        """Replace the model's weights by their averages for good; they stay if there are none yet."""
+        """As `swapped`, for good."""
         if self.ready:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, self._averages)
@@ -119,10 +114,9 @@ class Average:
 
 
 class MovingAverage(Average):
-    """Running average `average <- decay * average + (1 - decay) * weight`.
+    """Running average `average <- decay * average + (1 - decay) * weight`, of about 1 / (1 - decay) steps.
 
-    The average of about the last 1 / (1 - decay) steps often generalises better than the last weights. It
-    includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
+    It includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
     linger. Steps skipped by fp16 do not count: the same weights would count twice.
 
     Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
@@ -132,7 +126,7 @@ class MovingAverage(Average):
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model)
-        self._decay = decay
+        self._decay, self.note = decay, f"decay {decay:g}"
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         if skipped is None:
@@ -149,9 +143,6 @@ class MovingAverage(Average):
         torch._foreach_mul_(changes, shares)
         torch._foreach_add_(self._averages, changes)
         self._updates = self._updates + ~skipped
-
-    def describe(self) -> str:
-        return f"decay {self._decay:g}"
 
 
 class Swa(Average):
@@ -190,6 +181,10 @@ class Swa(Average):
             if isinstance(module, BatchNorm) and module.track_running_stats
         }
         self._stale = False
+        if steps:
+            self.note = f"equal shares of {len(steps):,} steps from {min(steps):,} to {max(steps):,}"
+            if self._norms:
+                self.note += f", BatchNorm {'averaged' if forward is None else 'measured'}"
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         if step not in self._steps:
@@ -214,12 +209,6 @@ class Swa(Average):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._stale = self.ready
-
-    def describe(self) -> str:
-        how = f"equal shares of {len(self._steps):,} steps from {min(self._steps):,} to {max(self._steps):,}"
-        if not self._norms:
-            return how
-        return f"{how}, BatchNorm {'measured' if self._forward is not None else 'averaged'}"
 
 
 class ScheduleFree(Swa):
@@ -246,6 +235,8 @@ class ScheduleFree(Swa):
         super().__init__(model, (), forward, ranks=ranks)
         self._optimizer = optimizer
         optimizer.train()
+        measured = self._norms and forward is not None
+        self.note = "schedule-free, by the optimizer" + ", BatchNorm measured" * bool(measured)
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         self._updates += 1
@@ -262,10 +253,6 @@ class ScheduleFree(Swa):
             torch._foreach_copy_(self._weights, copies)
         super().settle(watched)
         self._stale = False
-
-    def describe(self) -> str:
-        measured = ", BatchNorm measured" if self._norms and self._forward is not None else ""
-        return f"schedule-free, by the optimizer{measured}"
 
 
 @contextmanager

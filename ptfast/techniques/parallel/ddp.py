@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,24 +30,16 @@ class PowerSgd:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         self._state = PowerSGDState(None, rank, start_steps)
-        self._forgetting = False
+        self.forgets = False
+        """Send whole gradients, and keep no error of them."""
 
     def __call__(self, bucket: Any) -> Any:
         """The future of the bucket averaged over the ranks, as of any hook of DDP."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        if self._forgetting:
+        if self.forgets:
             return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)  # type: ignore[arg-type]
         return powerSGD_hook.powerSGD_hook(self._state, bucket)
-
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Send whole gradients, and keep no error of them."""
-        self._forgetting = True
-        try:
-            yield
-        finally:
-            self._forgetting = False
 
     def gather_state(self, ranks: Ranks) -> dict[str, Any] | None:
         """The error feedback of all ranks, on the first; None on the others. A collective."""
@@ -96,12 +88,9 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             self.compression = PowerSgd(options.powersgd_rank, options.powersgd_start)
             self.register_comm_hook(self.compression, lambda state, bucket: state(bucket))
         elif options.compression != "none":
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-                bf16_compress_hook,
-                fp16_compress_hook,
-            )
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-            hook = bf16_compress_hook if options.compression == "bf16" else fp16_compress_hook
+            hook = getattr(default_hooks, f"{options.compression}_compress_hook")
             self.register_comm_hook(None, hook)  # type: ignore[arg-type] - it knows None
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
@@ -127,13 +116,17 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
         if unused and not self.finds_unused:
             raise _unused_error(unused)
 
-    def forgetting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
         """Keep a backward pass out of the error feedback of compression."""
-        return nullcontext() if self.compression is None else self.compression.forgetting()
-
-    def detach_hooks(self) -> None:
-        """Release the model: the hooks would keep averaging beside those of a new wrapper."""
-        self._remove_autograd_hooks()
+        if self.compression is None:
+            yield
+            return
+        self.compression.forgets = True
+        try:
+            yield
+        finally:
+            self.compression.forgets = False
 
 
 def _unused_error(names: list[str]) -> ConfigError:

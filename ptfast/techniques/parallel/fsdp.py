@@ -74,14 +74,11 @@ class Sharded:
             # An evaluation has no backward pass to release what forward gathered.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self.module: Any = model
+        self.train, self.eval = model.train, model.eval
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's output."""
         return self.module(*inputs, **keywords)
-
-    def train(self) -> None:
-        """Put the model into training mode."""
-        self.module.train()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from typing import Literal
 
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Family, Section, Technique
 
 
@@ -44,11 +43,6 @@ def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastE
         lack = devices.lack_of_float8(devices.usable_type(device))
         if problem := devices.cannot_run(lack, "precision.float8", True):
             yield problem
-
-
-def panel(resolved: Resolved) -> dict[str, object]:
-    """The layers that multiply in another format than the rest."""
-    return {"float8": f"products of {len(resolved.float8)} layers" if resolved.float8 else None}
 
 
 _SMALL = ("model.hidden=[16]",)
@@ -158,6 +152,8 @@ FAMILY = Family(
         "place_model": ("number_formats.apply_half_weights", "number_formats.apply_float8"),
         "Trainer": ("number_formats.ScaledSteps",),
     },
-    panel=panel,
+    panel=lambda resolved: {
+        "float8": f"products of {len(resolved.float8)} layers" if resolved.float8 else None
+    },
     techniques=TECHNIQUES,
 )

@@ -224,7 +224,7 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _converted(buffer, torch.bfloat16))
     model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
-    model.register_forward_hook(_convert_outputs)
+    model.register_forward_hook(lambda module, inputs, outputs: _converted(outputs, torch.float32))
     return model
 
 
@@ -233,10 +233,6 @@ def _convert_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     labels = {name: kwargs[name] for name in ("labels",) if name in kwargs}
     return _converted(args, torch.bfloat16), _converted(kwargs, torch.bfloat16) | labels
-
-
-def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-    return _converted(outputs, torch.float32)
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
@@ -315,18 +311,18 @@ class ScaledSteps:
         self.skipped = zero > 0
         """True if the last step was skipped: the scale falls then. On the device."""
         self._skipped = zero + progress.skipped_steps
-        # The counts after the last step but one and after the last.
+        on_device = device.type != "cpu"
+        # The counts after the last step but one and after the last, and the events of their arrival.
         counts = (progress.skipped_before, progress.skipped_steps)
-        self._copies = deque(_Copy(count, device) for count in counts)
+        self._counts = deque(torch.tensor(count, pin_memory=on_device) for count in counts)
+        self._arrivals = deque(torch.Event(device=device) for _ in counts if on_device)
 
     @property
     def held_steps(self) -> int:
         """Steps that the schedule lags behind in the step to come: those skipped before the last one."""
-        return self._copies[0].read()
-
-    def unscale(self) -> None:
-        """Unscale the gradients, for clipping."""
-        self.scaler.unscale_(self._optimizer)
+        if self._arrivals:
+            self._arrivals[0].synchronize()
+        return int(self._counts[0])
 
     def take(self) -> None:
         """Take a step, or skip it if the scaled gradients overflow."""
@@ -336,28 +332,14 @@ class ScaledSteps:
         self.skipped, self.scale = scale < self.scale, scale
         self.in_a_row = (self.in_a_row + 1) * self.skipped
         self._skipped = self._skipped + self.skipped
-        self._copies.rotate(-1)
-        self._copies[-1].send(self._skipped)
+        self._counts.rotate(-1)
+        self._counts[-1].copy_(self._skipped, non_blocking=True)
+        if self._arrivals:
+            self._arrivals.rotate(-1)
+            self._arrivals[-1].record()
 
     def note(self, progress: Progress) -> None:
         """Write the counts into `progress`. The host waits for the device."""
-        progress.skipped_before, progress.skipped_steps = (copy.read() for copy in self._copies)
-
-
-class _Copy:
-    """A whole number on its way from the device to the host."""
-
-    def __init__(self, value: int, device: torch.device) -> None:
-        on_device = device.type != "cpu"
-        self._value = torch.tensor(value, pin_memory=on_device)
-        self._arrived: Any = torch.Event(device=device) if on_device else None
-
-    def send(self, value: Tensor) -> None:
-        self._value.copy_(value, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self) -> int:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return int(self._value)
+        for arrival in self._arrivals:
+            arrival.synchronize()
+        progress.skipped_before, progress.skipped_steps = (int(count) for count in self._counts)

@@ -51,7 +51,9 @@ def apply_rewrites(
     if resolved.channels_last is None:
         resolved.channels_last = resolve_channels_last(rewrites.channels_last, model, kind, device)
     if resolved.channels_last:
-        apply_channels_last(model)
+        # Convolution kernels read all channels of a pixel together, so the default layout is converted back
+        # and forth around each of them.
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     dropped = before.dropped_biases
     if dropped is None and cancelled_biases is not None and not rewrites.bias_before_norm:
         dropped = cancelled_biases()
@@ -59,15 +61,6 @@ def apply_rewrites(
     drop_biases(model, resolved.dropped_biases)
     if rewrites.chunked_loss:
         apply_chunked_head(model, task)
-
-
-def apply_channels_last(model: nn.Module) -> nn.Module:
-    """Store the 4-d weights with channels innermost, in place; inputs must be laid out the same way.
-
-    Convolution kernels read all channels of a pixel together, so the default layout is converted back and
-    forth around each of them.
-    """
-    return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def resolve_channels_last(

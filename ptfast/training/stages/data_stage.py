@@ -15,7 +15,7 @@ from torch import nn
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import ConfigError, DataError, PtfastError, summary_of
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.targets import built
 from ptfast.data.build_data import Data, build_data
@@ -45,12 +45,9 @@ SMALL_SAMPLE_BYTES = 64 * 2**10
 def load_data(
     config: Config, ranks: Ranks | None = None, choose: Callable[..., Choice] | None = None, **saved: Any
 ) -> Data:
-    """Load the splits that the config names, and the facts about them.
+    """Load the splits that the config names, and the facts about them; statistics on the first of `ranks`.
 
-    Args:
-        ranks: those that load together; the first computes statistics.
-        choose: chooses the loader, from `build_choice`.
-        saved: facts of the trained run, as keywords of `build_data`.
+    `choose` is from `build_choice`; `saved` are facts of the trained run, as keywords of `build_data`.
     """
     section, ignored = config.data, config.task.options.get("ignore_index")
     ranks = ranks or Ranks()
@@ -141,12 +138,8 @@ def build_choice(
 
 
 def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> None:
-    """Build a loader for each split of `data` besides `train`.
-
-    Args:
-        side: stream on which batches are made ready, None for that of the model.
-    """
-    batch_size, last = evaluated_at_once(run), run.config.eval.last
+    """Build a loader for each split of `data` besides `train`; `side` is the stream that readies batches."""
+    batch_size, last = eval_batch_size(run), run.config.eval.last
     run.full_size = batch_size if last == "pad" else None
     for split, source in {"val": data.val, "test": data.test}.items():
         if source is not None:
@@ -162,11 +155,6 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
             )
 
 
-def evaluated_at_once(run: PartialRun) -> int:
-    """Samples of a forward pass in evaluation on one rank."""
-    return run.config.eval.batch_size or eval_batch_size(run.info, run.micro_batch_size)
-
-
 def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
     """A batch of evenly spaced training samples, as a task takes it, on the device where `model` is now."""
     data = run.splits
@@ -179,11 +167,14 @@ def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
     return next(iter(build_eval_loader(few, data.info, options, batch_size=num_samples))).data
 
 
-def eval_batch_size(info: DataInfo, micro_batch_size: int) -> int:
-    """Samples of a forward pass in evaluation: what fits into memory in training, or little more.
+def eval_batch_size(run: PartialRun) -> int:
+    """Samples of a forward pass in evaluation on one rank; by default little more than fits in training.
 
     Small samples are evaluated by hundreds, sequences two micro-batches at a time: there are no gradients.
     """
+    info, micro_batch_size = run.info, run.config.batch_size // run.micro_batches
+    if run.config.eval.batch_size is not None:
+        return run.config.eval.batch_size
     if info.kind in ("image", "features") and info.input_shape is not None:
         small = 4 * math.prod(info.input_shape) <= SMALL_SAMPLE_BYTES
         return max(micro_batch_size, 256) if small else micro_batch_size
@@ -234,11 +225,11 @@ def build_loaders(run: PartialRun) -> None:
     resolved.padding, resolved.padding_share = describe_padding(
         config.batching, data, plan.batches, run.micro_batches, config.seed
     )
-    if plan.batches.size is not None and plan.batches.batch_size > plan.batches.size:
-        what = (
-            f"batch_size={plan.batches.batch_size:,} is more than the {plan.batches.size:,} training samples"
+    size, batch_size = plan.batches.size, plan.batches.batch_size
+    if size is not None and batch_size > size:
+        run.display.warn(
+            f"batch_size={batch_size:,} is more than the {size:,} training samples: one step is an epoch"
         )
-        run.display.warn(f"{what}: one step is an epoch")
 
 
 def reader_options(run: PartialRun, **how: Any) -> ReaderOptions:

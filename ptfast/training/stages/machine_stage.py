@@ -94,26 +94,21 @@ def build_seeder(device: torch.device) -> Callable[[int, int, int], None]:
 
     Cost: about 1.5 us on the CPU; `torch.manual_seed`, which visits every backend, takes 60 times that.
     """
-    seed_cpu = torch.default_generator.manual_seed
+    seed_cpu, seed_device = torch.default_generator.manual_seed, None
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         seed_device = torch.cuda.default_generators[index].manual_seed
     elif device.type == "mps":
         seed_device = torch.mps._get_default_mps_generator().manual_seed
-    else:
 
-        def seed_one(seed: int, step: int, micro_batch: int) -> None:
-            seed_cpu(mix(seed, step, micro_batch))
-
-        return seed_one
-
-    def seed_both(seed: int, step: int, micro_batch: int) -> None:
+    def reseed(seed: int, step: int, micro_batch: int) -> None:
         mixed = mix(seed, step, micro_batch)
         seed_cpu(mixed)
-        seed_device(mixed)
+        if seed_device is not None:
+            seed_device(mixed)
 
-    return seed_both
+    return reseed
 
 
 def mix(seed: int, step: int, micro_batch: int) -> int:

@@ -13,7 +13,7 @@ from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
 from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
-from ptfast.training.stages.data_stage import evaluated_at_once
+from ptfast.training.stages.data_stage import eval_batch_size
 from ptfast.training.stages.partial_run import PartialRun
 
 STATISTICS_SAMPLES = 4096
@@ -36,7 +36,7 @@ def add_optimizer(run: PartialRun) -> None:
         by_group=grouping.clip_norms(),
     )
     run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
-    run.groups_note = grouping.describe()
+    run.groups_note = grouping.note
 
 
 def add_schedule(run: PartialRun) -> None:
@@ -96,7 +96,7 @@ def add_average(run: PartialRun) -> None:
 
 def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     """Build the loader of some thousand training samples in a random order, as many on each rank."""
-    data, ranks, batch_size = run.splits, run.ranks, evaluated_at_once(run)
+    data, ranks, batch_size = run.splits, run.ranks, eval_batch_size(run)
     if isinstance(data.train, IterableSource):
         return None
     size = len(data.train)

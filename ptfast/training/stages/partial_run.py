@@ -32,11 +32,6 @@ class PartialRun(Run):
     """How samples are made ready for the model."""
 
     @property
-    def micro_batch_size(self) -> int:
-        """Samples of a whole micro-batch."""
-        return self.config.batch_size // self.micro_batches
-
-    @property
     def splits(self) -> Data:
         """The splits, in stages that need them."""
         assert self.data is not None
