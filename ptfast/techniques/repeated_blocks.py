@@ -25,14 +25,11 @@ def find_blocks(
 
     Args:
         patterns: `auto`, or shell-style patterns of module names (`layers.*`), where `*` matches dots too;
-            the outermost modules that match are taken.
+            the outermost modules that match are taken. C005 for one that matches none.
         key: the config key of the patterns, for the error.
 
     Returns:
         Modules by name; a shared module once. Empty if nothing recurs.
-
-    Raises:
-        ConfigError: C005 when a pattern matches no module.
     """
     if patterns == "auto":
         entries = list(_entries(model, ""))

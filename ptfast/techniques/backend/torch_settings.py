@@ -35,12 +35,12 @@ def apply_backend(
 
     The number of threads changes the order of sums, so it is recorded and reused when the run resumes.
 
+    `threads=auto` takes an equal share of the usable cores for each local rank, without those that other
+    processes or reading ahead keep busy: a thread that waits for a core delays all others.
+    `cudnn_benchmark=auto` lets cuDNN time its kernels until `watch_shapes` has seen too many shapes.
+    `hold_memory` and `flush_denormals` act on a CPU only, the latter in threads that start later.
+
     Args:
-        backend: `threads=auto` takes an equal share of the usable cores for each local rank, without those
-            that other processes or reading ahead keep busy: a thread that waits for a core delays all others;
-            `cudnn_benchmark=auto` lets cuDNN time its kernels until `watch_shapes` has seen too many shapes;
-            `hold_memory` and `flush_denormals` act on a CPU only, the latter in threads that start later.
-        num_local_ranks: processes of this run on this machine.
         before: what `auto` became when the run began; None for a new one.
         reads_ahead: a thread of this process reads the next batch meanwhile.
 
@@ -110,8 +110,7 @@ def watch_shapes(
 def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahead: bool = False) -> int:
     """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set.
 
-    Cores that other processes keep busy are left out: two threads of which one waits for a core took 3 to 300
-    times as long as one.
+    Busy cores are left out: two threads of which one waits for a core took 3 to 300 times as long as one.
     """
     # Torchrun sets the variable to 1, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")

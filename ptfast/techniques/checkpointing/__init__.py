@@ -90,9 +90,9 @@ TECHNIQUES: tuple[Technique, ...] = (
     _checkpointing(
         name="selective checkpointing",
         on=("checkpointing=selective",),
-        why="Only norms, activations and dropout are recomputed: much memory, little arithmetic.",
-        claim="Large transformers on A100s, with sequence parallelism: a fifth of the activations' memory, "
-        "for less than a tenth of the time of recomputing whole layers.",
+        why="Only norms, activations and dropout are recomputed: they take much memory, little arithmetic.",
+        claim="Large transformers on A100s, beside sequence parallelism (which ptfast lacks): a fifth of the "
+        "activations' memory, for less than a tenth of the time of recomputing whole layers.",
         source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of "
         "torch.utils.checkpoint.create_selective_checkpoint_contexts.",
         measured="ResNet-110 keeps 386 MiB instead of 513 for its backward pass, in 1.19 times the time.",

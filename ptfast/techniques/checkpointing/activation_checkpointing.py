@@ -56,11 +56,7 @@ def apply_checkpointing(
             stands for its members.
         known: names of the blocks that were taken when the run began.
 
-    Returns:
-        The blocks by name.
-
-    Raises:
-        ConfigError: C005 when a pattern matches no module; C011 when the model has no blocks.
+    Returns the blocks by name; C005 when a pattern matches no module, C011 when the model has no blocks.
 
     Cost: another forward pass of the blocks, about a third of a step; on the CPU also about 0.2 ms a block
     and 20 us for every tensor not kept, of which 3 us check that shape and type are as before. The check
@@ -104,11 +100,7 @@ def apply_memory_budget(budget: float | None) -> None:
     """Limit what the compiler keeps between forward and backward; it computes the rest again.
 
     It recomputes what costs least for the memory it frees, over the whole graph and within fused kernels, for
-    a longer compilation.
-
-    Args:
-        budget: share of what a compiled model would keep otherwise, in (0, 1); near 0 keeps little more than
-            the inputs. None for all of it.
+    a longer compilation. `budget` is the share that is kept, in (0, 1); None for all of it.
 
     Source: PyTorch blog, March 2025, "Current and New Activation Checkpointing Techniques in PyTorch".
     """

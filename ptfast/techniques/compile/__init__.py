@@ -82,7 +82,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="Nearly the speed of a compiled model in many cases, while only one block is compiled.",
         source="PyTorch tutorial 'Reducing torch.compile cold start compilation time with regional "
         "compilation'.",
-        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout masks change.",
+        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout draws other masks "
+        "than without a compiler.",
         audit="A model of repeated blocks that runs for hours without a compiler.",
     ),
     _compile(
@@ -94,7 +95,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="On one CPU thread a GPT of 12 blocks takes 1,777 ms a step instead of 1,283, with a peak "
         "of 436 MiB instead of 630.",
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
-        avoid="The run is shorter than compiling, or shapes change all the time. Dropout masks change.",
+        avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws other masks "
+        "than without a compiler.",
         audit="A run of hours on a GPU without a compiler.",
     ),
     _compile(
@@ -103,7 +105,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="A whole forward or backward pass is one launch, so small kernels do not wait for the host.",
         claim="A large gain for small kernels, little for large ones.",
         source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile.",
-        avoid="Steps have several micro-batches (refused: gradients would be lost), or memory is short.",
+        avoid="Steps have several micro-batches (refused: gradients would be lost), or memory is short: "
+        "graphs keep their own.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
         needs=("cuda", "compiler"),
     ),

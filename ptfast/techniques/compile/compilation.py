@@ -87,13 +87,8 @@ class Compilation:
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
         """Compile `model` in place, so that wrappers for ranks, which come later, call the compiled form.
 
-        Args:
-            model: on its device, in its final form but for wrapping. Under DistributedDataParallel torch cuts
-                the graph where gradients are sent, so that sending overlaps with backward.
-            blocks: for the mode `blocks`, see `find_blocks`.
-
-        Raises:
-            ConfigError: C005 when a pattern matches no module; C011 when nothing recurs.
+        Under DistributedDataParallel torch cuts the graph where gradients are sent, so that sending overlaps
+        with backward. For the mode `blocks` see `find_blocks`; C011 when nothing recurs.
         """
         if self.mode != "blocks":
             _compile(model, self.options)

@@ -85,7 +85,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("curriculum=batch_size",),
         off=("curriculum=none",),
-        why="While gradients are large against their noise, small batches get more steps out of the samples.",
+        why="While gradients are large against their noise, small batches get more steps out of the samples; "
+        "later, large ones run faster.",
         claim="Batches that grow where the rate would fall give the same curves in fewer steps: ResNet-50 on "
         "ImageNet to 76.1 % in under 30 minutes (Smith et al.); the useful batch size grows during training "
         "(McCandlish et al.).",

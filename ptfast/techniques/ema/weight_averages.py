@@ -217,9 +217,7 @@ class ScheduleFree(Swa):
     The optimizer's own methods go from one to the other and back by arithmetic that rounds. Here the weights
     in training are kept, so that evaluating and saving change no bit of what follows.
 
-    Args:
-        optimizer: has methods `eval`, which puts the average into the model, and `train`.
-        forward: as for `Swa`.
+    `optimizer` has methods `eval`, which puts the average into the model, and `train`.
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """

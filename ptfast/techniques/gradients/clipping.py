@@ -24,15 +24,13 @@ def build_clipper(
 ) -> Clipper | None:
     """Build the function that clips gradients between backward and the optimizer's step; None for none.
 
+    It clips in place, and with `clip_norm` returns the norm before: 0-d, on the device. Gradients must be
+    unscaled and, with several ranks, averaged.
+
     Args:
-        parameters: those being trained; gradients must be unscaled and, with several ranks, averaged.
         head: parameters that adaptive clipping leaves alone.
         by_group: largest norm of each group that has its own, and its parameters; `clip_norm` then applies
             to all others.
-
-    Returns:
-        A function that clips in place and with `clip_norm` returns the norm before: 0-d, on the device, not
-        read by the host.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     spared = head if gradients.clip_adaptive is not None else ()

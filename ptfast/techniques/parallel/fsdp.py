@@ -25,14 +25,11 @@ class Sharded:
     statistics of one type.
 
     Args:
-        model: the plain model, on the CPU, with parameters of one type; changed in place. They become
-            DTensors of the same names, so the optimizer has to be built afterwards.
+        model: the plain model, on the CPU, with parameters of one type (else C011); changed in place. They
+            become DTensors of the same names, so the optimizer has to be built afterwards.
         device: where the shares go. A block is whole there only until it is cut.
         blocks: parts of the model, none inside another. The rest of it is one more block.
         half_type: that of autocast; None for float32.
-
-    Raises:
-        ConfigError: C011 for parameters of several types.
 
     Cost: two seconds to import, once. Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277;
     Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054.

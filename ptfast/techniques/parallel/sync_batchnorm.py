@@ -17,10 +17,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 def apply_sync_batchnorm(model: nn.Module) -> int:
     """Let every BatchNorm of `model` take its statistics over the micro-batches of all ranks.
 
-    Statistics over a rank's few samples are noisy; together they are those of one large micro-batch.
-
-    Returns:
-        The number of layers replaced, which keep their parameters, buffers and names. C011 for none.
+    Statistics over a rank's few samples are noisy; together they are those of one large micro-batch. Layers
+    are replaced, and keep their parameters, buffers and names. Returns their number; C011 for none.
 
     Cost: one gather forward and one sum backward per layer, which all ranks wait for.
     """

@@ -60,19 +60,12 @@ def build_precision(
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
     Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
-    them, 2 times on a CPU with native bf16.
+    them, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    Args:
-        section: its `mode` is `fp32`; `tf32`: float32 whose products and convolutions round their inputs to
-            10 bits, on NVIDIA GPUs; `bf16` autocast, slow on hardware without it; `amp_fp16`: fp16 autocast
-            with a gradient scaler; `amp`: `bf16` if the device multiplies it, else `amp_fp16` on CUDA and
-            `fp32` on a CPU; `bf16_true`: see `apply_half_weights`. `matmul_precision=auto` takes the quickest
-            setting that is as exact as float32, tried on the first rank. Any setting but `highest` is tried,
-            and the note states its error.
-        before: what `auto` became when the run began; None for a new one.
-
-    Raises:
-        MachineError: E005 if the device cannot run `mode`.
+    `tf32` is float32 whose products and convolutions round their inputs to 10 bits, on NVIDIA GPUs; `amp` is
+    `bf16` if the device multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU. `matmul_precision=auto`
+    takes the quickest setting that is as exact as float32, tried on the first rank. Any setting but `highest`
+    is tried, and the note states its error.
     """
     mode, ranks = section.mode, ranks or Ranks()
     lack = lack_of_precision(mode, device.type)
@@ -213,9 +206,8 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
     bf16 inputs. One hook converts the model's inputs, except `labels`, another its outputs to float32, which
     losses need.
 
-    Args:
-        model: in its memory format, before the optimizer is built and before a saved state is restored;
-            changed in place. Tied weights stay tied.
+    `model` is changed in place, before its optimizer is built and a saved state restored. Tied weights stay
+    tied.
     """
     for module in model.modules():
         if not isinstance(module, BatchNorm):
@@ -260,10 +252,7 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
         model: on its device; inputs to linear layers are bfloat16, by autocast or by its weights.
         options: of torchao's `Float8LinearConfig`; E004 if torchao is not installed.
 
-    Returns:
-        The names of these layers.
-
-    Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao.float8.
+    Returns the names of these layers. Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao.float8.
     """
     float8 = import_extra("torchao.float8", "float8", "precision.float8", "true")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
@@ -286,14 +275,8 @@ class ScaledSteps:
     host after each step and read one step later. The delay is fixed, so a resumed run sets the same rates
     as one never stopped.
 
-    Args:
-        scaler: of the run, its state restored.
-        optimizer: fused ones and ours take the scale on the device; torch's others make the host wait in
-            every step.
-        progress: holds the counts of before.
-
     Cost: some tiny kernels and a copy of 8 bytes a step. The host waits only when it is two steps ahead of
-    the device.
+    the device, and in every step if torch's optimizer is not fused, which then reads the scale.
     """
 
     def __init__(

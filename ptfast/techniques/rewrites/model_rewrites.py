@@ -38,14 +38,10 @@ def apply_rewrites(
     before: Resolved,
     resolved: Resolved,
 ) -> None:
-    """Rewrite `model` in place, as the section asks.
+    """Rewrite `model`, which has no saved weights yet, in place; note what was done in `resolved`.
 
-    Args:
-        model: on `device`, in its final number format, without saved weights.
-        cancelled_biases: finds biases that a BatchNorm subtracts, if the section drops them and `before` does
-            not list them; None to drop only those of `before`.
-        sharded: ranks shard weights by rows, which must be contiguous.
-        resolved: `channels_last` and `dropped_biases` are set.
+    `cancelled_biases` finds biases that a BatchNorm subtracts, where `before` does not list them; None to drop
+    only those of `before`. `sharded` weights are cut by rows, which must be contiguous.
     """
     resolved.channels_last = False if sharded else before.channels_last
     if resolved.channels_last is None:
@@ -82,14 +78,9 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
     norm must use the statistics of the batch in training. Subclasses of these layers and layers with hooks
     may do more, and are left alone.
 
-    Args:
-        model: on the device of the inputs of `forward`; its buffers are restored.
-        forward: runs the model on at least two samples; its result is not used.
+    Returns the names of BatchNorms by those of the layers before them. Buffers of `model` are restored.
 
-    Returns:
-        Names of BatchNorms by the names of the layers before them.
-
-    Cost: two forward passes; nothing if no layer with a bias is as wide as a BatchNorm of the model.
+    Cost: two forward passes, of two samples or more; none if no layer with a bias is as wide as a BatchNorm.
     """
     named = dict(model.named_modules())
     norms = {module: name for name, module in named.items() if type(module) in _NORMS and _is_bare(module)}
@@ -122,17 +113,13 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
 
 
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
-    """Remove biases of layers whose BatchNorm subtracts them again, in place.
+    """Remove biases of layers whose BatchNorm subtracts them again, in place, before the optimizer is built.
 
     The norm subtracts the batch's mean, and with it any constant: such a bias has no effect, but costs a pass
     over its layer's output and one over the gradient. In evaluation it is part of the running mean.
 
     States of the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a
-    loaded bias from the running mean.
-
-    Args:
-        model: before its optimizer is built.
-        norm_of: as `find_cancelled_biases` gives it.
+    loaded bias from the running mean. `norm_of` is from `find_cancelled_biases`.
 
     Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
     """

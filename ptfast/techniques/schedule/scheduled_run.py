@@ -27,7 +27,6 @@ class LrSchedule:
 
     Args:
         factor: factor on every group's base rate, without warm-up.
-        warmup_steps: steps over which the factor is also multiplied by a ramp, (step + 1) / warmup_steps.
         delay_steps: steps before `factor` and `momentum` start.
         of_length: gives the same schedule for a run of another length; None if that is unknown.
         momentum_note: says if the momentum is cycled; None if the shape leaves it alone.
@@ -81,18 +80,12 @@ def build_schedule(
     has_momentum: bool = True,
     extendable: bool = True,
 ) -> LrSchedule:
-    """Turn durations into steps, once, and put a linear warm-up in front.
+    """Turn durations into steps, once, and put a linear warm-up in front; C011 if it is longer than the run.
 
     The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
     its first step already trains. Milestones count from the start of the run, as there; shapes that end with
-    the run span the rest of it, as under torch's SequentialLR.
-
-    Args:
-        has_momentum: the optimizer has a momentum that can be cycled.
-        extendable: False if something else spans the run, such as the sizes of a curriculum.
-
-    Raises:
-        ConfigError: C011 for a warm-up longer than the run.
+    the run span the rest of it, as under torch's SequentialLR. A schedule is not `extendable` if something
+    else spans the run, such as the sizes of a curriculum.
     """
     span = Span(total_steps, plan)
     warmup_steps = span.steps(warmup)
