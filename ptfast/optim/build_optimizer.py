@@ -45,9 +45,8 @@ def build_optimizer(
         it steps: `fused`, `foreach`, `multi-tensor` (ours) or `for-loop`.
 
     Raises:
-        MachineError: E005 for `fused=true` where that does not run.
-        ConfigError: C005 for a value the optimizer refuses, C009 for one whose step runs the model again,
-            C011 for a model without a parameter to train, or for weight decay that the optimizer lacks.
+        PtfastError: E005 for `fused=true` where that does not run; C005 for a value the optimizer refuses,
+            C009 for a step that takes a closure; C011 for no parameter to train, or a decay that is ignored.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -94,10 +93,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Restore a saved state, each tensor of it in the memory layout that its parameter has now.
 
     Torch's fused kernels go by addresses: a state in another layout would be applied to other weights, and
-    one of another shape would be read beyond its end.
-
-    Raises:
-        ValueError: a tensor is of another shape than its parameter.
+    one of another shape, a ValueError here, would be read beyond its end.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]

@@ -159,13 +159,9 @@ class Grouping:
         return [(norm, parameters) for (_, norm), parameters in members.items()]
 
     def freezing(self, steps_of: Callable[[str, Duration], int], total_steps: int) -> Freezing | None:
-        """When which parameters train, or None if all of them always do.
+        """When which parameters train, or None if all of them always do; C011 for some that never do.
 
-        Args:
-            steps_of: gives a key's duration in steps.
-
-        Raises:
-            ConfigError: C011 for parameters that stop before they begin.
+        `steps_of` gives a key's duration in steps.
         """
         members: dict[RequestedGroup, list[Tensor]] = {}
         for asked, parameter in self._parameters():
@@ -211,8 +207,7 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
     decoupled decay (AdamW), Adafactor, NovoGrad and Muon. Elsewhere decay passes through a normalisation
     (Adam's L2, LARS, LAMB) or is unknown, and stays. Betas and eps stay too.
 
-    Returns:
-        The factors, for the panel; None if nothing is scaled.
+    Returns the factors, for the panel; None if nothing is scaled.
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
         arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
@@ -305,12 +300,8 @@ class Freezing:
     where nothing below trains. Running statistics of BatchNorm are still updated.
 
     Args:
-        windows: of the parameters that some step freezes.
-        others: there are parameters that always train.
+        others: there are parameters that always train; without any, C011 for a step in which none does.
         extendable: a longer run would freeze at the same steps.
-
-    Raises:
-        ConfigError: C011 if no parameter at all trains in some step.
     """
 
     def __init__(

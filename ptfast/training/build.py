@@ -55,15 +55,13 @@ def build(
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
-    The order is the only right one. An optimizer built before the model has its final place and form would
-    hold parameters that nothing trains, in silence. The saved weights are restored before the optimizer is
-    built, the rest of the saved state comes last.
+    An optimizer built before the model has its final place and form would hold parameters that nothing
+    trains, in silence. Saved weights are restored before it is built, the rest of the saved state last.
 
     The first rank resolves what the config leaves to `auto` and writes it to `resolved.json`; a resumed run
     takes it from there.
 
     Args:
-        logger: takes the figures; None drops them.
         state_folder: the state to resume; None starts afresh.
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.

@@ -29,8 +29,7 @@ from ptfast.training.stopping import Stopped, interruptible
 class ViewAveraged(nn.Module):
     """The mean of a model's outputs over images, their mirror images, and both moved by some pixels.
 
-    If such changes do not change what an image shows, several views err less than one: some tenths of a
-    point of accuracy without training, and so a shorter run for the same accuracy.
+    Several views of one image err less than one: some tenths of a point of accuracy without training.
 
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
@@ -82,10 +81,7 @@ def averaged_over_views(model: nn.Module, *, flip: bool, shift: int) -> nn.Modul
 
 
 def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
-    """Refuse to average over views if there are no images, or no outputs to average.
-
-    `targets=keep` says that targets which may be coordinates are none.
-    """
+    """Refuse views without images or outputs to average; `targets=keep` says that none are coordinates."""
     what = None
     if not (flip or shift):
         return
@@ -111,11 +107,7 @@ class FullSize(nn.Module):
 
     A split's last batch is smaller than the others: another shape, for which cuDNN searches its kernels anew
     and memory is laid out anew. Here copies of its first sample fill it up, and their outputs are cut off
-    before a loss or a metric sees them.
-
-    Args:
-        model: its inputs and outputs are tensors, samples first, or tuples and dicts of tensors.
-        batch_size: samples that it always sees.
+    before a loss or a metric sees them. Inputs and outputs have samples first, in any nest of tensors.
     """
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:
@@ -171,8 +163,7 @@ def evaluate(
         keep: called with what metrics give besides single numbers, by name; of the average if there is one.
         num_batches: evaluate so many only; None for all.
 
-    Raises:
-        Abandoned: some rank was sent a signal.
+    Raises `Abandoned` if some rank was sent a signal.
     """
     model, task, device = run.model, run.task, run.device
     predictor = averaged_over_views(model, flip=run.flip, shift=run.shift)

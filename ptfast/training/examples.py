@@ -34,8 +34,7 @@ PIXELS = 64
 def examples(run: Run) -> dict[str, Any]:
     """Predictions for `val`, or else `test`, as plain values for JSON; empty if there is nothing to show.
 
-    Only single labels, numbers and masks are shown. This goes through this rank's share of the split for as
-    long as `SHARE` allows.
+    Only single labels, numbers and masks are shown, of this rank's share of the split, while `SHARE` allows.
 
     Returns:
         `split`, `num_samples`, `classes` (rows of name, samples, hits, and the classes they were most often

@@ -73,10 +73,9 @@ def with_output_check(forward: Any, model: Any, task: Any, data: Any, where: str
 
 
 class FirstStep:
-    """Checks what model and loss return in the first step of a process, when checking costs little.
+    """Checks what model and loss return in the first step of a process, before anything is saved.
 
-    Mistakes are reported before anything is saved, in the user's terms: later they would be errors deep
-    inside torch, or go unnoticed.
+    Mistakes would otherwise be errors deep inside torch, or go unnoticed.
 
     Cost: some tiny kernels in the first step; for a user's model at the start of training, a forward pass.
     """
@@ -94,12 +93,7 @@ class FirstStep:
         self.switches = SlowSwitches(run)
 
     def loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
-        """The result of the task's `loss`, checked.
-
-        Raises:
-            ConfigError: C017 for outputs that the task cannot compare with the targets, for a result that is
-                no loss or has no gradient, and for errors of a user's part.
-        """
+        """The result of the task's `loss`; C017 for a misfit, for no loss, and for a user's own error."""
         run, self._data = self._run, data if self._evaluates else None
         seen: Any = with_output_check(model, run.model, run.task, data)
         try:
@@ -126,8 +120,7 @@ class FirstStep:
     def check_evaluation(self) -> None:
         """Evaluate the first batch after the first step: a model may return something else in evaluation.
 
-        Raises:
-            ConfigError: C017 as `loss`; C005 if the figure to follow is no single number.
+        Errors are those of `loss`; and C005 if the figure to follow is no single number.
         """
         run, data, self._data = self._run, self._data, None
         if data is None:

@@ -39,8 +39,7 @@ def fit(run: Run) -> str:
         fails, is due again when the run is resumed.
 
     Raises:
-        NumericsError: N001 if the loss is no longer finite.
-        DataError: D006 if iterable data ends before the last step.
+        PtfastError: N001 if the loss is no longer finite; D006 if the data ends before the last step.
     """
     try:
         return _fit(run)

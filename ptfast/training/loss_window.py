@@ -63,11 +63,8 @@ class Usage:
 class LossWindow:
     """The open log line: item losses and gradients since the last one, kept on the device until it is due.
 
-    Args:
-        run: on every rank; a window that was open when the run was saved is resumed.
-        parameters: those the optimizer steps.
-        scaled: fp16's steps; None in other precisions.
-        first_look: knows what made a loss that is not finite from the start.
+    A window that was open when the run was saved is resumed. `first_look` knows what made a loss that is not
+    finite from the start.
     """
 
     def __init__(
@@ -141,9 +138,7 @@ class LossWindow:
     def read(self) -> float:
         """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
 
-        Raises:
-            NumericsError: N001 if it is not finite, or if fp16 gradients overflow step after step.
-            ConfigError, DataError: C017 or D005 if the cause of that is known.
+        N001 if it is not finite or fp16 gradients overflow step after step; C017 or D005 for a known cause.
         """
         run, progress = self._run, self._run.progress
         run.clock.to("logging")

@@ -31,11 +31,8 @@ from ptfast.training.user_code import naming_user_code
 def load_saved(config: Config, state_folder: Path) -> PartialRun:
     """Build the model of a saved state, and the average of its weights if it has one. Needs no data.
 
-    It walks those stages of `ptfast.training.build.build` that make a model. The model is on its device, in
-    evaluation mode and holds its own weights; `ema` can put the average in.
-
-    Raises:
-        SavedStateError: S001 if the state is damaged, S002 if it is of another model.
+    The model is on its device, in evaluation mode and holds its own weights; `ema` can put the average in.
+    S001 if the state is damaged, S002 if it is of another model.
     """
     state = read_state(state_folder)
     folder = state_folder.parent.parent
@@ -70,15 +67,11 @@ def evaluate_saved(
     """Evaluate a saved state on every split of its data besides `train`, or on one, and print the figures.
 
     On a terminal they are a panel; elsewhere each split is a line of JSON, tables of metrics included.
-
-    Args:
-        other_data: the config names other data than the model was trained on. It is read with the
-            vocabulary, the statistics and the classes of training.
+    `other_data` than that of training is read with the vocabulary, statistics and classes of training.
 
     Raises:
-        ConfigError: C005 if the data has no such split.
-        DataError: D003, D004 or D005 if the model cannot read the other data.
-        SavedStateError: S003 if the data of training has changed.
+        PtfastError: C005 if the data has no such split; D003, D004 or D005 if the model cannot read the other
+            data; S003 if the data of training has changed.
     """
     saved = load_saved(config, state_folder)
     if other_data:

@@ -21,10 +21,7 @@ from ptfast.training.user_code import callback_states
 
 
 def save_training(run: Run, is_best: bool) -> None:
-    """Write the current state, mark it as the best so far if it is, and delete states that are too old.
-
-    Called on every rank. The first writes, or each rank its part if weights are sharded.
-    """
+    """Write the current state, mark it if it is the best, delete states that are too old; on every rank."""
     if not (run.ranks.is_first or run.saves_together):
         return
     model = run.model.state_dict()
@@ -92,8 +89,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 def restore_training(run: Run, state: State, steps_before: int) -> None:
     """Restore everything but the weights, so that the run continues where it was saved.
 
-    Args:
-        steps_before: the steps that the run was to have then; 0 if nobody knows.
+    It was to have `steps_before` steps then; 0 if nobody knows.
     """
     try:
         _restore_parts(run, state)

@@ -52,11 +52,9 @@ class Trainer:
         self._weights: dict[int, Tensor] = {}
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
-        """Take optimizer steps up to `last_step`, or up to a signal.
+        """Take optimizer steps up to `last_step`, or up to a signal; `Stopped` by one that ends a wait.
 
-        Raises:
-            Stopped: a signal has come while the next batch was awaited.
-            DataError: D006 if the data has ended.
+        D006 if the data has ended.
         """
         run, progress, optimizer, mark = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)
@@ -160,9 +158,8 @@ class Trainer:
     def among_ranks(self, num_samples: int, *, exchanges: bool) -> Iterator[None]:
         """A context for forward and backward of a micro-batch on one of several ranks.
 
-        Args:
-            num_samples: 0 for the dummy of an empty share, which must leave BatchNorm's statistics alone.
-            exchanges: send gradients to the other ranks: once a step, with its last micro-batch.
+        Gradients are exchanged once a step, with its last micro-batch. `num_samples` is 0 for the dummy of an
+        empty share, which must leave BatchNorm's statistics alone.
         """
         assert self.batchnorm is not None
         with (
@@ -251,8 +248,7 @@ class Trainer:
 def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
     """Build an optimizer for each name among an optimizer's groups, for a task that takes its own steps.
 
-    Each steps its groups alone. They share groups and state with `optimizer`, which schedules, saves and
-    restores them all.
+    They share groups and state with `optimizer`, which schedules, saves and restores them all.
     """
     found: dict[str, torch.optim.Optimizer] = {}
     for group in optimizer.param_groups:

@@ -73,10 +73,7 @@ def failure(
     """The error that names the part of `run` that `error` came out of; None if it came from elsewhere.
 
     If a task of ours could not compare outputs with targets, the cause is the model, or else the data.
-
-    Args:
-        run, ours: as `parts_of` takes them.
-        given: by key of a part, what it was called with, to be added to the message.
+    `given` is what parts were called with, by their keys, to be added to the message.
     """
     if isinstance(error, PtfastError) or is_memory_error(error) or is_connection_lost(error):
         return None

@@ -40,8 +40,8 @@ def apply_rewrites(
 ) -> None:
     """Rewrite `model`, which has no saved weights yet, in place; note what was done in `resolved`.
 
-    `cancelled_biases` finds biases that a BatchNorm subtracts, where `before` does not list them; None to drop
-    only those of `before`. `sharded` weights are cut by rows, which must be contiguous.
+    `cancelled_biases` finds biases that a BatchNorm subtracts, if `before` does not list them; with None only
+    those of `before` are dropped. `sharded` weights are cut by rows, which must be contiguous.
     """
     resolved.channels_last = False if sharded else before.channels_last
     if resolved.channels_last is None:

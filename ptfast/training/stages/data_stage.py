@@ -118,7 +118,7 @@ def build_choice(
     before: Resolved | None = None,
     num_ranks: int = 1,
 ) -> Callable[..., Choice]:
-    """Build the function that chooses the loader, for `load_data`."""
+    """The function that chooses the loader, for `load_data`."""
     before = before or Resolved()
     loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
     return partial(

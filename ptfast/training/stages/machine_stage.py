@@ -112,8 +112,5 @@ def build_seeder(device: torch.device) -> Callable[[int, int, int], None]:
 
 
 def mix(seed: int, step: int, micro_batch: int) -> int:
-    """64 well-mixed bits of three counters (by SplitMix64).
-
-    Every bit matters in the low half too: torch's CPU generator reads only that.
-    """
+    """64 bits mixed of three counters (by SplitMix64); torch's CPU generator reads only the low half."""
     return finalise(seed * GOLDEN + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7)

@@ -63,8 +63,8 @@ def build_plain_model(run: PartialRun) -> None:
 def check_fits(run: PartialRun) -> None:
     """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
 
-    A model that fails on the meta device is tried on two samples before it is refused: not every model runs
-    there. A misfit that this does not find fails in the first step, with the same words.
+    A model that fails on the meta device, where not every one runs, is tried on two samples. A misfit that
+    this does not find fails in the first step, with the same words.
     """
     config, target, model, task = run.config, run.config.model.target, run.model, run.task
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
@@ -203,11 +203,7 @@ def _init_from_data(run: PartialRun, model: Any) -> None:
 
 
 def shape_model(run: PartialRun) -> None:
-    """Bring a placed model into the form that trains, in place.
-
-    The order: BatchNorm over ranks, frozen parameters, checkpointed blocks, compiled blocks or model.
-    Wrapping for ranks comes last.
-    """
+    """Bring a placed model into the form that trains, in place; wrapping for ranks comes last."""
     config, resolved, before, ranks = run.config, run.resolved, run.before, run.ranks
     model = run.model
     if config.parallel.sync_batchnorm:

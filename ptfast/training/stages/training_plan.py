@@ -53,10 +53,7 @@ class TrainingPlan:
         return self._count(self.batches.steps, key, duration)
 
     def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
-        """The steps at which something recurs every `duration`, the value of `key`; errors as `steps`.
-
-        If `duration` leaves it open, it happens so many `times` in a run.
-        """
+        """The steps at which something recurs each `duration`, or if that is open so many `times` a run."""
         # One epoch, the default, says nothing about data without epochs.
         if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
             duration = Duration(math.ceil(self.total_steps / times), "steps")
@@ -70,10 +67,7 @@ class TrainingPlan:
 
 
 def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int) -> TrainingPlan:
-    """Plan the batches of a run, its steps, and what grows on the way.
-
-    `model` is as built, on the CPU; if images are to grow, it is tried on small ones.
-    """
+    """Plan a run; if images are to grow, `model`, which is still on the CPU, is tried on small ones."""
     check_sequences(model, data)
     curriculum, info, last = config.curriculum, data.info, config.dataloader.last
     sizes = constant(config.batch_size)
