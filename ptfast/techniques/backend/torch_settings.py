@@ -132,10 +132,6 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
     return torch.device(name)
 
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
-"""Options of glibc's `mallopt`, as in malloc.h."""
-
-
 def hold_memory() -> bool:
     """Keep memory that this process frees for its next allocation; return True if its C library can.
 
@@ -147,5 +143,5 @@ def hold_memory() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    libc = ctypes.CDLL(None)
-    return bool(hasattr(libc, "mallopt") and libc.mallopt(MMAP_MAX, 0) and libc.mallopt(TRIM_THRESHOLD, -1))
+    libc, mmap_max, trim_threshold = ctypes.CDLL(None), -4, -1  # options as in malloc.h
+    return bool(hasattr(libc, "mallopt") and libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, -1))

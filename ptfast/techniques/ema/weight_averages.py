@@ -196,9 +196,20 @@ class Swa(Average):
     def settle(self, watched: Watched = lambda batches: batches) -> None:
         if not self._stale or self._forward is None or not self._norms:
             return
+        norms: list[Any] = list(self._norms.values())
         with self.swapped(), torch.no_grad():
-            with _measuring(self._model, list(self._norms.values())):
+            training, momenta = self._model.training, [norm.momentum for norm in norms]
+            self._model.eval()
+            for norm in norms:
+                norm.reset_running_stats()
+                # Without a momentum it averages over all samples.
+                norm.momentum, norm.training = None, True
+            try:
                 self._forward(watched)
+            finally:
+                self._model.train(training)
+                for norm, momentum in zip(norms, momenta, strict=True):
+                    norm.momentum = momentum
             for name, average in zip(self._names, self._averages, strict=True):
                 module, _, buffer = name.rpartition(".")
                 if module in self._norms and buffer.startswith("running_"):
@@ -251,19 +262,3 @@ class ScheduleFree(Swa):
             torch._foreach_copy_(self._weights, copies)
         super().settle(watched)
         self._stale = False
-
-
-@contextmanager
-def _measuring(model: nn.Module, norms: list[Any]) -> Iterator[None]:
-    """Let BatchNorm average its statistics over all samples, with the rest of the model in evaluation."""
-    training, momenta = model.training, [norm.momentum for norm in norms]
-    model.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum, norm.training = None, True
-    try:
-        yield
-    finally:
-        model.train(training)
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum

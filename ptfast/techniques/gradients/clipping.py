@@ -45,11 +45,7 @@ def build_clipper(
         steps.append(partial(clip_adaptively, vectors_first, gradients.clip_adaptive))
     if gradients.clip_norm is not None:
         steps.append(partial(clip_to_norm, rest, gradients.clip_norm))
-
-    def clip() -> Tensor | None:
-        return [step() for step in steps][-1]
-
-    return clip if steps else None
+    return (lambda: [step() for step in steps][-1]) if steps else None
 
 
 @torch.no_grad()

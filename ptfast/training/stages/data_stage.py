@@ -222,9 +222,8 @@ def build_loaders(run: PartialRun) -> None:
     resolved.workers = run.train_loader.workers
     resolved.worker_threads = config.backend.worker_threads
     resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
-    resolved.padding, resolved.padding_share = describe_padding(
-        config.batching, data, plan.batches, run.micro_batches, config.seed
-    )
+    padding = describe_padding(config, data, plan.batches, run.micro_batches)
+    resolved.padding, resolved.padding_share = padding
     size, batch_size = plan.batches.size, plan.batches.batch_size
     if size is not None and batch_size > size:
         run.display.warn(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from torch import nn
 
@@ -28,8 +28,6 @@ from ptfast.techniques.curriculum.growing_sizes import (
     describe_growth,
 )
 
-T = TypeVar("T")
-
 MOST_WIDTHS = 4
 """Lengths compiled one by one: torch gives up after eight shapes, those of short batches included."""
 
@@ -50,20 +48,18 @@ class TrainingPlan:
 
     def steps(self, key: str, duration: Duration) -> int:
         """The steps that `duration`, the value of `key`, takes; C011 for a unit that this data lacks."""
-        return self._count(self.batches.steps, key, duration)
+        try:
+            return self.batches.steps(duration, self.total_steps)
+        except ValueError as error:
+            raise ConfigError("C011", str(error), key=key, value=duration) from error
 
     def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
         """The steps at which something recurs each `duration`, or if that is open so many `times` a run."""
         # One epoch, the default, says nothing about data without epochs.
         if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
             duration = Duration(math.ceil(self.total_steps / times), "steps")
-        return self._count(self.batches.every, key, duration)
-
-    def _count(self, count: Callable[[Duration, int], T], key: str, duration: Duration) -> T:
-        try:
-            return count(duration, self.total_steps)
-        except ValueError as error:
-            raise ConfigError("C011", str(error), key=key, value=duration) from error
+        self.steps(key, duration)
+        return self.batches.every(duration, self.total_steps)
 
 
 def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int) -> TrainingPlan:
@@ -81,9 +77,7 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
             epochs=config.epochs,
             steps=config.steps,
         )
-    batches = build_length_plan(
-        config.batching, data, batch_size=config.batch_size, last=last, seed=config.seed
-    ) or BatchPlan(info.num_train, sizes, last)
+    batches = build_length_plan(config, data) or BatchPlan(info.num_train, sizes, last)
     if config.steps is None and batches.size is None:
         hint = "Iterable data has no epochs: set steps=1000, say"
         raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
@@ -142,11 +136,9 @@ def _padding(batching: Batching) -> Padding:
     return Padding(batching.padding == "fixed", batching.multiple)
 
 
-def build_length_plan(
-    batching: Batching, data: Data, *, batch_size: int, last: str, seed: int
-) -> LengthPlan | None:
+def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
     """Build the plan of batches by length; None if batches are not by length."""
-    lengths, limit = data.train.lengths, data.info.context_length
+    batching, lengths, limit = config.batching, data.train.lengths, data.info.context_length
     if not batching.buckets:
         return None
     if lengths is None or limit is None:
@@ -161,10 +153,10 @@ def build_length_plan(
         lengths,
         limit=limit,
         padding=_padding(batching),
-        batch_size=batch_size,
+        batch_size=config.batch_size,
         batch_tokens=budget,
-        last=last,
-        seed=seed,
+        last=config.dataloader.last,
+        seed=config.seed,
     )
 
 
@@ -185,9 +177,10 @@ def check_sequences(model: nn.Module, data: Data) -> None:
 
 
 def describe_padding(
-    batching: Batching, data: Data, plan: BatchPlan, micro_batches: int, seed: int
+    config: Config, data: Data, plan: BatchPlan, micro_batches: int
 ) -> tuple[str | None, float | None]:
     """How sequences are brought to one length, for the panel, and the share of padding in the first epoch."""
+    batching, seed = config.batching, config.seed
     if isinstance(train := data.train, PackedSequences):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
         share = train.padding_share
