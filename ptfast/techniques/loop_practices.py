@@ -79,7 +79,4 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
 )
 
-FAMILY = Family(
-    name="regularisation",
-    techniques=TECHNIQUES,
-)
+FAMILY = Family(name="regularisation", techniques=TECHNIQUES)

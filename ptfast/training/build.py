@@ -23,12 +23,7 @@ from ptfast.profiling.operator_counting import StepCounter
 from ptfast.run import Cadence, Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
-from ptfast.training.stages.machine_stage import (
-    build_seeder,
-    cut_batch,
-    seed_everything,
-    set_up_machine,
-)
+from ptfast.training.stages.machine_stage import build_seeder, cut_batch, seed_everything, set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
 from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, add_schedule
 from ptfast.training.stages.partial_run import PartialRun

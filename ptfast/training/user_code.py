@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ptfast.core.distributed import is_connection_lost
-from ptfast.core.errors import (
-    INSTALLED,
-    ConfigError,
-    DataError,
-    PtfastError,
-    described,
-    name_of,
-    summary_of,
-)
+from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
 from ptfast.core.tensors.dtensors import is_sharded
 from ptfast.run import Run

@@ -57,11 +57,7 @@ def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=14", "optimizer.lr=0.01")
 
 _checkpointing = partial(
-    Technique,
-    kind="exact",
-    off=("checkpointing=none",),
-    alternatives="checkpointing",
-    trial=_TRIAL,
+    Technique, kind="exact", off=("checkpointing=none",), alternatives="checkpointing", trial=_TRIAL
 )
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -120,7 +120,7 @@ FAMILY = Family(
             "growing_sizes.build_batch_sizes",
             "growing_sizes.build_resize",
             "growing_sizes.build_cut",
-        ),
+        )
     },
     panel=lambda resolved: {"curriculum": "; ".join(resolved.curriculum) or None},
     techniques=TECHNIQUES,

@@ -133,7 +133,7 @@ FAMILY = Family(
             "weight_averages.MovingAverage",
             "weight_averages.Swa",
             "weight_averages.ScheduleFree",
-        ),
+        )
     },
     panel=lambda average: {"average": average},
     techniques=TECHNIQUES,

@@ -48,12 +48,7 @@ def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastE
 _SMALL = ("model.hidden=[16]",)
 
 _precision = partial(
-    Technique,
-    kind="reduced",
-    off=("precision=default",),
-    alternatives="precision",
-    trial=_SMALL,
-    drift=0.01,
+    Technique, kind="reduced", off=("precision=default",), alternatives="precision", trial=_SMALL, drift=0.01
 )
 
 TECHNIQUES: tuple[Technique, ...] = (

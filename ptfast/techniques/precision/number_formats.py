@@ -51,11 +51,7 @@ class NumberFormats:
 
 
 def build_precision(
-    section: Precision,
-    device: torch.device,
-    ranks: Ranks | None = None,
-    *,
-    before: Resolved | None = None,
+    section: Precision, device: torch.device, ranks: Ranks | None = None, *, before: Resolved | None = None
 ) -> NumberFormats:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 

@@ -30,10 +30,7 @@ def add_optimizer(run: PartialRun) -> None:
     if run.precision.scaler is not None:
         start_momentum(run.optimizer)
     run.clip = build_clipper(
-        run.config.gradients,
-        run.model.parameters(),
-        head=head_of(run.model),
-        by_group=grouping.clip_norms(),
+        run.config.gradients, run.model.parameters(), head=head_of(run.model), by_group=grouping.clip_norms()
     )
     run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
     run.groups_note = grouping.note
