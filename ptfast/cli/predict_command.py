@@ -67,7 +67,7 @@ def predict_files(saved: PartialRun, paths: list[str], out: str | None, masks: P
         DataError: D001, D005 for inputs that cannot be read; images are skipped with a warning, unless all
             of them fail.
     """
-    model = averaged_over_views(saved.model, flip=saved.flip, shift=saved.shift)
+    model = averaged_over_views(saved)
     lines: list[str] = []
     unreadable: list[DataError] = []
 

@@ -75,9 +75,9 @@ def _mean(one: Tensor, other: Tensor) -> Tensor:
     return (one + other) / 2
 
 
-def averaged_over_views(model: nn.Module, *, flip: bool, shift: int) -> nn.Module:
-    """`model` averaged over several views of an image, or unchanged for one view."""
-    return ViewAveraged(model, flip=flip, shift=shift) if flip or shift else model
+def averaged_over_views(run: Run) -> nn.Module:
+    """The run's model, averaged over several views of an image if it is evaluated so."""
+    return ViewAveraged(run.model, flip=run.flip, shift=run.shift) if run.flip or run.shift else run.model
 
 
 def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
@@ -166,7 +166,7 @@ def evaluate(
     Raises `Abandoned` if some rank was sent a signal.
     """
     model, task, device = run.model, run.task, run.device
-    predictor = averaged_over_views(model, flip=run.flip, shift=run.shift)
+    predictor = averaged_over_views(run)
     if run.full_size is not None:
         predictor = FullSize(predictor, run.full_size)
 

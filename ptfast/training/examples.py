@@ -49,7 +49,7 @@ def examples(run: Run) -> dict[str, Any]:
     end_s = time.monotonic() + min(SHARE * run.clock.elapsed_s(), MOST_S)
     run.model.eval()
     average = run.ema.swapped() if run.ema is not None and run.ema.ready else nullcontext()
-    model = averaged_over_views(run.model, flip=run.flip, shift=run.shift)
+    model = averaged_over_views(run)
     with average, run.precision.autocast, run.uncompiled():
         for (inputs, targets), count in run.eval_loaders[split]:
             pairs = _pairs(run, run.task.predict(model, inputs), targets)[:count]

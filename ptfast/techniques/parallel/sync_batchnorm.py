@@ -29,8 +29,7 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
         if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
     ]
     if not found:
-        what = f"{type(model).__name__} has no BatchNorm"
-        hint = "Set it to false"
+        what, hint = f"{type(model).__name__} has no BatchNorm", "Set it to false"
         raise ConfigError("C011", what, key="parallel.sync_batchnorm", value="true", suggestion=hint)
     replaced: dict[int, SyncedBatchNorm] = {}
     for parent, name, norm in found:
@@ -160,19 +159,13 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._synced = [module for module in model.modules() if isinstance(module, SyncedBatchNorm)]
-        self._norms = [
-            module
-            for module in model.modules()
-            if isinstance(module, BatchNorm)
-            and not isinstance(module, (SyncedBatchNorm, nn.SyncBatchNorm))
-            and module.running_mean is not None
-        ]
+        norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+        self._synced = [norm for norm in norms if isinstance(norm, SyncedBatchNorm)]
+        own = [norm for norm in norms if not isinstance(norm, (SyncedBatchNorm, nn.SyncBatchNorm))]
+        self._norms = [norm for norm in own if norm.running_mean is not None]
         moving = [norm for norm in self._norms if norm.momentum is not None]
         averaging = [norm for norm in self._norms if norm.momentum is None]
-        self._averaging: list[Tensor] = [
-            buffer for norm in averaging for buffer in norm.buffers(recurse=False)
-        ]
+        self._averaging: list[Tensor] = [b for norm in averaging for b in norm.buffers(recurse=False)]
         self._buffers: list[Any] = [b for norm in moving for b in (norm.running_mean, norm.running_var)]
         self._counters: list[Any] = [norm.num_batches_tracked for norm in moving]
         if moving:
@@ -181,10 +174,8 @@ class RunningStatistics:
             self._counts = torch.stack(self._counters)
             device, repeats = self._counts.device, [2 * norm.num_features for norm in moving]
             self._owner = torch.arange(len(moving)).repeat_interleave(torch.tensor(repeats)).to(device)
-            kept = torch.tensor(
-                [1 - float(norm.momentum or 0) for norm in moving], dtype=self._statistics.dtype
-            )
-            self._kept = kept.to(device)[self._owner]
+            kept = [1 - float(norm.momentum or 0) for norm in moving]
+            self._kept = torch.tensor(kept, dtype=self._statistics.dtype).to(device)[self._owner]
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -32,11 +32,6 @@ class Span:
             return self.plan.steps(duration, self.total_steps)
         except ValueError as error:
             raise ConfigError("C011", str(error), key="schedule", value=duration) from error
-
-    def every(self, duration: Duration) -> Sequence[int]:
-        """The steps after which another `duration` is over, rising. Errors as for `steps`."""
-        self.steps(duration)
-        return self.plan.every(duration, self.total_steps)
 
     def position(self, duration: Duration) -> float:
         """`duration` in steps; a percentage keeps its fraction of a step, as in torch's one-cycle."""
@@ -85,7 +80,7 @@ class Step(Shape):
         gamma = self.gamma
         if span.steps(self.every) < 1:
             raise ConfigError("C005", "less than one step", key="schedule.every", value=self.every)
-        at_steps = span.every(self.every)
+        at_steps = span.plan.every(self.every, span.total_steps)
         return lambda step: gamma ** bisect_right(at_steps, step)
 
 

@@ -28,7 +28,7 @@ class LrSchedule:
     Args:
         factor: factor on every group's base rate, without warm-up.
         delay_steps: steps before `factor` and `momentum` start.
-        of_length: gives the same schedule for a run of another length; None if that is unknown.
+        of_length: gives the same schedule for other `total_steps`; None if that is unknown.
         momentum_note: says if the momentum is cycled; None if the shape leaves it alone.
     """
 
@@ -39,7 +39,7 @@ class LrSchedule:
         *,
         warmup_steps: int,
         delay_steps: int,
-        of_length: Callable[[int], LrSchedule] | None = None,
+        of_length: Callable[..., LrSchedule] | None = None,
         momentum_note: str | None = None,
     ) -> None:
         self.warmup_steps, self.momentum_note, self._of_length = warmup_steps, momentum_note, of_length
@@ -64,11 +64,9 @@ class LrSchedule:
         """
         if self._of_length is None:
             return False
-        other = self._of_length(total_steps)
-        return all(
-            figures(0, num_steps) == others(0, num_steps)
-            for figures, others in ((self.lr_factors, other.lr_factors), (self.momenta, other.momenta))
-        )
+        other = self._of_length(total_steps=total_steps)
+        alike = self.lr_factors(0, num_steps) == other.lr_factors(0, num_steps)
+        return alike and self.momenta(0, num_steps) == other.momenta(0, num_steps)
 
 
 def build_schedule(
@@ -95,10 +93,7 @@ def build_schedule(
     delay_steps = warmup_steps if shape.spans_run else 0
     span = Span(max(total_steps - delay_steps, 1), plan)
     momentum = shape.momentum(span)
-
-    def of_length(steps: int) -> LrSchedule:
-        return build_schedule(shape, warmup=warmup, total_steps=steps, plan=plan, has_momentum=has_momentum)
-
+    of_length = partial(build_schedule, shape, warmup=warmup, plan=plan, has_momentum=has_momentum)
     return LrSchedule(
         shape.factor(span),
         momentum if has_momentum else None,
