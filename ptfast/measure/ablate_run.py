@@ -23,7 +23,6 @@ from ptfast.measure.outputs import (
     RECEIPT,
     check_outputs,
     label,
-    live_line,
     make_folder,
     picture,
     write_recipe,
@@ -61,9 +60,9 @@ def ablate(
     if budget_s < LEAST_S:
         raise _too_short(budget_s, LEAST_S)
     interrupted, left_out = False, dict[str, str]()
-    with Laboratory(budget_s=budget_s) as laboratory, live_line(lambda: laboratory.left_s) as live:
+    with Laboratory(budget_s=budget_s) as laboratory:
         say(f"measuring for {duration(budget_s)}: torch and the data are loaded first, once for all trials")
-        ablation = Ablation(laboratory, arguments, live)
+        ablation = Ablation(laboratory, arguments)
         try:
             plain = ablation.begin()
             techniques, left_out = choose(plain.facts["meets"], ThisMachine(), only=only, compiles=compiles)
@@ -71,15 +70,13 @@ def ablate(
             if needed_s > laboratory.left_s:
                 raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
             ablation.look(techniques)
-            live("")
             more = f"{len(ablation.apart)} more are measured beside the best of them"
             say(f"{len(ablation.factors)} switches are set at once in every trial, {more}")
             ablation.run()
         except KeyboardInterrupt:
-            live("")
             say("interrupted: this is what was found by then")
             interrupted = True
-            if ablation.blocks and ablation.fitted is None:
+            if ablation.blocks and not ablation.fitted.effects:
                 ablation.estimate()
     _show(ablation, left_out)
     folder, name = make_folder("ablate", out, config), label(config)
@@ -109,12 +106,9 @@ def _too_short(budget_s: float, needed_s: float) -> ConfigError:
 def choose(
     meets: Collection[Need], machine: ThisMachine, *, only: Sequence[Technique] = (), compiles: bool = False
 ) -> tuple[list[Technique], dict[str, str]]:
-    """The techniques to measure, and why each of the others is left out.
+    """The techniques to measure of a run that meets some needs, and why each other one is left out.
 
-    Args:
-        meets: needs on the model and the data that the run meets.
-        only: measure no others, but these whatever their class.
-        compiles: measure those that compile.
+    Those named by `only` are measured whatever their class.
     """
     chosen: list[Technique] = []
     left_out: dict[str, str] = {}
@@ -172,13 +166,12 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
         )
     if rows:
         table(["technique", "class", "worth", "95 %", "verdict", "expect", "memory", "loss"], rows)
-    if (fitted := ablation.fitted) is not None:
-        runs = sum(math.isfinite(time) for times in ablation.times for time in times)
-        half = statistics.median(
-            math.expm1(math.log(effect.interval()[1] / effect.ratio)) for effect in fitted.effects if effect
-        )
+    known = [effect for effect in ablation.fitted.effects if effect is not None]
+    if known:
+        num_runs = sum(run.time is not None for block in ablation.runs for run in block)
+        half = statistics.median(effect.interval()[1] / effect.ratio - 1 for effect in known)
         say(
-            f"{runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
+            f"{num_runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
             f"{ablation.process_sd or 0.0:.1%} here, and intervals reach {half:.1%} to either side"
         )
         for first, second, more in ablation.pairs:
@@ -186,7 +179,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             say(f"together {math.exp(more):.2f}x of what each does alone: {', and '.join(names)}")
         if ablation.fits_poorly:
             say("some switches interact, which widens the intervals: try --only")
-        if doubted := sum(weight < 0.5 for weight in fitted.weights):
+        if doubted := sum(weight < 0.5 for weight in ablation.fitted.weights):
             noun = "run lies" if doubted == 1 else "runs lie"
             say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")
     if any(finding.is_apart for finding, _ in ablation.measured):

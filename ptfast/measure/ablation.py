@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from ptfast.core.sections.section import Technique
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult, times_of
 from ptfast.measure.experiment.plan import SPARE_DOF, Block, Factor, Fit, Run, columns, draw_blocks, fit
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
+from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
@@ -87,17 +89,16 @@ class Confirmation:
 
 
 class Ablation:
-    """Measures techniques within the budget of a laboratory; `on_stage` gets a line for each stage done."""
+    """Measures techniques within the budget of a laboratory, and shows on a terminal what it measures."""
 
-    def __init__(
-        self, laboratory: Laboratory, arguments: Sequence[str], on_stage: Callable[[str], None]
-    ) -> None:
-        self.laboratory, self.arguments, self._on_stage = laboratory, list(arguments), on_stage
+    def __init__(self, laboratory: Laboratory, arguments: Sequence[str]) -> None:
+        self.laboratory, self.arguments = laboratory, list(arguments)
         self.findings: list[Worth] = []
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
-        self.times: list[list[float]] = []
-        self.fitted: Fit | None = None
+        self.runs: list[list[TrialResult]] = []
+        """The results of each block."""
+        self.fitted = Fit([], [], 0.0, [], [])
         self.picked: list[Technique] = []
         self.confirmed: Confirmation | None = None
         self.plain: TrialResult | None = None
@@ -105,22 +106,21 @@ class Ablation:
         """Seconds to build a trial and to train its first steps, and to measure a block."""
         self._members: list[list[Worth]] = []
         """The techniques of each factor, those of level 1 first."""
-        self._memory: list[list[float]] = []
 
     def begin(self) -> TrialResult:
         """Build plain and the config as given in a trial each, and raise their errors as the user's."""
         configs = [self._words([]), self.arguments]
         for words in configs:
             read_config(words)
-        plain, given = self.laboratory.look(configs)
+        found = self.laboratory.look(configs)
         start_s = self.laboratory.left_s
         self.laboratory.look(configs[:1])
         self._look_s = start_s - self.laboratory.left_s
         self._block_s = 4 * (self._look_s + self.laboratory.timed_s)
-        for each in (plain, given):
+        for each in found:
             each.raise_failure()
-        self.plain = plain
-        return plain
+        self.plain = found[0]
+        return self.plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
         """Build each technique alone over plain; those that work and change something become factors."""
@@ -136,10 +136,10 @@ class Ablation:
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
-            found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
+            with self._status(f"looking at switch {start + 1} of {len(waiting)} alone"):
+                found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
-            self._on_stage(f"looked at {min(start + 4, len(waiting))} of {len(waiting)} switches alone")
         groups: dict[str, list[Worth]] = {}
         for finding in waiting:
             if not finding.why:
@@ -191,18 +191,18 @@ class Ablation:
             least_s = reserve_s if len(self.blocks) >= enough else LEAST_BLOCKS * laboratory.block_s
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
-            found = laboratory.measure([words_of(run) for run in block])
+            with self._status(f"measuring block {len(self.blocks) + 1} of {len(self.factors)} factors"):
+                self.runs.append(laboratory.measure([words_of(run) for run in block]))
             self.blocks.append(block)
-            self.times.append(times_of(found))
-            self._memory.append([float(each.facts.get("peak_memory_bytes", math.nan)) for each in found])
-            num_blocks = len(self.blocks)
-            self._on_stage(f"block {num_blocks}: {4 * num_blocks} runs of {len(self.factors)} factors")
         self.estimate()
 
     def estimate(self) -> None:
         """Estimate the effects and what to expect of each, and make the pick."""
-        self.fitted = fitted = fit(self.factors, self.blocks, self.times)
-        memory = fit(self.factors, self.blocks, self._memory)
+        self.fitted = fitted = fit(self.factors, self.blocks, [times_of(found) for found in self.runs])
+        memory_bytes = [
+            [each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in self.runs
+        ]
+        memory = fit(self.factors, self.blocks, memory_bytes)
         for place, (factor, level) in enumerate(columns(self.factors)):
             finding = self._members[factor][level - 1]
             finding.effect, finding.expected = fitted.effects[place], fitted.shrunk[place]
@@ -222,14 +222,14 @@ class Ablation:
         while rounds and self.laboratory.left_s - 1.2 * self.laboratory.block_s > reserve_s:
             chunk, rounds = rounds[:3], rounds[3:] + rounds[:3]
             beside = [[], *([each.technique] for each in chunk)]
-            found = self.laboratory.measure([self._words([*self.picked, *each]) for each in beside])
+            with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
+                found = self.laboratory.measure([self._words([*self.picked, *each]) for each in beside])
             base = found[0].time
             for finding, measured in zip(chunk, found[1:], strict=True):
                 finding.note(measured, found[0])
                 if base is not None and measured.time is not None:
                     finding.log_ratios.append(base - measured.time)
             rounds = [each for each in rounds if not each.why]
-            self._on_stage(f"beside the pick: {', '.join(each.technique.name for each in chunk)}")
         for finding in self.apart:
             finding.why = finding.why or ("" if finding.log_ratios else NOT_REACHED)
         self._judge()
@@ -259,10 +259,10 @@ class Ablation:
         blocks: list[Block] = []
         times: list[list[float]] = []
         while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
-            times.append(times_of(self.laboratory.measure([words[level] for level in order])))
+            with self._status(f"confirming: block {len(blocks) + 1}"):
+                times.append(times_of(self.laboratory.measure([words[level] for level in order])))
             blocks.append([(level,) for level in order])
             order = [*order[1:], order[0]]
-            self._on_stage(f"confirming: block {len(blocks)}")
             if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
                 break
         fitted = fit([factor], blocks, times, spare_dof=2)
@@ -301,9 +301,9 @@ class Ablation:
     def pairs(self) -> list[tuple[list[Technique], list[Technique], float]]:
         """Interactions: any of the first techniques beside any of the second, and the log ratio of that."""
         known = [self._members[factor][level - 1].technique for factor, level in columns(self.factors)]
-        found = self.fitted.pairs if self.fitted is not None else []
         return [
-            ([known[i] for i in first], [known[i] for i in second], more) for first, second, more in found
+            ([known[i] for i in first], [known[i] for i in second], more)
+            for first, second, more in self.fitted.pairs
         ]
 
     @property
@@ -315,10 +315,11 @@ class Ablation:
     @property
     def _noise(self) -> tuple[float, float]:
         """The deviation of processes and its degrees of freedom, from the plan and the pick's own runs."""
-        known = [effect for effect in self.fitted.effects if effect] if self.fitted is not None else []
-        of_plan = (self.fitted.residual_sd, known[0].dof) if self.fitted is not None and known else (0.0, 0.0)
-        confirmed = self.confirmed
-        of_pick = (confirmed.process_sd, confirmed.over_plain.dof) if confirmed is not None else (0.0, 0)
+        of_plan = of_pick = (0.0, 0.0)
+        if known := [effect for effect in self.fitted.effects if effect is not None]:
+            of_plan = self.fitted.residual_sd, known[0].dof
+        if self.confirmed is not None:
+            of_pick = self.confirmed.process_sd, self.confirmed.over_plain.dof
         dof = of_plan[1] + of_pick[1]
         if self.fits_poorly or not dof:
             return of_pick[0], max(of_pick[1], 1)
@@ -332,10 +333,9 @@ class Ablation:
     @property
     def fits_poorly(self) -> bool:
         """Return True if switches interact more than chance explains."""
-        fitted, confirmed = self.fitted, self.confirmed
-        if fitted is None or confirmed is None or confirmed.over_plain.dof <= 1:
+        if self.confirmed is None or self.confirmed.over_plain.dof <= 1:
             return False
-        return fitted.residual_sd > POOR_FIT * confirmed.process_sd
+        return self.fitted.residual_sd > POOR_FIT * self.confirmed.process_sd
 
     def _is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.
@@ -350,11 +350,14 @@ class Ablation:
         given = _tree(self.arguments)
         return any(_tree_or_none(merge(self.arguments, each.on)) == given for each in kin)
 
+    def _status(self, text: str) -> AbstractContextManager[None]:
+        return terminal_display().status(text, self.laboratory.left_s)
+
     def _words(self, techniques: Sequence[Technique]) -> list[str]:
         return merge(self.arguments, _switched_on(techniques))
 
     def receipt(self) -> dict[str, Any]:
-        fitted, laboratory = self.fitted, self.laboratory
+        laboratory = self.laboratory
         environment = (self.plain.facts if self.plain else {}).get("environment", {})
         findings = [
             vars(each) | {"technique": each.technique.name, "effect": each.effect and each.effect.receipt()}
@@ -373,7 +376,7 @@ class Ablation:
             "seed": SEED,
             "factors": [asdict(factor) for factor in self.factors],
             "plan": [[list(run) for run in block] for block in self.blocks],
-            "weights": fitted.weights if fitted is not None else [],
+            "weights": self.fitted.weights,
             "process_sd": self.process_sd,
             "findings": findings,
             "pick": [technique.name for technique in self.picked],

@@ -20,9 +20,9 @@ from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.section import Need
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
-from ptfast.measure.outputs import RECEIPT, live_line, make_folder
+from ptfast.measure.outputs import RECEIPT, make_folder
 from ptfast.models.resnet_cifar import ResNetCifar
-from ptfast.report.terminal.display import say, table
+from ptfast.report.terminal.display import say, table, terminal_display
 
 Words = tuple[str, ...]
 Finding = Literal["confirmed", "refuted", "cannot tell", "not testable here"]
@@ -151,11 +151,8 @@ CLAIMS = (
 def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     """Compare every claim that can be tried here with blocked pairs of trials on data made for it.
 
-    Intervals hold all true ratios together in 95 % of cases.
-
-    Args:
-        budget_s: seconds for all of them, shared out evenly.
-        out: folder of the receipt; None for a new one under `runs`.
+    They share `budget_s` evenly. Intervals hold all true ratios together in 95 % of cases. The receipt is
+    written to `out`, or to a new folder under `runs`.
     """
     check_out(out)
     machine, code = ThisMachine(), EXIT_OK
@@ -164,7 +161,6 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
-        live_line(lambda: laboratory.left_s) as live,
     ):
         for number, claim in enumerate(CLAIMS):
             if not lacks[number]:
@@ -172,7 +168,8 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
                 without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
                 pairs[number] = Pair(claim.technique, without, with_it)
         try:
-            measure_pairs(laboratory, [*pairs.values()], lambda pair: live(pair.name))
+            with terminal_display().status(f"comparing {len(pairs)} pairs of configs", laboratory.left_s):
+                measure_pairs(laboratory, [*pairs.values()])
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     cells: list[list[str]] = []

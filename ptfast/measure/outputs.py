@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.units import clock
-from ptfast.report.terminal.display import is_terminal, say, standard_output
+from ptfast.report.terminal.display import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,21 +64,3 @@ def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
     partial = file.with_suffix(".partial")
     figure.savefig(partial, dpi=120, format="png")
     partial.replace(file)
-
-
-@contextlib.contextmanager
-def live_line(left_s: Callable[[], float]) -> Iterator[Callable[[str], None]]:
-    """A line with the time left, which is redrawn in place on a terminal; empty text clears it."""
-    stream = standard_output()
-    shows = is_terminal(stream)
-
-    def write(text: str) -> None:
-        if shows:
-            line = text and f"{text}  {clock(max(left_s(), 0.0))} left"
-            stream.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-            stream.flush()
-
-    try:
-        yield write
-    finally:
-        write("")

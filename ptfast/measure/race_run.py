@@ -61,7 +61,7 @@ def race(
         out: folder of runs, receipt and picture; None for a new one under `run.root`.
 
     Raises:
-        PtfastError, ReportedError: if a run or a search for a rate fails; a loss that diverges is no failure.
+        PtfastError, ReportedError: a run or a search for a rate fails; a loss may diverge.
     """
     check_outputs(out)
     if out is not None and out.exists() and any(out.iterdir()):
@@ -173,7 +173,7 @@ def _tuned(arm: Arm, folder: Path) -> Arm:
         raise ReportedError(lines[-1] if lines else f"ptfast: find lr left with {code}", max(code, 1))
     lr = float(f"{found['chosen'] / found['lr_scale']:.3g}")
     say(f"{arm.name}: learning rate {lr:g} by find lr")
-    return arm.at_rate(lr)
+    return _build(merge(arm.words, [f"{_RATE}={lr:g}"]), arm.own)
 
 
 def _ptfast(words: Sequence[str], log: Path) -> int:
@@ -259,56 +259,49 @@ def draw(path: Path, racing: Race, title: str) -> None:
 class Arm:
     """One way to train."""
 
-    name: str
-    words: tuple[str, ...]
+    words: Sequence[str]
     """All its overrides, including those in common."""
-    own: tuple[str, ...]
+    own: Sequence[str]
     config: Config
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.own) or "as configured"
 
     @property
     def lr(self) -> float | None:
         """Its learning rate; None if the optimizer has its own."""
         return self.config.optimizer.target.kwargs.get("lr")
 
-    def at_rate(self, lr: float) -> Arm:
-        """The same arm at another learning rate."""
-        return _build(self.name, tuple(merge(self.words, [f"{_RATE}={lr:g}"])), self.own)
-
 
 def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     """The arms that the words of a command mean, checked.
 
-    Args:
-        arguments: `key=value` words; `key=a,b` gives an arm for each value, several such words one for each
-            combination.
-        written: arms written out: overrides separated by spaces, arms by semicolons.
+    `key=a,b` gives an arm for each value, several such words one for each combination. In `written`, spaces
+    separate overrides and semicolons separate arms.
     """
     given = parse(arguments, sweep=True)
     for argument in given:
         if flag := _OWN.get(argument.key):
-            what = "differs between the runs of a race"
-            hint = f"Leave it out; {flag} says it"
+            what, hint = "differs between the runs of a race", f"Leave it out; {flag} says it"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
         if argument.is_interval:
             hint = "List the values: key=a,b"
             raise ConfigError("C014", "an interval has no arms", key=argument.key, suggestion=hint)
     common = [word for word, argument in zip(arguments, given, strict=True) if not argument.is_sweep]
     swept = [[argument.at(value) for value in argument.values] for argument in given if argument.is_sweep]
-    points = [tuple(word.lstrip("+") for word in point) for point in itertools.product(*swept)]
+    points = [[word.lstrip("+") for word in point] for point in itertools.product(*swept)]
     if written is not None:
-        lines = [tuple(shlex.split(line)) for line in written.split(";")]
-        points = [(*point, *line) for line in lines for point in points]
+        points = [[*point, *shlex.split(line)] for line in written.split(";") for point in points]
     if len(points) < 2:
-        hint = (
-            'Give several values, such as schedule=cosine,onecycle, or --arms "schedule=onecycle; epochs=5"'
-        )
+        hint = 'Give several values: schedule=cosine,onecycle, or --arms "schedule=onecycle; epochs=5"'
         raise ConfigError("C016", "a race takes two arms", key="race", suggestion=hint)
-    return [_build(" ".join(own) or "as configured", tuple(merge(common, own)), own) for own in points]
+    return [_build(merge(common, own), own) for own in points]
 
 
-def _build(name: str, words: tuple[str, ...], own: tuple[str, ...]) -> Arm:
-    composed = compose(list(words))
-    return Arm(name, words, own, validate(composed.tree, composed.place))
+def _build(words: Sequence[str], own: Sequence[str]) -> Arm:
+    composed = compose(words)
+    return Arm(words, own, validate(composed.tree, composed.place))
 
 
 def describe_rates(arms: Sequence[Arm]) -> str:

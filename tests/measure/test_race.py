@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ptfast.cli import command_line
+from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError
 from ptfast.measure import race_run
 from ptfast.measure.race_results import RaceTarget, lead, read_finish
@@ -29,7 +30,6 @@ def test_arms_are_the_product_of_what_is_swept_and_what_is_written_out():
     ]
     assert all(arm.config.batch_size == 32 for arm in arms)
     assert (arms[3].config.epochs, arms[3].lr) == (4, 0.1)
-    assert arms[3].at_rate(0.3).lr == 0.3
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,18 @@ def in_this_process(words: list[str], log: Path) -> int:
     """What a race has a process do."""
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
         return command_line.run(words)
+
+
+def test_an_arm_is_tuned_to_the_rate_that_was_found(tmp_path, monkeypatch):
+    def found(words, log):
+        run_directory.write_json(tmp_path / "lr1/lr.json", {"chosen": 0.6, "lr_scale": 2.0})
+        return 0
+
+    monkeypatch.setattr(race_run, "_ptfast", found)
+    (tmp_path / "lr1").mkdir()
+    arm = build_arms(["batch_size=32"], "optimizer=sgd; optimizer=lamb")[0]
+    tuned = race_run._tuned(arm, tmp_path / "lr1")
+    assert (tuned.name, tuned.lr, tuned.config.batch_size) == ("optimizer=sgd", 0.3, 32)
 
 
 def test_the_process_of_a_run_writes_a_log(tmp_path):

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -82,8 +82,7 @@ class Laboratory:
     def look(self, configs: Sequence[Sequence[str]], *, asks: bool = False) -> list[TrialResult]:
         """Build each config once and train its first steps, without measuring its time.
 
-        Args:
-            asks: add to the facts of each its `data`: what decides which loaders make sense.
+        With `asks`, the facts of each hold `data`, too: what decides which loaders make sense.
         """
         return self._request(Request([list(words) for words in configs], timed_s=0.0, warm_s=0.0, asks=asks))
 
@@ -180,9 +179,7 @@ class Pair:
         return {"name": self.name, "why": self.why, **figures, "blocks": runs}
 
 
-def measure_pairs(
-    laboratory: Laboratory, pairs: Sequence[Pair], on_pair: Callable[[Pair], None] = lambda pair: None
-) -> None:
+def measure_pairs(laboratory: Laboratory, pairs: Sequence[Pair]) -> None:
     """Measure a block of each pair, then another of each, for as long as the laboratory's budget lasts."""
     while open_pairs := [pair for pair in pairs if not pair.why]:
         for pair in open_pairs:
@@ -190,7 +187,6 @@ def measure_pairs(
                 for missed in pairs:
                     missed.why = missed.why or ("" if missed.blocks else NOT_REACHED)
                 return
-            on_pair(pair)
             found = laboratory.measure([pair.base, pair.other, pair.other, pair.base])
             found[0].raise_failure()
             pair.why = next((each.why for each in found if each.why), "")

@@ -69,13 +69,7 @@ SHORT_S = 0.05
 
 @dataclass
 class TrialRank:
-    """A rank of a measurement.
-
-    Args:
-        folder: for the files of its runs.
-        data: loaded already, if given.
-        send: takes each result.
-    """
+    """A rank of a measurement: `folder` is for the files of its runs, and `send` takes each result."""
 
     config: Config
     folder: Path
@@ -103,9 +97,7 @@ class TrialRank:
 def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *arguments: Any) -> Processes:
     """Start processes that end with this one, and that Ctrl-C reaches through this one alone.
 
-    Args:
-        target: called with a connection, the place of the process (None for a single one) and `arguments`.
-        method: `fork`, or `spawn` for a new interpreter.
+    They call `target` with a connection, the place of the process (None for a single one) and `arguments`.
     """
     context: Any = multiprocessing.get_context(method)
     with socket.socket() as probe:
@@ -258,11 +250,10 @@ class Segments:
         Losses are read after each step: the mean of the first two tells apart runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
+        # This compiles.
+        self._batches = self.trainer.warm_up(self._batches)
         while True:
             start_s = time.perf_counter()
-            if not times:
-                # This compiles.
-                self._batches = self.trainer.warm_up(self._batches)
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
@@ -275,22 +266,17 @@ class Segments:
         self.step_s = statistics.median(times[len(times) // 2 :])
         self._lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
         self._rest()
-        loss = statistics.fmean(losses[:LEAST_STEPS])
         is_alone = self.run.device.type == "cpu" and self.run.ranks.num_ranks == 1
         is_quick = is_alone and self._prefetched_steps < 2
         return {
             "step_s": self.step_s,
             "least_turn_s": max(self.step_s, 0.0 if is_quick else LONG_TURN_S),
-            "loss": loss,
+            "loss": statistics.fmean(losses[:LEAST_STEPS]),
             "compiles": self.run.compilation is not None,
         }
 
     def train(self, seconds: float) -> dict[str, Any]:
-        """Train for about `seconds`, after steps that find batches prefetched and are not counted.
-
-        Returns:
-            Figures; `time` is the logarithm of the seconds of a token, padding left out, or of a sample.
-        """
+        """Figures of about `seconds` of training, after steps on prefetched batches that do not count."""
         run, progress, clock = self.run, self.run.progress, self.run.clock
         num_steps = max(1, round(seconds / max(self.step_s, 1e-6)))
         if run.device.type == "cuda":
@@ -302,8 +288,7 @@ class Segments:
         before = ProcessorTimes.read()
         self._take(num_steps)
         after = ProcessorTimes.read()
-        waited_s = clock.ledger()["data"] - waited_s
-        samples = progress.samples - samples
+        waited_s, samples = clock.ledger()["data"] - waited_s, progress.samples - samples
         wall_s = mean_over_ranks(after.wall_s - before.wall_s, run)
         processor_s = sum_and_read([after.own_s - before.own_s], run.device, run.ranks)[0]
         if self._memory is None:
@@ -313,7 +298,7 @@ class Segments:
         if self._num_tokens is not None:
             tokens = sum_and_read([self._num_tokens], run.device, run.ranks)[0]
         result = {
-            # Over all ranks; padding is left out.
+            # The logarithm of the seconds of a token, padding left out, or of a sample, over all ranks.
             "time": math.log(wall_s / (int(tokens) or samples)),
             "step_s": wall_s / num_steps,
             "samples_per_s": samples / wall_s,
@@ -391,8 +376,7 @@ class ProcessorTimes:
     def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
         """Cores that others took on average: processes here, and other virtual machines; None if unknown.
 
-        Args:
-            own_s: processor time of all processes of the measurement.
+        All processes of the measurement have taken `own_s` of processor time.
         """
         wall_s = max(later.wall_s - self.wall_s, 1e-9)
         others = steal = None

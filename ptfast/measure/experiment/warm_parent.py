@@ -70,8 +70,8 @@ class Request:
     """Report properties of the data, too."""
 
 
-def _ask(trial: Processes, what: str, seconds: float = 0.0) -> dict[str, Any]:
-    """The first rank's answer to a request; `error` holds the reason where one has failed."""
+def _ask(trial: Processes, found: dict[str, Any], what: str, seconds: float = 0.0) -> None:
+    """Add the first rank's answer to what was found; `error` holds the reason where a rank has failed."""
     for _, connection in trial:
         # A failed rank has already answered.
         with contextlib.suppress(ConnectionError):
@@ -88,7 +88,11 @@ def _ask(trial: Processes, what: str, seconds: float = 0.0) -> dict[str, Any]:
             ended = "ran out of memory" if code == -signal.SIGKILL else f"ended with exit code {code}"
             answer = {"error": f"its process {ended}"}
         answers.append(answer)
-    return next((answer for answer in answers if "error" in answer), answers[0])
+    answer = next((answer for answer in answers if "error" in answer), answers[0])
+    for name in ("time", "waiting", "system"):
+        if name in answer:
+            found.setdefault(f"{name}s", []).append(answer.pop(name))
+    found |= answer
 
 
 class WarmParent:
@@ -104,13 +108,8 @@ class WarmParent:
         trials: dict[int, Processes] = {}
 
         def ask(index: int, what: str, seconds: float = 0.0) -> None:
-            """Ask a trial and keep its answer; a failed trial is ended."""
-            answer = _ask(trials[index], what, seconds)
-            for name in ("time", "waiting", "system"):
-                if name in answer:
-                    found[index].setdefault(f"{name}s", []).append(answer.pop(name))
-            found[index] |= answer
-            if "error" in answer:
+            _ask(trials[index], found[index], what, seconds)
+            if "error" in found[index]:
                 end_ranks(trials.pop(index))
 
         try:
