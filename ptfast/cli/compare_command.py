@@ -43,13 +43,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 
 
 def compare(args: Namespace) -> int:
-    """Print runs in order, and draw their curves over each other if a file is named.
-
-    Raises:
-        ConfigError: C001 when a path holds no run or the file is neither a page nor a picture, C005 for
-            another mode, or when no run has the metric.
-        MachineError: E001 when the file cannot be written.
-    """
+    """Print runs in order, and draw their curves over each other if a file is named."""
     run_dirs: list[Path] = []
     for word in args.words:
         found = list(_find_runs(Path(word), DEPTH))

@@ -30,7 +30,14 @@ def train(args: Namespace) -> int:
     """Train, sweep, or show what would be trained."""
     from ptfast.core.run_directory import CONFIG
 
-    _check_actions(args)
+    # All flags but --config are actions, of which one can be asked for.
+    given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
+    actions = [flag for flag in given if flag != "--config"]
+    if "--config" in given and (others := [flag for flag in ("--multirun", "--info") if flag in given]):
+        actions = ["--config", *others]
+    if len(actions) > 1:
+        what = f"cannot be combined with {actions[0]}"
+        raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
     words = args.words
     file = Path(args.config) if args.config else None
     if file and file.is_dir():
@@ -75,17 +82,6 @@ def train(args: Namespace) -> int:
         from ptfast.launch.launcher import start
 
         return start(composed, config, started)
-
-
-def _check_actions(args: Namespace) -> None:
-    """Refuse flags that exclude each other: all but `--config` are actions."""
-    given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
-    actions = [flag for flag in given if flag != "--config"]
-    if "--config" in given and (others := [flag for flag in ("--multirun", "--info") if flag in given]):
-        actions = ["--config", *others]
-    if len(actions) > 1:
-        what = f"cannot be combined with {actions[0]}"
-        raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
 
 
 def eval(args: Namespace) -> int:
@@ -211,14 +207,13 @@ def dry_run(config: Config) -> int:
             seconds.append(time.perf_counter() - start)
         try_out(run)
         run.close()
-        state_bytes = sum(
-            path.stat().st_size
-            for path in (folder / "saved").rglob("*")
-            if path.is_file() and not path.is_symlink()
-        )
+        saved = (path for path in (folder / "saved").rglob("*") if not path.is_symlink())
+        state_bytes = sum(path.stat().st_size for path in saved if path.is_file())
         total = sum(operator.count * flops(operator) for operator in operators)
         step_s = statistics.median(seconds) if seconds else float("nan")
         per_epoch = run.train_loader.plan.steps_per_epoch
+        whole, loss = duration(step_s * run.total_steps), run.progress.window_loss
+        loss /= max(run.progress.window_items, 1)
         states = config.saving.keep + (2 if config.saving.best else 1)
         rows = [
             ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
@@ -227,15 +222,9 @@ def dry_run(config: Config) -> int:
             ("time per step", f"{step_s * 1e3:,.1f} ms"),
             ("throughput", f"{run.train_loader.plan.batch_size / step_s:,.0f} samples/s"),
             ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),
-            (
-                "time of the run",
-                f"{duration(step_s * run.total_steps)} for {run.total_steps:,} steps, evaluation not counted",
-            ),
+            ("time of the run", f"{whole} for {run.total_steps:,} steps, evaluation not counted"),
             ("disk", f"{num_bytes(state_bytes)} a state, up to {states} at a time"),
-            (
-                "loss of the first steps",
-                f"{run.progress.window_loss / max(run.progress.window_items, 1):.4g}",
-            ),
+            ("loss of the first steps", f"{loss:.4g}"),
         ]
         table(["dry run", run.data_note], rows)
     return EXIT_OK

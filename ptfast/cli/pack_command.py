@@ -25,13 +25,7 @@ _SHOWN_FILES = 10
 
 
 def pack(args: Namespace) -> int:
-    """Make the pack that the command line asks for, or check one.
-
-    Raises:
-        ConfigError: C005, C011 or C016 for flags and folders that make no sense together.
-        DataError: what is wrong with the source, or with the pack to be checked.
-        MachineError: E001 to E003 if it cannot be written.
-    """
+    """Make the pack that the command line asks for, or check one."""
     if args.verify:
         return _verify(args)
     if len(args.words) < 2:
@@ -135,12 +129,7 @@ _REDRAW_S = 0.1
 
 
 class Counter:
-    """Progress towards a total: a bar that is redrawn on a terminal, lines elsewhere.
-
-    Args:
-        what: the work, such as `packing`.
-        unit: what is counted, in the plural; `bytes` are scaled to KiB, MiB, ...
-    """
+    """Progress of `packing`, say, towards a total: a bar that is redrawn on a terminal, lines elsewhere."""
 
     def __init__(self, what: str, unit: str, total: int) -> None:
         self._what, self._unit, self._total = what, unit, total

@@ -129,9 +129,6 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
 def continue_prompt(saved: PartialRun, prompt: str, out: str | None, **sampling: Any) -> None:
     """Write the prompt and its continuation by a language model, as plain text.
 
-    Args:
-        sampling: keywords of `generate`, drawn from the config's `seed`.
-
     Raises:
         ConfigError: C011 for a run that models no text, C005 for a prompt without a token.
         DataError: D005 for a token that the model does not know.
@@ -190,7 +187,6 @@ def generate(
         model: maps tokens (batch, length) to logits of the next ones (batch, length, classes), in evaluation.
         tokens: of the prompt, (length,), on the device of the model.
         vocab_size: tokens that may be drawn; the model may have logits for more.
-        context_length: tokens that the model was trained on.
         num_new: tokens to draw, at most.
         temperature: above 0; logits are divided by it.
         top_k: draw from this many of the likeliest tokens; None for all.

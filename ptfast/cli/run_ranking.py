@@ -80,9 +80,9 @@ def rank_runs(
     """Order runs by `metric`; a run without it comes last.
 
     Args:
-        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ...; `auto`: the figure that
-            the runs' own `best` follows.
-        mode: `max` or `min`; `auto` judges by the metric's name.
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ..., or `auto` for the figure
+            that the runs' own `best` follows.
+        mode: `max`, `min`, or `auto` to judge by the metric's name.
         is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
     """
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]

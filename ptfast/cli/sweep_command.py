@@ -53,28 +53,23 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Trains points of a sweep, each in its own process, so that one that dies takes no other along.
-
-    Args:
-        run: the command line: takes its words and returns the exit code.
-        folder: the sweep's; a job's run directory is `<folder>/<number>`.
-        num_parallel: how many train at a time.
-        gpus: one for each of those, as `CUDA_VISIBLE_DEVICES` names them; if empty, every job sees all.
-    """
+    """Trains points of a sweep, each in its own process, so that one that dies takes no other along."""
 
     run: Callable[[list[str]], int]
+    """The command line: takes its words and returns the exit code."""
     folder: Path
+    """The sweep's; a job's run directory is `<folder>/<number>`."""
     num_parallel: int = 1
     gpus: Sequence[str] = ()
+    """One for each job at a time, as `CUDA_VISIBLE_DEVICES` names them; if empty, every job sees all."""
     _running: dict[int, tuple[Path, BaseProcess]] = field(default_factory=dict)
     """Run directories and processes by slot."""
 
     def __call__(self, composed: Composed, number: int) -> Objective:
         """Start to train as soon as fewer than `num_parallel` jobs do.
 
-        Returns:
-            A function that waits for the run and returns its objective, the sweep's metric; it raises a
-            JobError if the run failed, whose own process has printed why.
+        Returns a function that waits for the run and returns its objective, the sweep's metric. It raises a
+        JobError if the run failed, whose own process has printed why.
         """
         while len(self._running) == self.num_parallel:
             self._wait()
