@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -52,20 +52,13 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Composed:
-    """A whole config as plain values, not validated yet.
-
-    Args:
-        tree: every key, interpolations resolved.
-        tree_unresolved: the same with interpolations as text, such as `${oc.env:HOME}`.
-        places: `file:line` or `command line` of each dotted key.
-        recipe: name of the recipe, or None.
-        warnings: lines that the user should see.
-        arguments: what it was composed from.
-    """
+    """A whole config as plain values, not validated yet."""
 
     tree: dict[str, Any]
     tree_unresolved: dict[str, Any]
+    """The tree with interpolations as text, such as `${oc.env:HOME}`."""
     places: dict[str, str]
+    """`file:line` or `command line` of each dotted key."""
     recipe: str | None = None
     warnings: list[str] = field(default_factory=list)
     arguments: tuple[str, ...] = ()
@@ -119,11 +112,10 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     Precedence: arguments, then a preset among them, then the recipe, then the default preset.
 
     Args:
-        arguments: `key=value`, `group=option`, `+recipe=NAME`, as typed.
         complete: False keeps interpolations that fail, for printing.
     """
     given = parse(arguments)
-    recipe = next((paths.recipe_file(a.option) for a in given if a.kind == "recipe"), None)
+    recipe = next((paths.find_recipe(a.option) for a in given if a.kind == "recipe"), None)
     if recipe and paths.own_groups():
         # Choices of the user's own groups take the place of those that the recipe makes.
         chosen = {group for file in lineage(paths.RECIPES, recipe) for group in file.choices}
@@ -152,14 +144,10 @@ def compose(arguments: Sequence[str] = (), *, complete: bool = True) -> Composed
     of_options = {place for package, file in loader.files if package for place in file.places.values()}
     of_options |= set(preset_places.values())
     drop_inherited(tree, lambda key: places.get(key) in of_options)
-    return finish(
-        tree,
-        places,
-        recipe=recipe.stem if recipe else None,
-        warnings=list(dict.fromkeys(line for _, file in loader.files for line in file.warnings)),
-        arguments=arguments,
-        complete=complete,
-    )
+    if recipe:
+        tree["recipe"] = recipe.stem
+    warnings = list(dict.fromkeys(line for _, file in loader.files for line in file.warnings))
+    return finish(tree, places, warnings, arguments, complete=complete)
 
 
 def apply(
@@ -188,25 +176,21 @@ def apply(
             with translated():
                 OmegaConf.update(config, argument.set_key, argument.value, merge=True, force_add=True)
             _set_places(places, argument)
-    result = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(result, dict)
+    result = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     drop_inherited(result, lambda key: place_of(key, places) != COMMAND_LINE)
-    return {str(key): value for key, value in result.items()}, places
+    return result, places
 
 
 def finish(
-    tree: dict[Any, Any],
+    tree: dict[str, Any],
     places: dict[str, str],
-    *,
-    recipe: str | None,
     warnings: list[str],
     arguments: Sequence[str],
-    complete: bool = True,
+    *,
+    complete: bool,
 ) -> Composed:
     """A `Composed` from a tree with interpolations: resolves them, and reports which cannot be."""
     tree = {str(key): value for key, value in tree.items()}
-    if recipe is not None:
-        tree["recipe"] = recipe
     # Hydra has read the tree before: only interpolations can be wrong in it.
     resolves = complete and "${" in str(tree)
     resolved = resolve(tree, lambda key: place_of(key, places)) if resolves else copy.deepcopy(tree)
@@ -220,7 +204,7 @@ def finish(
     return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
 
 
-def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]:
+def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]:
     """The tree that arguments mean, interpolations as text, and the loader that knows its files.
 
     Hydra takes most of the time of composing, so shipped options are merged once in a process, for whatever
@@ -239,18 +223,15 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[Any, Any], TracingLoader]
         tree, loader = load(chosen, paths.shown(paths.builtin_root().conf))
         config = OmegaConf.create(tree)
         TracingLoader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
-    result = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(result, dict)
-    return result, loader
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)), loader
 
 
 @functools.lru_cache(maxsize=64)
-def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[Any, Any], TracingLoader]:
+def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[str, Any], TracingLoader]:
     """What options make together; `folder` tells apart what is remembered."""
     loader = TracingLoader()
     config = loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN)
-    tree = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(tree, dict)
+    tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     tree.pop("hydra", None)
     return tree, loader
 

@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import OmegaConfDumper
 
 from ptfast.config.files import paths
-from ptfast.config.files.yaml_file import SELF, YamlFile, base_file, lineage, read_yaml
+from ptfast.config.files.yaml_file import SELF, YamlFile, lineage, read_yaml
 from ptfast.config.overrides import parse
 from ptfast.config.schema import with_defaults
 from ptfast.core.errors import PtfastError, together
@@ -130,8 +130,7 @@ def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
 def _recipe_defaults(content: YamlFile) -> list[Any]:
     """Rewrite a recipe's defaults so that Hydra reads them alike wherever the recipe lies.
 
-    Choices of options become overrides of the primary config's, so that `data: cifar10` will do. Inherited
-    recipes are named from the root: `./mine.yaml` would lie in a group, and `/` would begin one.
+    Choices of options become overrides of the primary config's, so that `data: cifar10` will do.
     """
     defaults = content.data.get("defaults", [])
     if not isinstance(defaults, list):
@@ -156,10 +155,11 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
             adds = group in own_groups and group not in before
             entry = {f"{'' if adds else 'override '}/{group}": option}
         elif isinstance(entry, str) and entry != SELF:
-            file = base_file(paths.RECIPES, entry, content)
-            for base in lineage(paths.RECIPES, file) if file else ():
+            file = paths.find_recipe(entry, folder=content.path.parent)
+            for base in lineage(paths.RECIPES, file):
                 before |= {*base.choices}
-            # In a list Hydra takes a name as it is, and finds no package behind an `@`.
+            # In a list Hydra takes a name as it is: `./mine.yaml` would lie in a group, `/` would begin one,
+            # and `@` a package.
             entry = {f"/{paths.RECIPES}": [str(file)]}
         result.append(entry)
     if errors:

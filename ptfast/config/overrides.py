@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -31,23 +31,18 @@ _SET_BY_US = {
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument as Hydra will get it.
+    """One argument as Hydra will get it."""
 
-    Args:
-        kind: `value`, `group`, `recipe`, `delete` or `hydra`.
-        key: the dotted key or the group, without prefix; `task` for its name too.
-        values: the value, or each point of a sweep, as text that Hydra can read.
-        is_sweep: whether it is swept over.
-        text: the whole argument in Hydra's grammar.
-        value: of the kind `value`, as Python has it.
-    """
-
-    kind: str
+    kind: Literal["value", "group", "recipe", "delete", "hydra"]
     key: str
+    """The dotted key or the group, without prefix; `task` for its name too."""
     values: tuple[str, ...]
+    """The value, or each point of a sweep, as text that Hydra can read."""
     is_sweep: bool
     text: str
+    """The whole argument in Hydra's grammar."""
     value: Any = None
+    """The value in Python, of the kind `value`."""
 
     @property
     def set_key(self) -> str:
@@ -73,10 +68,7 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
     """Read the arguments of a command; choices of options and recipes are checked against the files.
 
     Any other `key=value`, with or without `+`, becomes `++key=value`: Hydra takes it, and validation refuses
-    unknown keys.
-
-    Args:
-        sweep: whether `key=a,b` is allowed (`-m`).
+    unknown keys. Several values (`key=a,b`) are for a `sweep`.
     """
     given, errors = sift(arguments, sweep=sweep)
     if errors:
@@ -150,7 +142,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     is_sweep = override.is_sweep_override()
     if key == paths.RECIPES:
         for name in map(_plain, values):
-            paths.check_recipe(name, COMMAND_LINE)
+            paths.find_recipe(name)
         return Argument("recipe", key, values, is_sweep, f"+{key}={value}")
     is_mapping = isinstance(override.value(), dict)
     if key in groups and not is_mapping:
@@ -241,8 +233,7 @@ def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[s
     if paths.PRESETS in given:
         name = given[paths.PRESETS].option
     elif paths.RECIPES in given:
-        file = paths.recipe_file(given[paths.RECIPES].option)
-        for recipe in lineage(paths.RECIPES, file) if file else []:
+        for recipe in lineage(paths.RECIPES, paths.find_recipe(given[paths.RECIPES].option)):
             if (own := recipe.data.get(paths.PRESETS)) is not None:
                 paths.check_option(paths.PRESETS, own, [paths.PRESETS], recipe.places[paths.PRESETS])
                 name = own

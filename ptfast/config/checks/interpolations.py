@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationToMissingValueError, OmegaConfBaseException
@@ -39,12 +39,7 @@ _RESOLVERS = (
 
 
 def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
-    """A copy of `tree` with every interpolation replaced by its value.
-
-    Raises:
-        ConfigError: all that is wrong: C016 for a value that is still `???`, C008 for a missing key or
-            variable, a circle, or what cannot be read.
-    """
+    """A copy of `tree` with every interpolation replaced by its value; refuses all that cannot be."""
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
         what = f"its interpolations expand to more than {_MOST_CHARS:,} characters"
@@ -67,9 +62,7 @@ def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]
                 found[what] = ConfigError("C008", what, suggestion=hint, **at)
     if found:
         raise together([*found.values()])
-    resolved = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
 
 
 def _interpolations(config: DictConfig | ListConfig, prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -158,32 +151,30 @@ def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -
 
     Text that holds `${` as it is, not as an interpolation, is written so that it is read back the same.
     """
-
-    def changed(value: Any, change: Callable[[str], str]) -> Any:
-        if isinstance(value, dict):
-            return {key: changed(item, change) for key, item in value.items()}
-        if isinstance(value, list):
-            return [changed(item, change) for item in value]
-        return change(value) if isinstance(value, str) else value
-
-    def escaped(value: Any) -> Any:
-        return changed(value, lambda text: text.replace("${", "\\${"))
-
-    if "oc.env" not in str(tree_unresolved):
-        return escaped(tree)
-    config = OmegaConf.create(tree_unresolved)
     references: list[str] = []
 
     def refer(*arguments: Any) -> str:
         references.append(f"${{oc.env:{','.join(map(str, arguments))}}}")
         return f"\0{len(references) - 1}\0"
 
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: written(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [written(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        text = value.replace("${", "\\${")
+        return re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text) if references else text
+
+    if "oc.env" not in str(tree_unresolved):
+        return written(tree)
     OmegaConf.register_new_resolver("oc.env", refer, replace=True)
     try:
-        marked = OmegaConf.to_container(config, resolve=True)
+        marked = OmegaConf.to_container(OmegaConf.create(tree_unresolved), resolve=True)
     finally:
         OmegaConf.register_new_resolver("oc.env", _env, replace=True)
-    return changed(escaped(marked), lambda text: re.sub(r"\0(\d+)\0", lambda m: references[int(m[1])], text))
+    return written(marked)
 
 
 def variable_sections() -> set[str]:
@@ -198,20 +189,19 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
     references = " ".join(str(value) for value in flatten(tree).values() if "${" in str(value))
     known = sorted(set(re.findall(rf"\b(?:{'|'.join(map(re.escape, sections))})\b(?:\.\w+)*", references)))
-
-    def is_named(key: str) -> bool:
-        """Return True if a reference is to `key`, to a key in it, or to what holds it."""
-        return lies_in(key, known) or any(lies_in(name, [key]) for name in known)
-
+    # A reference to a key names those inside it, and those that hold it.
+    named = {
+        key for key in (*typed, *sections) if lies_in(key, known) or any(lies_in(k, [key]) for k in known)
+    }
     errors: list[PtfastError] = []
     for key in typed:
-        if not is_named(key):
+        if key not in named:
             hint = did_you_mean(key, known) or "A run's config.yaml holds values in place of variables"
             what = f"no key refers to ${{{key}}}"
             errors.append(ConfigError("C002", what, key=key, place=COMMAND_LINE, suggestion=hint))
     if errors:
         raise together(errors)
-    idle = [name for name in sections - {VARIABLES} if tree.get(name) and not is_named(name)]
+    idle = [name for name in sections - {VARIABLES, *named} if tree.get(name)]
     return [
         f"{name} ({places.get(name, COMMAND_LINE)}): no key refers to what it sets. "
         "An option that sets keys of other groups begins with `# @package _global_`"
@@ -222,11 +212,8 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
 def drop_inherited(tree: dict[Any, Any], is_inherited: Callable[[str], bool]) -> None:
     """Delete the keywords of an option whose target the user has replaced, if the new target lacks them.
 
-    `optimizer._target_=torch.optim.RMSprop` over the option `adamw` drops its `betas` and keeps its `lr`.
-
-    Args:
-        tree: the config, changed in place.
-        is_inherited: True for a dotted key set by an option file or a preset, not by the user.
+    `optimizer._target_=torch.optim.RMSprop` over the option `adamw` drops its `betas` and keeps its `lr`. A
+    key is inherited if an option file or a preset sets it, not the user.
     """
     for name in SECTIONS:
         section = tree.get(name)

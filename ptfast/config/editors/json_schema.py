@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -24,30 +23,6 @@ from ptfast.tasks import TaskSection
 Schema = dict[str, Any]
 _CHOICE = "^(override )?/?{}$"
 """Pattern of the key by which a defaults list chooses an option of a group."""
-
-
-@dataclass
-class _Keywords:
-    """Keywords of the targets that a group's option files name."""
-
-    types: dict[str, list[Schema]] = field(default_factory=dict)
-    """The alternatives that each value may be."""
-    docs: dict[str, str] = field(default_factory=dict)
-
-    def add(self, function: Callable[..., Any], section: str) -> None:
-        docs = argument_docs(function)
-        for name, parameter in own_parameters(function, section).items():
-            found = self.types.setdefault(name, [])
-            found += [each for each in json_types(parameter.annotation) if each not in found]
-            if name in docs:
-                self.docs.setdefault(name, docs[name])
-
-    def schemas(self, fixed: Iterable[str]) -> tuple[Schema, Schema]:
-        """The keywords by name only, for a target that may take them otherwise; then typed, and no others."""
-        loose = {name: {"description": self.docs[name]} if name in self.docs else {} for name in self.types}
-        typed = {name: {"anyOf": found} for name, found in self.types.items() if name not in fixed}
-        names = sorted({*self.types, *fixed, "_target_"})
-        return loose, {"propertyNames": {"enum": names}, "properties": typed}
 
 
 def schema() -> Schema:
@@ -133,9 +108,27 @@ def _field(found: FieldInfo, doc: str | None) -> Schema:
     return {**described, "anyOf": [{"type": "array", "items": item}, REFERENCE]}
 
 
+def _keywords(
+    functions: Iterable[Callable[..., Any]], section: str, fixed: Iterable[str]
+) -> tuple[Schema, Schema]:
+    """The keywords of targets by name only, for one that takes them otherwise; then typed, and no others."""
+    loose: Schema = {}
+    types: dict[str, list[Schema]] = {}
+    for function in functions:
+        docs = argument_docs(function)
+        for name, parameter in own_parameters(function, section).items():
+            found = types.setdefault(name, [])
+            found += [each for each in json_types(parameter.annotation) if each not in found]
+            described = {"description": docs[name]} if name in docs else {}
+            loose[name] = loose.get(name) or described
+    closed = {name: {"anyOf": found} for name, found in types.items() if name not in fixed}
+    names = sorted({*types, *fixed, "_target_"})
+    return loose, {"propertyNames": {"enum": names}, "properties": closed}
+
+
 def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
     """A section with `_target_`, and the rule that closes it where the recipe names no target of its own."""
-    keywords = _Keywords()
+    functions: list[Callable[..., Any]] = []
     open_options: list[str] = []
     """Options whose target takes keywords that its signature does not name."""
     for option, file in options(group).items():
@@ -148,11 +141,11 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
         except PtfastError:
             open_options.append(option)
             continue
-        keywords.add(function, group)
+        functions.append(function)
         if swallows_keywords(function):
             open_options.append(option)
     section = _section(part)
-    loose, strict = keywords.schemas(section["properties"])
+    loose, strict = _keywords(functions, group, section["properties"])
     target = {"description": "Import path of a class or function.", "type": ["string", "null"]}
     section["properties"] = {"_target_": target, **loose, **section["properties"]}
     own_target = {"properties": {group: {"required": ["_target_"]}}, "required": [group]}
@@ -173,10 +166,7 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
 
 def _task(doc: str | None) -> Schema:
     """A task by name or import path, alone or with its keywords beside it."""
-    keywords = _Keywords()
-    for path in TASKS.values():
-        keywords.add(locate(path), "task")
-    loose, strict = keywords.schemas(["name"])
+    loose, strict = _keywords(map(locate, TASKS.values()), "task", ["name"])
     own = {"type": "string", "pattern": r"\."}
     name = {
         "description": field_docs(TaskSection)["name"],

@@ -32,13 +32,10 @@ _Dumper.add_representer(str, OmegaConfDumper.str_representer)
 
 
 def freeze(composed: Composed, path: Path) -> list[str]:
-    """Write the config with which `ptfast train --config PATH` repeats the run.
+    """Write the config with which `ptfast train --config PATH` repeats the run; returns warnings.
 
-    Interpolations are replaced by their values, except `${oc.env:X}`. Left out are other secrets, the folder
-    of this run and what it was resumed from.
-
-    Returns:
-        A warning for each secret left out.
+    Interpolations are replaced by their values, except `${oc.env:X}`. Left out are other secrets (each with a
+    warning), the folder of this run and what it was resumed from.
     """
     tree, hidden = frozen_tree(composed)
     ours = {key: RunOptions.model_fields[key].default for key in ("dir", "resume")}
@@ -63,15 +60,10 @@ def check_no_secrets(composed: Composed) -> None:
 
 
 def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """The tree that `freeze` writes, and the keys of the secrets that it leaves out.
-
-    Args:
-        resolved: False keeps interpolations, those that fail included.
-    """
+    """The tree that `freeze` writes, or that with interpolations, and the keys of secrets left out of it."""
     hidden: list[str] = []
 
     def hide(value: Any, key: str) -> Any:
-        """`value` with every leaf, and every section with a secret name, hidden if need be."""
         if isinstance(value, dict) and not is_secret(key):
             return {name: hide(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
         if isinstance(value, list) and not is_secret(key):
@@ -107,18 +99,13 @@ def load(
 
     A chosen option replaces its group's section as a whole. `complete` is as in `compose`, `trusted` and
     `trains` as in `read.load_config`.
-
-    Raises:
-        ConfigError: as `compose`; C009 for what a file from elsewhere may not read.
     """
     content = read_yaml(path)
     data = {key: value for key, value in content.data.items() if key not in RETIRED}
     tree, places = apply(with_sections(data), content.places, arguments)
     if not trusted:
         check_reach(tree, lambda key: place_of(key, places), trains=trains)
-    return finish(
-        tree, places, recipe=None, warnings=content.warnings, arguments=arguments, complete=complete
-    )
+    return finish(tree, places, content.warnings, arguments, complete=complete)
 
 
 _INLINE = re.compile(

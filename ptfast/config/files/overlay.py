@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.overrides import parse
+from ptfast.config.schema import lies_in
 from ptfast.core.errors import ConfigError, MachineError, cannot_write, is_secret
 
 OWN = ("run", "recipe")
@@ -19,11 +20,7 @@ OWN = ("run", "recipe")
 
 
 def check_overlay(file: Path, flag: str = "--write") -> None:
-    """Refuse a file that `write_overlay` could not write, before the long part of a command.
-
-    Args:
-        flag: that names the file.
-    """
+    """Refuse a file, given by `flag`, that `write_overlay` could not write; before a command's long part."""
     if file.suffix != ".yaml":
         hint = f"Write {flag} {file.with_suffix('.yaml')}"
         raise ConfigError("C001", "a recipe's file ends in .yaml", key=flag, value=file, suggestion=hint)
@@ -35,7 +32,7 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
 
 
 def check_out(folder: Path | None) -> None:
-    """Refuse a folder that cannot be written to, before the long part of a command."""
+    """Refuse a folder that cannot be written to, before a command's long part."""
     if folder is None:
         return
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -58,7 +55,6 @@ def write_overlay(
     Args:
         found: values by dotted key.
         comment: lines at its head, the first of which `ptfast recipes` shows.
-        flag: that names the file.
 
     Returns:
         What `+recipe=` takes for it.
@@ -71,12 +67,10 @@ def write_overlay(
         if argument.kind == "recipe":
             # A path means the folder that the command was given in.
             known = argument.option in paths.options(paths.RECIPES)
-            defaults.insert(0, argument.option if known else str(paths.recipe_file(argument.option)))
+            defaults.insert(0, argument.option if known else str(paths.find_recipe(argument.option)))
         elif argument.kind == "group":
             defaults.append({f"override /{argument.key}": argument.option})
-        elif (
-            argument.kind == "value" and argument.key.split(".")[0] not in OWN and not is_secret(argument.key)
-        ):
+        elif argument.kind == "value" and not lies_in(argument.key, OWN) and not is_secret(argument.key):
             OmegaConf.update(values, argument.set_key, argument.value, merge=True, force_add=True)
     for key, value in found.items():
         OmegaConf.update(values, key, value, merge=True, force_add=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.core.errors import ConfigError, did_you_mean, shorten
+from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, shorten
 
 # Presets are expanded into overrides before Hydra composes, so Hydra must not see them as a group.
 PRESETS = "preset"
@@ -84,9 +84,8 @@ def options(group: str) -> dict[str, Path]:
 def recipe_file(name: str, folder: Path | None = None) -> Path | None:
     """The file of a recipe given by name (`resnet_cifar`) or by path (`./mine.yaml`), or None.
 
-    Args:
-        folder: that of a recipe which inherits it, where paths begin and bare names are looked for too; None
-            for what was typed, in the working folder.
+    Paths start in the working folder, or in the `folder` of the recipe that inherits it. Bare names are
+    looked for there, too.
     """
     if name in (known := options(RECIPES)):
         return known[name]
@@ -119,8 +118,7 @@ _TORCHVISION = (
 def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
     """Refuse (C003) an option that its group does not have, or a group that does not exist.
 
-    Args:
-        option: a name; of a group that may take several a list of them, or as typed: `[csv,tensorboard]`.
+    A group that may take several options has a list of them, or as typed: `[csv,tensorboard]`.
     """
     if group not in groups:
         known = [name for name in groups if name != PRESETS]
@@ -139,14 +137,15 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
         raise ConfigError("C003", what, key=group, value=value, place=place, suggestion=hint)
 
 
-def check_recipe(name: str, place: str | None, folder: Path | None = None) -> None:
-    """Refuse a recipe, given by name or path, that does not exist (C003); `folder` as in `recipe_file`."""
-    if recipe_file(name, folder) is None:
-        known = list(options(RECIPES))
-        hint = " ".join(filter(None, (did_you_mean(name, known), f"Recipes: {', '.join(known)}")))
-        what = "no such recipe file" if name.endswith(".yaml") or "/" in name else "no such recipe"
-        key = "+recipe" if folder is None else "defaults"
-        raise ConfigError("C003", what, key=key, value=name, place=place, suggestion=hint)
+def find_recipe(name: str, place: str = COMMAND_LINE, folder: Path | None = None) -> Path:
+    """The `recipe_file`, or a refusal (C003) of one that does not exist."""
+    if file := recipe_file(name, folder):
+        return file
+    known = list(options(RECIPES))
+    hint = " ".join(filter(None, (did_you_mean(name, known), f"Recipes: {', '.join(known)}")))
+    what = "no such recipe file" if name.endswith(".yaml") or "/" in name else "no such recipe"
+    key = "+recipe" if folder is None else "defaults"
+    raise ConfigError("C003", what, key=key, value=name, place=place, suggestion=hint)
 
 
 def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> str:

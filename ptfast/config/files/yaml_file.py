@@ -45,17 +45,15 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 @dataclass(frozen=True)
 class YamlFile:
-    """Content of a file, with places.
-
-    `places` maps each dotted key (list items by index: `callbacks.0`) to `file:line`; `warnings` name the
-    values that YAML 1.1 reads differently from what they look like.
-    """
+    """The content of a file."""
 
     path: Path
     text: str
     data: dict[str, Any]
     places: dict[str, str] = field(default_factory=dict)
+    """`file:line` of each dotted key, list items by index: `callbacks.0`."""
     warnings: list[str] = field(default_factory=list)
+    """The values that YAML 1.1 reads differently from what they look like."""
 
     @property
     def defaults(self) -> list[Any]:
@@ -75,12 +73,10 @@ class YamlFile:
 
 
 class _Text:
-    """A file's text, and its lines as editors count them.
-
-    YAML ends a line at U+0085, U+2028 and U+2029 too, where editors end none.
-    """
+    """A file's text, and its lines as editors count them."""
 
     def __init__(self, name: str, text: str) -> None:
+        # YAML ends a line at U+0085, U+2028 and U+2029 too.
         self.name, self.lines = name, text.split("\n")
         self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
@@ -91,9 +87,8 @@ class _Text:
     def error(self, mark: Any, problem: str, *, unread: bool = False) -> ConfigError:
         """The error at a mark, with its column and the line there.
 
-        Args:
-            unread: the parser failed here, perhaps over a space that YAML does not know, in this line or in
-                the last one with text.
+        Where YAML could not be read (`unread`), it looks for a space that YAML does not know, in this line or
+        in the last one with text.
         """
         if mark is None:
             return ConfigError("C007", problem, place=self.name)
@@ -112,10 +107,7 @@ class _Text:
 
 
 def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
-    """Read a file that holds one mapping.
-
-    Args:
-        allow_empty: comments alone are an option that sets nothing.
+    """Read a file that holds one mapping; comments alone count as an empty one if `allow_empty`.
 
     Raises:
         ConfigError: C007, with file, line and column.
@@ -248,9 +240,7 @@ SELF = "_self_"
 def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFile]:
     """The files that `file` is made of, itself included, each laid over those before it.
 
-    Args:
-        group: of the option, or `recipe`.
-        heirs: the files that inherit this one.
+    It is an option of `group`, or a recipe; `heirs` are the files that inherit it.
     """
     content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
     layers: list[YamlFile] = []
@@ -259,9 +249,10 @@ def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFi
             layers.append(content)
         elif isinstance(entry, str):
             place = content.places[f"defaults.{index}"]
-            base = base_file(group, entry, content, place)
-            if base is None:
-                continue
+            if group == paths.RECIPES:
+                base = paths.find_recipe(entry, place, file.parent)
+            elif (base := paths.options(group).get(entry)) is None:
+                continue  # only Hydra may know it
             start = next((index for index, one in enumerate(chain) if one.samefile(base)), None)
             if start is not None:
                 circle = " -> ".join(map(paths.shown, [*chain[start:], base]))
@@ -270,14 +261,3 @@ def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFi
                 raise ConfigError("C007", what, key="defaults", value=entry, place=place, suggestion=hint)
             layers += lineage(group, base, chain)
     return layers if SELF in content.defaults else [*layers, content]
-
-
-def base_file(group: str, entry: str, content: YamlFile, place: str | None = None) -> Path | None:
-    """The file that a defaults list inherits by an entry such as `sgd` or `./mine.yaml`.
-
-    A recipe's path starts in the folder of the file that names it. None: only Hydra may know such an option.
-    """
-    if group != paths.RECIPES:
-        return paths.options(group).get(entry)
-    paths.check_recipe(entry, place, content.path.parent)
-    return paths.recipe_file(entry, content.path.parent)

@@ -33,13 +33,6 @@ class Range:
     open_low: bool = False
     open_high: bool = False
 
-    def check(self, value: Any) -> None:
-        """Raise a C005 unless every number in `value` lies within."""
-        if not self.holds(value):
-            low = f"{'above' if self.open_low else 'at least'} {self.low:g}"
-            high = f" and {'below' if self.open_high else 'at most'} {self.high:g}"
-            raise ConfigError("C005", f"must be {low}{high if self.high < math.inf else ''}")
-
     def holds(self, value: Any) -> bool:
         """Return True if every number in `value` lies within; what is no number does."""
         if isinstance(value, (list, tuple)):
@@ -74,15 +67,12 @@ _STEPS = InUnit("steps")
 
 
 def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
-    """`value` as the type that `annotation` asks for.
+    """`value` as the type that `annotation` asks for, or a C004 or C005 without a key.
 
     Args:
         value: plain YAML data, a `Duration` or a `Target`.
         annotation: a type annotation; classes other than the plain ones accept anything.
         in_unit: the units of durations where the annotation does not say them.
-
-    Raises:
-        ConfigError: C004 or C005, without a key.
     """
     kind, arguments, metadata, in_unit = _parts(annotation, in_unit)
     result = value
@@ -124,8 +114,10 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
     else:
         _refuse_not_finite(value)
     for bounds in metadata:
-        if isinstance(bounds, Range):
-            bounds.check(result)
+        if isinstance(bounds, Range) and not bounds.holds(result):
+            low = f"{'above' if bounds.open_low else 'at least'} {bounds.low:g}"
+            high = f" and {'below' if bounds.open_high else 'at most'} {bounds.high:g}"
+            raise ConfigError("C005", f"must be {low}{high if bounds.high < math.inf else ''}")
     return result
 
 
