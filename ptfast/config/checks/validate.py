@@ -30,16 +30,12 @@ def validate(
     trusted: bool = True,
     extra_trust: Iterable[str] = (),
 ) -> Config:
-    """Check a whole config.
+    """A composed config with every value in its type, and one of `epochs` and `steps` None.
 
     Args:
-        tree: the composed config as plain data, interpolations resolved; not changed.
         place: where a dotted key was given: `command line` or `file.yaml:12`.
         trusted: False for a file that is not the user's own; its targets must lie in trusted packages.
         extra_trust: packages that the user trusts; the `trust` in an untrusted tree does not count.
-
-    Returns:
-        The config with every value in its type, and one of `epochs` and `steps` None.
 
     Raises:
         ConfigError: everything wrong with single keys, unknown ones first; else every broken rule
@@ -162,8 +158,7 @@ class _Checker:
     ) -> Target:
         """The target of an import path, or of a mapping with `_target_`, checked; without a path if it fails.
 
-        Args:
-            called: it is called with a batch or its samples, which a function is as it stands.
+        A function that is itself `called` with a batch or its samples is not called before.
         """
         target = {"_target_": given} if isinstance(given, str) else given
         try:
@@ -210,10 +205,8 @@ class _Checker:
         attempts = [self.check_target(Target(path, options), "task", fixed=("name",)) for path in paths]
         target, found = min(attempts, key=lambda attempt: len(attempt[1]))
         for problem in found:
-            if problem.key == "task._target_":
-                what, hint = problem.what, problem.suggestion
-                problem = ConfigError(problem.code, what, key="task", value=name, suggestion=hint)
-            self.problems.append(problem)
+            of_name = problem.key == "task._target_"
+            self.problems.append(problem.changed(key="task", value=name) if of_name else problem)
         return {"name": name, "options": target.kwargs}
 
     def _of_pydantic(self, item: dict[str, Any]) -> PtfastError:

@@ -163,16 +163,17 @@ def signature(function: Any) -> inspect.Signature | None:
         except (ValueError, TypeError):
             return None
     body = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
-
-    def evaluated(annotation: Any) -> Any:
-        if not isinstance(annotation, str):
-            return annotation
-        try:
-            return eval(annotation, dict(getattr(body, "__globals__", {})))  # as typing.get_type_hints does
-        except Exception:
-            return EMPTY
-
-    parameters = [each.replace(annotation=evaluated(each.annotation)) for each in found.parameters.values()]
+    parameters: list[inspect.Parameter] = []
+    for parameter in found.parameters.values():
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(
+                    annotation, dict(getattr(body, "__globals__", {}))
+                )  # as get_type_hints does
+            except Exception:
+                annotation = EMPTY
+        parameters.append(parameter.replace(annotation=annotation))
     return found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
