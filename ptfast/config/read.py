@@ -52,7 +52,7 @@ def load_config(
     Args:
         trusted: the file is this run's own, or nothing that it names is imported. Otherwise, unless this user
             made the run here, its targets must lie in known packages or in `trust=[my_package]`.
-        trains: False after training, when new data need not lie as that of training does.
+        trains: False after training: new data need not lie as that of training does.
     """
     trusted = trusted or is_own(path)
     composed = load(path, arguments, trusted=trusted, trains=trains)

@@ -70,11 +70,7 @@ class Resolved:
 
     @classmethod
     def read(cls, folder: Path, facts: Mapping[str, Any] | None = None) -> Resolved:
-        """Read from a run directory; without a file nothing is resolved, and unknown keys are ignored.
-
-        Args:
-            facts: of a state of that run, which repeat the file and replace it if it is gone.
-        """
+        """Read from a run directory, or from the `facts` of a state if the file is gone."""
         known = {each.name for each in fields(cls)}
         found = run_directory.read_json(folder / run_directory.RESOLVED) or (facts or {}).get("resolved", {})
         return cls(**{name: value for name, value in found.items() if name in known})

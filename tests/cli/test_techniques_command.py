@@ -87,7 +87,7 @@ def test_a_wrong_name_is_refused(words: list[str], code: str, says: str, capsys:
 
 
 def test_names_complete_as_one_word() -> None:
-    assert complete(["techniques", "pinned"]) == ["pinned-memory"]
+    assert complete(["techniques", "pinned"], {}, {}) == ["pinned-memory"]
 
 
 def test_markdown_is_a_table(capsys: Capture) -> None:

@@ -276,7 +276,7 @@ def test_files_that_inherit_each_other_are_named(
     assert f"inherits itself, {circle}" in str(error)
     # What reads the same files without Hydra gets through, too.
     group, _, option = given.lstrip("+").partition("=")
-    assert complete(["train", given, "optimizer."]) == []
+    assert complete(["train", given, "optimizer."], {}, {}) == []
     with pytest.raises(ConfigError):
         lineage(group, paths.recipe_file(option) or paths.options(group)[option])
 

@@ -112,7 +112,7 @@ def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
         "import sys; from ptfast.config.editors import help, completion; "
         "from ptfast.cli.command_line import run; run(['--help']); help.entries('recipe'); "
         "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules); "
-        "assert 'optimizer.layer_decay=' in completion.complete(['optimizer.l']); "
+        "assert 'optimizer.layer_decay=' in completion.complete(['train', 'optimizer.l'], {}, {}); "
         "assert not {'hydra', 'omegaconf', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -66,8 +66,7 @@ UNUSED_OF_RUN = (
 def unused_keys(config: Config, place: Place) -> Iterator[str]:
     """Warn of each key on the command line that has no effect and is not at its default.
 
-    This is no error: in a sweep over its switch, a key has no effect in some runs. Keys of an option file are
-    left alone.
+    This is no error: in a sweep over its switch, a key has no effect in some runs.
     """
     facts = dict(config)
     for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
@@ -141,15 +140,11 @@ def check_batch(
     accumulate: int = 1,
     first: int | Literal["auto"] | None = None,
 ) -> int:
-    """The number of micro-batches that a batch is cut into, if it can be cut evenly.
+    """The number of micro-batches that a batch is cut into; refuses one that cannot be cut evenly.
 
     Args:
-        batch_size: samples of an optimizer step, over all ranks.
         micro_batches: as configured; None for `ranks * accumulate`.
         first: samples of the first steps, where batches grow.
-
-    Raises:
-        ConfigError: C010, naming the nearest number that divides; C011 for numbers that contradict.
     """
 
     def nearest(value: int, of: int) -> str:

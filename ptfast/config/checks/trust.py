@@ -33,11 +33,7 @@ _CLASS_ROOTS = (
 
 
 def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
-    """Import what `path` names, or raise a C009 unless that, and what it leads to, is trusted.
-
-    Args:
-        packages: packages that the user named with `trust=[...]`, besides `ROOTS`.
-    """
+    """Import what `path` names, or raise a C009 unless all that it leads to is trusted."""
     covered = (*ROOTS, *packages)
 
     def visit(found: Any, path: str) -> None:
@@ -75,10 +71,9 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
 
 
 def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:
-    """Refuse values of a config from elsewhere that read the environment or name a server.
+    """Refuse values of a config from elsewhere that read the environment or name a server; typed ones may.
 
-    Somebody else's file could otherwise have a variable's value sent to a host of its choice. What the user
-    typed may do both.
+    Somebody else's file could otherwise have a variable's value sent to a host of its choice.
     """
     found: list[ConfigError] = []
     for key, value in flatten(tree).items():

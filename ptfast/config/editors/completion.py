@@ -56,24 +56,22 @@ def script(shell: str) -> str:
 
 def complete(
     words: Sequence[str],
-    commands: Mapping[str, Iterable[str]] | None = None,
-    first_words: Mapping[str, Iterable[str]] | None = None,
+    commands: Mapping[str, Iterable[str]],
+    first_words: Mapping[str, Iterable[str]],
 ) -> list[str]:
-    """Completions of the last of `words`.
+    """Completions of the last of `words`, which follow `ptfast` on the line; it is empty after a space.
 
     Args:
-        words: what follows `ptfast` on the line, the last one being typed (`""` after a space).
         commands: the program's commands, and the flags of each.
         first_words: what may follow those commands that take another word before the config.
     """
-    commands = commands or {}
     word = words[-1] if words else ""
-    if len(words) <= 1 and commands:
+    if len(words) <= 1:
         return [name for name in commands if name.startswith(word)]
     if word.startswith("-"):
         return sorted(flag for flag in commands.get(words[0], ()) if flag.startswith(word))
-    if len(words) == 2 and words[0] in (first_words or {}):
-        return [name for name in (first_words or {})[words[0]] if name.startswith(word)]
+    if len(words) == 2 and words[0] in first_words:
+        return [name for name in first_words[words[0]] if name.startswith(word)]
     if words[0] == "techniques":
         from ptfast.config.catalogue import CATALOGUE
 

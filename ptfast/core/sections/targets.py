@@ -209,9 +209,7 @@ def swallows_keywords(function: Any) -> bool:
     return found is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
-def check_constructs(
-    target: Target, facts: dict[str, Any], *, key: str = "model", place: str | None = None
-) -> None:
+def check_constructs(target: Target, facts: dict[str, Any]) -> None:
     """Build a model on the meta device if only that shows whether its keywords are known.
 
     A signature that ends in `**kwargs` hides a misspelt keyword (C002), or another argument that is refused
@@ -219,7 +217,6 @@ def check_constructs(
 
     Args:
         facts: what `Target.build` will be given; published weights are not loaded here.
-        key: the section, for the message.
     """
     function = target.resolve()
     if not swallows_keywords(function):
@@ -234,11 +231,10 @@ def check_constructs(
     except (TypeError, ValueError) as error:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or isinstance(error, ValueError):
-            raise ConfigError("C005", str(error), key=key, value=target.path, place=place) from error
-        name = found[1]
-        hint = did_you_mean(name, [*keywords(function), *facts], f"{key}.{{}}")
-        at = {"key": f"{key}.{name}", "value": target.kwargs.get(name), "place": place}
-        raise ConfigError("C002", "unknown key", suggestion=hint, **at) from error
+            raise ConfigError("C005", str(error), key="model", value=target.path) from error
+        key, value = f"model.{found[1]}", target.kwargs.get(found[1])
+        hint = did_you_mean(found[1], [*keywords(function), *facts], "model.{}")
+        raise ConfigError("C002", "unknown key", key=key, value=value, suggestion=hint) from error
     except (NotImplementedError, RuntimeError):
         return  # a constructor that reads values cannot run on the meta device
 
