@@ -265,23 +265,22 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
         ConfigError: C011 where the folder holds something else.
     """
     path, hint = header["source"]["path"], "Choose another folder, or remove it"
+    manifest = what = None
     if not folder.exists():
         return None
-    if not folder.is_dir():
-        raise ConfigError("C011", "is a file", key="DST", value=folder, suggestion=hint)
     try:
         manifest = read_manifest(folder)
+        if not folder.is_dir():
+            what = "is a file"
+        elif manifest is None and any(folder.iterdir()):
+            what, hint = "is not empty and holds no pack", "Choose another folder"
+        elif manifest is not None and manifest.source.path != path:
+            what = f"holds a pack of {manifest.source.path}"
     except DataError:
         # An unfinished pack is resumed; a damaged one or another format is made anew.
         before = read_header(folder)
         if before and before["source"]["path"] != path:
             what = f"holds an unfinished pack of {before['source']['path']}"
-            raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint) from None
-        return None
-    if manifest is None and any(folder.iterdir()):
-        what = "is not empty and holds no pack"
-        raise ConfigError("C011", what, key="DST", value=folder, suggestion="Choose another folder")
-    if manifest is not None and manifest.source.path != path:
-        what = f"holds a pack of {manifest.source.path}"
+    if what is not None:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     return manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ class PackedImages(ImageSource):
         shape = tuple(facts.shape or ())
         self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
         """Of every image, if all are fetched as they are stored, in one size."""
-        self._bytes: Pixels | None = None
 
     @property
     def held_bytes(self) -> int | None:
@@ -64,18 +64,18 @@ class PackedImages(ImageSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process maps the file itself; pickling the map would copy all of it.
-        return {**self.__dict__, "_bytes": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_pixels"}
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         if not self.shape:
             return super().fetch(indices, epoch)
-        pixels = self._mapped().reshape(-1, *self.shape)[self._numbers[indices]]
+        pixels = self._pixels.reshape(-1, *self.shape)[self._numbers[indices]]
         return torch.from_numpy(pixels), self.labels(indices)
 
     def original(self, index: int) -> Pixels:
         """One image as it is stored, (height, width, 3); without a copy unless it has to be decoded."""
         row = self._rows[index]
-        stored = self._mapped()[self._ends[index] - row["length"] : self._ends[index]]
+        stored = self._pixels[self._ends[index] - row["length"] : self._ends[index]]
         if self.kind == "pixels":
             return stored.reshape(row["height"], row["width"], 3)
         return decode(stored.tobytes(), self.name_of(index)).pixels
@@ -91,7 +91,7 @@ class PackedImages(ImageSource):
         """All images; those of a whole pack as stored, without a copy, in memory that ranks share."""
         if not self.shape or not np.array_equal(self._numbers, np.arange(self._facts.samples)):
             return super().hold(holder)
-        images = torch.from_numpy(self._mapped().reshape(-1, *self.shape))
+        images = torch.from_numpy(self._pixels.reshape(-1, *self.shape))
         return TensorSource(images, self.targets, images=True)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
@@ -104,13 +104,11 @@ class PackedImages(ImageSource):
         facts = self._facts
         return describe_part(len(self), "images", facts.index_sha256, *(each.sha256 for each in facts.parts))
 
-    def _mapped(self) -> Pixels:
-        if self._bytes is None:
-            # Copy on write, because torch has no read-only tensors; a plain array, because indexing numpy's
-            # memmap class takes several times as long.
-            mapped = np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c")
-            self._bytes = mapped.view(np.ndarray)
-        return self._bytes
+    @cached_property
+    def _pixels(self) -> Pixels:
+        # Copy on write, because torch has no read-only tensors; a plain array, because indexing numpy's
+        # memmap class takes several times as long.
+        return np.memmap(self.folder / f"{self.split}.bin", np.uint8, "c").view(np.ndarray)
 
 
 def pixel_sums(rows: NDArray[Any]) -> tuple[int, Tensor, Tensor]:

@@ -53,12 +53,13 @@ class ImageSource(MapSource):
         """Image `index` by its name, for messages."""
         return "data"
 
-    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        def fetched(place: int) -> Pixels:
-            image = self.original(indices[place])
-            return image if self.image_size is None else fit(image, self.image_size)
+    def fitted(self, index: int) -> Pixels:
+        """Image `index` in the size in which it is fetched."""
+        image = self.original(index)
+        return image if self.image_size is None else fit(image, self.image_size)
 
-        images = in_threads(len(indices), fetched)
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        images = in_threads(len(indices), lambda place: self.fitted(indices[place]))
         expected = self.shape or images[0].shape
         for index, image in zip(indices, images, strict=True):
             if image.shape != expected:
@@ -155,12 +156,11 @@ class ImageFiles(ImageSource):
             self.note_unreadable(np.arange(len(self)), held.targets)
             return held
         holder = holder or Holder()
-        size, shape = self.image_size, self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
+        shape = self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 
         def decode(images: Pixels, start: int) -> None:
             for place in range(start, min(start + _CHUNK, len(self))):
-                pixels = self.original(place)
-                pixels = pixels if size is None else fit(pixels, size)
+                pixels = self.fitted(place)
                 if pixels.shape != shape:
                     raise mixed_sizes(self.paths[place], pixels.shape, shape)
                 images[place] = pixels

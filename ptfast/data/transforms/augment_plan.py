@@ -185,8 +185,7 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
             hint = f"Set data.image_size={min(height, width)}, or use augment.resized_crop=null"
             raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
         augment = augment.model_copy(update={"size": height})
-    known = info.extra.get("normalize") if normalize else None
-    if known:
+    if normalize and (known := info.extra.get("normalize")):
         augment = augment.model_copy(update={"fill": tuple(round(value) for value in known["mean"])})
     if augment.targets == "keep":
         return augment

@@ -35,14 +35,12 @@ def augmented(augment: Augment, raw: Any, share: Share) -> Any:
     return images, targets if masks is None else masks.reshape(targets.shape), *others
 
 
-def cropped(
-    augment: Augment, source: MapSource, share: Share, places: Indices | None = None
-) -> tuple[Tensor, Tensor]:
-    """The raw batch of `share` by `augment.resized_crop`; its samples lie at `places`, by default as indexed.
+def cropped(augment: Augment, source: MapSource, share: Share, places: Indices) -> tuple[Tensor, Tensor]:
+    """The raw batch of `share` by `augment.resized_crop`; its samples lie at `places` of `source`.
 
     Images are uint8 (batch, side, side, channels).
     """
-    places, size = share.indices if places is None else places, augment.size
+    size = augment.size
     assert augment.resized_crop is not None
     ranges = augment.resized_crop, augment.resized_ratio
     boxes = draw_boxes(augment.seed, share.epoch, share.indices, *source.sizes(places), *ranges)

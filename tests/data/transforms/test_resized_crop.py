@@ -82,7 +82,7 @@ def test_boxes_are_cut_out_of_files_before_they_are_resized(tmp_path: Path):
         picture = torch.from_numpy(pixels[index]).permute(2, 0, 1)
         crop = v2.resized_crop(picture, top, left, height, width, [16, 16], antialias=True)
         expected.append((crop.flip(-1) if flip else crop).permute(1, 2, 0))
-    assert same_pixels(cropped(augment, source, share)[0], torch.stack(expected))
+    assert same_pixels(cropped(augment, source, share, share.indices)[0], torch.stack(expected))
 
 
 @pytest.mark.parametrize("changes", [{}, {"brightness": 0.4, "cutout": 3}, {"flip": "alternating"}])
@@ -169,7 +169,7 @@ def test_a_device_cuts_the_boxes_of_the_host(
     source = TensorSource(images, torch.zeros(32), images=True)
     share = Share(2, np.random.default_rng(0).permutation(32), 32)
     augment = Augment(resized_crop=scale, flip=True, size=size, seed=5)
-    expected = cropped(augment, source, share)[0]
+    expected = cropped(augment, source, share, share.indices)[0]
     sides = np.full(32, height), np.full(32, width)
     boxes = draw_boxes(5, 2, share.indices, *sides, scale, augment.resized_ratio)
     edges = [torch.from_numpy(each) for each in box_edges(boxes, height, width)]
