@@ -18,7 +18,7 @@ _TIMEOUT_S = 20
 
 
 def fetch_archive(url: str, md5: str, folder: Path, hint: str, download: bool = True) -> Path:
-    """The archive of `url` in `folder`, downloaded (if `download`) unless it lies there whole.
+    """The archive of `url` in `folder`; it is downloaded, if `download`, unless an intact one is there.
 
     An archive gets its name only after its checksum is verified; partial downloads are replaced. Processes
     that ask at the same time wait for the first. `hint` says what to do without a network.

@@ -87,6 +87,10 @@ _augment = partial(
     Technique, kind="training", needs=("images",), trial=("model=resnet_digits", "optimizer.lr=0.005")
 )
 
+_OVERFITTING = (
+    "An image classifier trained for tens of epochs whose training loss falls far below its validation loss."
+)
+
 TECHNIQUES: tuple[Technique, ...] = (
     _augment(
         name="crop and flip",
@@ -125,8 +129,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         "WRN-28-10: from 3.87 to 3.08 %.",
         source="DeVries, Taylor 2017, arXiv:1708.04552.",
         avoid="Short runs, which underfit anyway, and images whose class shows in one small place.",
-        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
-        "validation loss.",
+        audit=_OVERFITTING,
         about=("augment/cutout",),
     ),
     _augment(
@@ -213,8 +216,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         "ImageNet: from 23.6 to 22.1 % over 200 epochs, but only from 23.5 to 23.3 % over 90.",
         source="Zhang, Cisse, Dauphin, Lopez-Paz 2018, arXiv:1710.09412.",
         avoid="Short runs, which underfit anyway, and data where a blend of two samples means nothing.",
-        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
-        "validation loss.",
+        audit=_OVERFITTING,
         about=("augment/mixup",),
     ),
     _augment(
@@ -226,8 +228,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         "CIFAR-100: from 16.45 to 14.47 %.",
         source="Yun, Han, Oh, Chun, Choe, Yoo 2019, arXiv:1905.04899.",
         avoid="Short runs, which underfit anyway, and images whose class shows in one small place.",
-        audit="An image classifier trained for tens of epochs whose training loss falls far below its "
-        "validation loss.",
+        audit=_OVERFITTING,
         about=("augment/cutmix",),
         trial=("model=resnet_digits",),
     ),

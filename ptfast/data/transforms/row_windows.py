@@ -125,7 +125,7 @@ class RowWindows:
         fill: int = 0,
         holder: Holder | None = None,
     ) -> None:
-        self._dtype = images.dtype
+        self._shape, self._dtype = images.shape[1:], images.numpy().dtype
         padded = pixels = images.contiguous().view(torch.uint8).numpy()
         samples, height, width, channels = pixels.shape
         if padding or mirrored:
@@ -141,8 +141,7 @@ class RowWindows:
             copies = (2 if mirrored else 1, samples, height + 2 * padding, width + 2 * padding, channels)
             padded = (holder or Holder()).fill(copies, write)[0].reshape(-1, *copies[2:])
         padded_height, padded_width = padded.shape[1:3]
-        self._shape, self._channels = pixels.shape[1:], channels
-        self._row_bytes = padded_width * channels
+        self._pixel_bytes, self._row_bytes = channels, padded_width * channels
         self._slot_bytes = padded_height * self._row_bytes
         # Without padding to the sides the rows of a crop follow one another: one run holds them all.
         rows_per_run = height if width == padded_width else 1
@@ -155,11 +154,11 @@ class RowWindows:
 
     def corners(self, slots: Indices, top: Indices, left: Indices) -> Indices:
         """Where the crops of `slots` at (`top`, `left`) begin in memory."""
-        return slots * self._slot_bytes + top * self._row_bytes + left * self._channels
+        return slots * self._slot_bytes + top * self._row_bytes + left * self._pixel_bytes
 
     def gather(self, corners: Indices) -> Tensor:
         runs = self._runs[corners[:, None] + self._run_offsets]
-        return torch.from_numpy(runs.view(np.uint8).reshape(len(corners), *self._shape)).view(self._dtype)
+        return torch.from_numpy(runs.view(self._dtype).reshape(len(corners), *self._shape))
 
 
 def padded_bytes(augment: Augment, source: TensorSource) -> int:
