@@ -12,7 +12,7 @@ from ptfast.config.schema import flatten, with_defaults
 from ptfast.core.errors import shorten
 from ptfast.core.units import better_mode
 from ptfast.measure.experiment.verdicts import t_quantile
-from ptfast.report.html.run_files import RunFiles, is_finite, read_run
+from ptfast.report.html.run_files import RunFiles, is_finite
 from ptfast.report.html.run_report import headline
 
 SPLITS = ("best", "val", "test", "train")
@@ -85,7 +85,7 @@ def rank_runs(
         mode: `max`, `min`, or `auto` to judge by the metric's name.
         is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
     """
-    runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
+    runs = [RunFiles(Path(run_dir)) for run_dir in run_dirs]
     if metric == "auto":
         followed = (run.summary.get("best_metric") for run in runs)
         logged = (

@@ -87,7 +87,7 @@ class Display:
 
     def warn(self, text: str) -> None:
         """One line that needs attention."""
-        self._print(f"warning: {text}")
+        self._print(f"warning: {text}", style="yellow")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The closing summary, from what summary.json holds."""
@@ -99,8 +99,8 @@ class Display:
     def close(self) -> None:
         """Leave the terminal as it was. Safe to call twice, and after a crash."""
 
-    def _print(self, text: str, *, copied: bool = False) -> None:
-        """Print a line, which a terminal must not break if it is to be `copied`."""
+    def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
+        """Print a line; a terminal shows it in a `style` of rich, and does not break it if it is `copied`."""
         if self._stream is None:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

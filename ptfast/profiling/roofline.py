@@ -169,11 +169,6 @@ class Work:
     """Calls of operators."""
     batch_bytes: float = 0.0
 
-    @property
-    def format(self) -> str | None:
-        """The number format of most of the operations."""
-        return max(self.flops, key=self.flops.__getitem__, default=None)
-
 
 def count_work(run: Run, counted: Counted) -> Work:
     """The work of one step, from counts over some."""
@@ -211,10 +206,12 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
         bound = "operators"
     if peaks.transfer_bytes_per_s is not None:
         floors["transfer"] = work.batch_bytes / peaks.transfer_bytes_per_s
-    mfu, peak = floors["compute"] / step_s, peaks.flops_per_s[work.format] if work.format else None
-    reached = "no matrix products to count"
-    if work.format and peak:
-        name = work.format.replace("_medium", " at medium").replace("_high", " at high")
+    mfu = floors["compute"] / step_s
+    main_format = max(work.flops, key=work.flops.__getitem__, default=None)
+    reached, peak = "no matrix products to count", None
+    if main_format is not None:
+        peak = peaks.flops_per_s[main_format]
+        name = main_format.replace("_medium", " at medium").replace("_high", " at high")
         reached = f"{mfu:.0%} of {flop(peak)}/s in {name}"
     slowest_first = sorted(floors.items(), key=lambda item: -item[1])
     parts = [f"{name} {short_time(s)}" for name, s in slowest_first if s >= 0.005 * step_s]
@@ -222,7 +219,7 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
         "step_s": step_s,
         "flops_per_step": total,
         "flops_per_s": total / step_s,
-        "format": work.format,
+        "format": main_format,
         "peak_flops_per_s": peak,
         "mfu": mfu,
         "floors_s": floors,

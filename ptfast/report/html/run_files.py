@@ -6,7 +6,6 @@ import contextlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -18,26 +17,22 @@ from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, USAGE, Record,
 Points = list[tuple[float, float]]
 
 
-@dataclass(frozen=True)
 class RunFiles:
     """Content of one run's metrics.jsonl, summary.json, examples.json, config.yaml and environment.json."""
 
-    run_dir: Path
-    records: list[Record] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    examples: dict[str, Any] = field(default_factory=dict)
-    config_text: str = ""
-
-    @property
-    def name(self) -> str:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.name = "/".join(run_dir.absolute().parts[-2:])
         """The last two parts of the path: `resnet_digits/20261120-101112-ab12`."""
-        return "/".join(self.run_dir.absolute().parts[-2:])
-
-    @property
-    def status(self) -> str:
+        self.records = read_records(run_dir / METRICS_FILE)
+        self.summary = read_json(run_dir / SUMMARY)
+        self.environment = read_json(run_dir / ENVIRONMENT)
+        self.examples = read_json(run_dir / EXAMPLES)
+        self.status = str(self.summary.get("status") or "unfinished")
         """`finished`, `failed`, ...; `unfinished` for a run without a summary."""
-        return str(self.summary.get("status") or "unfinished")
+        self.config_text = ""
+        with contextlib.suppress(OSError):
+            self.config_text = (run_dir / CONFIG).read_text(encoding="utf-8", errors="replace")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -91,21 +86,6 @@ def training_times(records: Sequence[Record]) -> dict[int, float]:
         step_s = record.get("step_s", typical_s)
         seconds[record["step"]] = seconds[before["step"]] + (record["step"] - before["step"]) * step_s
     return seconds
-
-
-def read_run(run_dir: Path) -> RunFiles:
-    """Read the files of a run, as far as they exist."""
-    config_text = ""
-    with contextlib.suppress(OSError):
-        config_text = (run_dir / CONFIG).read_text(encoding="utf-8", errors="replace")
-    return RunFiles(
-        run_dir=run_dir,
-        records=read_records(run_dir / METRICS_FILE),
-        summary=read_json(run_dir / SUMMARY),
-        environment=read_json(run_dir / ENVIRONMENT),
-        examples=read_json(run_dir / EXAMPLES),
-        config_text=config_text,
-    )
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

@@ -12,7 +12,7 @@ from ptfast.core.errors import cannot_write
 from ptfast.core.run_directory import METRICS, read_json
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.html.html_page import header, html_table, page
-from ptfast.report.html.run_files import RunFiles, is_finite, read_run, training_times
+from ptfast.report.html.run_files import RunFiles, is_finite, training_times
 from ptfast.report.html.svg_charts import (
     LEFT,
     SCRIPT_FILE,
@@ -60,7 +60,7 @@ def write_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html from the files beside it; a missing file leaves out its part."""
     path = run_dir / REPORT_FILE
     try:
-        path.write_text(_render(read_run(run_dir)), encoding="utf-8")
+        path.write_text(_render(RunFiles(run_dir)), encoding="utf-8")
     except OSError as error:
         raise cannot_write(error, str(path)) from error
     return path
@@ -260,12 +260,12 @@ def _metric_section(content: dict[str, Any]) -> str:
     for name, metric in content["metrics"].items():
         kind, values = str(metric.get("kind")), metric.get("values")
         axes = next((axes for end, axes in CURVES.items() if kind.endswith(end)), None)
+        rows = values if isinstance(values, list) else []
+        is_square = len(rows) > 1 and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
         if axes is not None and isinstance(values, list) and len(values) == 3:
             x, y = (values[0], values[1]) if kind.endswith("ROC") else (values[1], values[0])
             charts.append(_curves(name, x, y, axes, names))
-        elif (
-            isinstance(values, list) and len(values) > 1 and all(_is_row(row, len(values)) for row in values)
-        ):
+        elif is_square and all(isinstance(cell, (int, float)) for row in rows for cell in row):
             charts.append(_confusion(name, values, names))
         elif isinstance(values, list) and all(isinstance(value, (int, float)) for value in values):
             by_class.setdefault(len(values), {})[name] = values
@@ -277,11 +277,6 @@ def _metric_section(content: dict[str, Any]) -> str:
         charts.append(html_table(["class", *(name.replace("_", " ") for name in columns)], rows))
     title = f"Metrics of {content['split']} at step {grouped(content['step'])}"
     return f'<h2>{escape(title)}</h2><div class="grid2">{"".join(charts)}</div>'
-
-
-def _is_row(row: Any, length: int) -> bool:
-    cells = row if isinstance(row, list) and len(row) == length else [None]
-    return all(isinstance(cell, (int, float)) for cell in cells)
 
 
 def _labels(names: Any, count: int) -> list[str]:

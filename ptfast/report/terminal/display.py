@@ -301,11 +301,6 @@ class LiveDisplay(Display):
             line.append("  best", style="bold green")
         self._show(line)
 
-    def warn(self, text: str) -> None:
-        from rich.text import Text
-
-        self._show(Text(f"warning: {one_line(text)}", style="yellow"))
-
     def close(self) -> None:
         live, self._live = self._live, None
         if live is not None:
@@ -345,11 +340,11 @@ class LiveDisplay(Display):
                 line.append("  ").append(shown[name], style="bold" if name == "loss" else "")
         yield line
 
-    def _print(self, text: str, *, copied: bool = False) -> None:
+    def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
         from rich.text import Text
 
         # What the terminal itself breaks is copied as one line.
-        self._show(Text(one_line(text)), soft_wrap=copied)
+        self._show(Text(one_line(text), style=style), soft_wrap=copied)
 
     def _show(self, renderable: Any, **options: Any) -> None:
         with contextlib.suppress(OSError, ValueError):
