@@ -69,13 +69,6 @@ def debugging(
     `memory` reports how much memory the phases of some steps take, and what the forward pass keeps for the
     backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that samples
     every millisecond, and a Python call for every tensor that is kept.
-
-    Args:
-        run: about to be trained; `none` and `anomaly` need none.
-        wait: steps before `profiler` and `memory` start, in which caches fill.
-        warmup: further steps, in which the profiler runs without recording.
-        active: steps that are recorded.
-        torch_check: torch's own checks to add; `gradgradcheck` runs both.
     """
     if mode == "anomaly":
         try:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.clock import CAUSES, label
-from ptfast.core.errors import cannot_write
-from ptfast.core.run_directory import METRICS, read_json
+from ptfast.core.run_directory import METRICS, read_json, write_text
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite, training_times
@@ -59,10 +58,7 @@ CURVES = {
 def write_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html from the files beside it; a missing file leaves out its part."""
     path = run_dir / REPORT_FILE
-    try:
-        path.write_text(_render(RunFiles(run_dir)), encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(error, str(path)) from error
+    write_text(path, _render(RunFiles(run_dir)))
     return path
 
 
