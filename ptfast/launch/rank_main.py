@@ -49,7 +49,6 @@ SKIPPED_NAMES = 5
 """How many files that could not be read are named; the others are counted."""
 CUT_SHORT = ("paused", "preempted", "interrupted")
 """Endings of a run that saved its state before the last step, to be resumed."""
-_nothing = contextlib.nullcontext()
 EXIT_CODES = {
     "finished": EXIT_OK,
     "stopped": EXIT_OK,
@@ -156,7 +155,8 @@ class RankPart:
         self.display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
         debug = self.config.debug
         looking = debugging(run=run, **vars(debug))
-        compiling = run.compilation.booking(run.clock) if run.compilation is not None else _nothing
+        compilation = run.compilation
+        compiling = contextlib.nullcontext() if compilation is None else compilation.booking(run.clock)
         with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
             status = fit(run)
         if self.ranks.is_first and status in ("finished", "stopped", "paused"):
@@ -231,13 +231,13 @@ class RankPart:
                 display.warn(f"the machine's limits could not be computed: {type(error).__name__}: {error}")
         # Closing loggers may take long, and the system may end the run meanwhile.
         with contextlib.suppress(PtfastError):
-            run_directory.write_json(path, self._summary(outcome, light))
+            run_directory.write_json(path, self.summary(outcome, light))
         try:
             self.logger.close()
         except PtfastError as error:
             if outcome.error_line is None:
                 failure, outcome = error, Outcome(exit_code=error.exit_code, error_line=str(error))
-        summary = self._summary(outcome, light)
+        summary = self.summary(outcome, light)
         try:
             run_directory.write_json(path, summary)
             if run is not None and run.progress.step:
@@ -256,8 +256,38 @@ class RankPart:
         if failure is not None:
             raise failure
 
-    def _summary(self, outcome: Outcome, light: dict[str, Any] | None) -> dict[str, Any]:
-        summary = summarise(self.run, self.clock, outcome)
+    def summary(self, outcome: Outcome, light: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The content of `summary.json`: the outcome, the figures, and every second of wall time by cause."""
+        run = self.run
+        summary: dict[str, Any] = {"status": outcome.status, "exit_code": outcome.exit_code}
+        if outcome.error_line is not None:
+            summary["error"] = outcome.error_line
+        if run is not None:
+            if run.stop_reason is not None:
+                summary["reason"] = run.stop_reason
+            progress = run.progress
+            summary |= {
+                "task": run.resolved.task,
+                "steps": progress.step,
+                "samples": progress.samples,
+                "train_samples_per_s": progress.samples_per_s,
+                "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
+                **run.figures,
+            }
+            if (share := run.resolved.padding_share) is not None:
+                summary["padding_share"] = share
+            if missing := left_out(run):
+                summary["left_out"] = missing
+            split = "val" if "val" in run.eval_loaders else "train"
+            summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
+            if run.compilation is not None:
+                summary["compile"] = run.compilation.report()
+            if run.unreadable is not None and (files := run.unreadable()):
+                summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
+            if progress.best_step is not None:
+                summary["best"] = {"step": progress.best_step, **run.best_figures}
+        budget = self.clock.ledger()
+        summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
         if light is not None:
             summary["speed_of_light"] = light
         summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
@@ -276,40 +306,6 @@ def out_of_memory(config: Config) -> MachineError:
         suggestion="ptfast find batch says what fits; or use precision=amp, checkpointing=full or "
         "gradients.accumulate=2",
     )
-
-
-def summarise(run: Run | None, clock: Clock, outcome: Outcome) -> dict[str, Any]:
-    """The content of `summary.json`: the outcome, the figures, and every second of wall time by cause."""
-    summary: dict[str, Any] = {"status": outcome.status, "exit_code": outcome.exit_code}
-    if outcome.error_line is not None:
-        summary["error"] = outcome.error_line
-    if run is not None:
-        if run.stop_reason is not None:
-            summary["reason"] = run.stop_reason
-        progress = run.progress
-        summary |= {
-            "task": run.resolved.task,
-            "steps": progress.step,
-            "samples": progress.samples,
-            "train_samples_per_s": progress.samples_per_s,
-            "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
-            **run.figures,
-        }
-        if (share := run.resolved.padding_share) is not None:
-            summary["padding_share"] = share
-        if missing := left_out(run):
-            summary["left_out"] = missing
-        split = "val" if "val" in run.eval_loaders else "train"
-        summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
-        if run.compilation is not None:
-            summary["compile"] = run.compilation.report()
-        if run.unreadable is not None and (files := run.unreadable()):
-            summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
-        if progress.best_step is not None:
-            summary["best"] = {"step": progress.best_step, **run.best_figures}
-    budget = clock.ledger()
-    summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
-    return summary
 
 
 def report_failure(folder: Path, error: BaseException) -> bool:

@@ -14,10 +14,11 @@ import torch
 from running import build_run, same_bits, summary, train
 from torch import Tensor, nn
 
+from ptfast.config.read import read_config
 from ptfast.core import clock as clocks
 from ptfast.core.clock import CAUSES, SAMPLED, STEP, Clock, DeviceClock
 from ptfast.core.protocols import Callback
-from ptfast.launch.rank_main import Outcome, summarise
+from ptfast.launch.rank_main import Outcome, RankPart
 from ptfast.training.fit import fit
 
 LATE_S = 0.02
@@ -303,9 +304,10 @@ def test_a_throughput_leaves_the_warm_up_out(tmp_path: Path, monkeypatch: pytest
     assert [window["step_s"] for window in windows] == [
         pytest.approx(4 / window["samples_per_s"]) for window in windows
     ]
-    assert summarise(run, run.clock, Outcome("finished", 0))["train_samples_per_s"] is None
+    part = RankPart(read_config(model)[1], run.folder, run.ranks, run.display, run.clock, run=run)
+    assert part.summary(Outcome("finished", 0))["train_samples_per_s"] is None
     monkeypatch.setattr("ptfast.core.resolved.LEAST_S", 0.0)
-    assert 40 < summarise(run, run.clock, Outcome("finished", 0))["train_samples_per_s"] < 200
+    assert 40 < part.summary(Outcome("finished", 0))["train_samples_per_s"] < 200
 
 
 def test_compiling_in_a_later_step_slows_no_throughput(now: list[float]) -> None:
