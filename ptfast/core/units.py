@@ -34,6 +34,11 @@ def grouped(number: float) -> str:
     return f"{number:,.0f}" if math.isfinite(number) else str(number)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def short_count(number: float) -> str:
     """A count in three digits: `272k`, `1.2M`."""
     if not math.isfinite(number):

@@ -220,7 +220,7 @@ def test_what_mends_a_finding_in_this_process_is_measured(
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
     with audit_context(config, tmp_path, Display()) as context:
         found = [*run_checks(context, ("loop",))]
-        price_here(found, 1.0, "cpu")
+        price_here(found, 1.0, "cpu", Display())
         (finding,) = found
         assert finding.price is not None
         assert finding.price.low_s is not None

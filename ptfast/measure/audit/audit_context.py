@@ -8,9 +8,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,14 +55,13 @@ Trial = Callable[[], Sides]
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a step that a finding costs, as measured here."""
+    """Seconds of a step that a finding costs; interval and verdict are those of a paired trial, if any."""
 
     seconds: float
     low_s: float | None = None
-    """Of the interval of a paired trial, as `high_s`; None if its calls were timed as they are."""
     high_s: float | None = None
     verdict: Verdict | None = None
-    """Of the trial on the mended step: `faster` is what a finding promises."""
+    """`faster` for the mended step is what a finding promises."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class Finding:
     """Something that costs speed."""
 
     check: str
-    """Name of the check that found it."""
     what: str
     where: str
     """`file.py:12`, the path of a module in the model, or a config key."""
@@ -112,7 +109,7 @@ class AuditContext:
         self.config, self.run, self.source = config, run, source
         self.device_type = run.device.type
         run.total_steps = ENDLESS
-        breaks_before = _graph_breaks() if run.compilation is not None else Counter[str]()
+        breaks_before = _graph_breaks(run)
         run.call_back("on_start")
         self._trainer = trainer = Trainer(run)
         switches = trainer.first_look.switches
@@ -129,7 +126,7 @@ class AuditContext:
         self.aids = switches.found
         """Debugging aids of torch that are on, and where they were turned on."""
         self._time_steps()
-        self.graph_breaks = _graph_breaks() - breaks_before if run.compilation is not None else Counter[str]()
+        self.graph_breaks = _graph_breaks(run) - breaks_before
         """By reason; none where nothing is compiled."""
         self.calls, self.syncs = CallTrace(run.device.type), dict[str, int]()
         """Calls of `CALL_STEPS` steps, and waits for a CUDA device in as many, by place."""
@@ -165,15 +162,6 @@ class AuditContext:
         self._trainer.train(self._batches, self.run.progress.step + 1)
         self._trainer.window.read()
 
-    def trial(self, mended: Callable[[], AbstractContextManager[Any]]) -> Trial:
-        """The trial of a step as it is, and of one inside `mended()`."""
-
-        def take_mended_step() -> None:
-            with mended():
-                self.take_step()
-
-        return lambda: (self.take_step, take_mended_step)
-
     def _noting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         for batch in batches:
             self.batch = batch.micro_batches[0].data
@@ -193,7 +181,6 @@ class AuditContext:
         after = ProcessorTimes.read()
         outside = before.until(after, after.own_s - before.own_s)
         self.shapes = set(self._shapes)
-        """Of the inputs of these steps."""
         self.waiting = waited_s / took_s
         """Share of the time in which the model waited for a batch."""
         self.others_cores: float = outside["others_cores"] or 0.0
@@ -207,11 +194,10 @@ class AuditContext:
         self.untraced: str | None = None
         """Why operators could not be traced, if the model forbids it."""
 
-        def record(phase: str, *, on: bool) -> None:
-            if phase == "forward":
-                operators.recording = on
+        def enter(phase: str) -> None:
+            operators.recording = phase == "forward"
 
-        phases = Phases(partial(record, on=True), partial(record, on=False))
+        phases = Phases(enter, lambda phase: enter(""))
         try:
             with watched(self.run, phases), operators.naming_modules(), calls, operators:
                 self._trainer.train(self._batches, self.run.progress.step + 1)
@@ -252,8 +238,10 @@ def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
         yield
 
 
-def _graph_breaks() -> Counter[str]:
-    """Graph breaks in this process, by torch's reason in one line."""
+def _graph_breaks(run: Run) -> Counter[str]:
+    """Graph breaks in this process, by torch's reason in one line; none if nothing is compiled."""
+    if run.compilation is None:
+        return Counter()
     dynamo: Any = sys.modules["torch._dynamo.utils"]
     breaks = dynamo.counters["graph_break"].items()
     return Counter({str(reason).splitlines()[0]: count for reason, count in breaks})
@@ -269,8 +257,8 @@ def _gpu_is_slowed(device: torch.device) -> bool:
     """True if a GPU's driver holds its clocks down for heat or power."""
     if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
         return False
-    reasons = "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.sw_thermal_slowdown"
-    command = [tool, f"--query-gpu={','.join(reasons)}", "--format=csv,noheader", f"--id={device.index or 0}"]
+    reasons = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.sw_thermal_slowdown"
+    command = [tool, f"--query-gpu={reasons}", "--format=csv,noheader", f"--id={device.index or 0}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     return " Active" in f" {done.stdout}"
 

@@ -7,7 +7,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
+from ptfast.core.units import counted
 from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit import model_checks, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Trial, audit_context
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
 from ptfast.measure.outputs import RECEIPT, check_outputs, label, make_folder, write_recipe
-from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output
+from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
 
 ORDER = (0, 1, 1, 0)
 """The sides of a round, in the order they are measured: an even drift weighs on both alike."""
@@ -37,8 +37,6 @@ SHARE = 0.2
 MOST_ROUNDS = 20
 FIX = "--fix"
 
-OnTrial = Callable[[str, float], AbstractContextManager[None]]
-"""Called with the name of what is measured next and the seconds that are left at most; open while it is."""
 AREAS: dict[str, tuple[Callable[[AuditContext], Iterator[Finding]], dict[str, str]]] = {
     "model": (model_checks.check_model, model_checks.MODEL_CHECKS),
     "data": (step_checks.check_data, step_checks.DATA_CHECKS),
@@ -70,10 +68,6 @@ def audit(
     findings: list[Finding] = []
     notes: list[str] = []
     trials: dict[str, Any] = {}
-
-    def on_trial(what: str, left_s: float) -> AbstractContextManager[None]:
-        return display.status(f"measuring {what}", left_s)
-
     try:
         with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
             run_dir = Path(scratch) / "run"
@@ -83,9 +77,9 @@ def audit(
                 if context.untraced:
                     notes.append(f"operators could not be traced: {context.untraced}")
                 if budget_s:
-                    price_here(findings, budget_s, context.device_type, on_trial)
+                    price_here(findings, budget_s, context.device_type, display)
         if budget_s and any(finding.overrides and not finding.handled for finding in findings):
-            trials = price_by_override(findings, arguments, budget_s, on_trial)
+            trials = price_by_override(findings, arguments, budget_s, display)
             if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
                 notes.append(f"{NOT_REACHED}, for the overrides of {', '.join(missed)}")
     except KeyboardInterrupt:
@@ -124,12 +118,7 @@ def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[
         yield from (replace(finding, area=area) for finding in check(context))
 
 
-def price_here(
-    findings: list[Finding],
-    budget_s: float,
-    device_type: str,
-    on_trial: OnTrial = lambda what, left_s: nullcontext(),
-) -> None:
+def price_here(findings: list[Finding], budget_s: float, device_type: str, display: Display) -> None:
     """Measure in this process what findings with a trial cost, and put the prices into `findings`.
 
     Both sides of a trial share a process with its memory and threads, so no A/A run is needed.
@@ -138,19 +127,21 @@ def price_here(
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
     results: list[tuple[int, Effect | None, float]] = []
     for position, (number, trial) in enumerate(tried):
-        with on_trial(findings[number].check, seconds * (len(tried) - position)):
+        left_s = seconds * (len(tried) - position)
+        with display.status(f"measuring {findings[number].check}", left_s):
             results.append((number, *_measure(trial, seconds, device_type)))
         # Each trial may change the verdicts on those before it.
         _put(findings, results, judge([effect for _, effect, _ in results]))
 
 
 def price_by_override(
-    findings: list[Finding], arguments: Sequence[str], budget_s: float, on_trial: OnTrial
+    findings: list[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
     """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
     tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
     pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
-    with Laboratory(budget_s=budget_s) as laboratory, on_trial("what overrides gain", budget_s):
+    status = display.status("measuring what overrides gain", budget_s)
+    with Laboratory(budget_s=budget_s) as laboratory, status:
         measure_pairs(laboratory, pairs)
     effects, verdicts = judge_pairs(pairs)
     steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
@@ -215,10 +206,9 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     """Print findings, in a table on a terminal and a line each elsewhere."""
     found = [finding for finding in findings if not finding.handled]
+    priced = [(each.price.seconds, each) for each in found if each.price is not None]
     groups = {
-        "with a measured price": sorted(
-            (each for each in found if each.price), key=lambda each: -each.price.seconds if each.price else 0
-        ),
+        "with a measured price": [each for _, each in sorted(priced, key=lambda pair: -pair[0])],
         "without a price": [finding for finding in found if not finding.price],
         "handled by this config": [finding for finding in findings if finding.handled],
     }
@@ -231,7 +221,7 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
             say("; ".join(filter(None, [*parts, "handled" * each.handled])))
     for note in notes:
         say(note)
-    say(f"{len(found)} finding{'s' * (len(found) != 1)}" if found else "nothing found that costs speed")
+    say(counted(len(found), "finding") if found else "nothing found that costs speed")
 
 
 def price(finding: Finding) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptfast.core.protocols import takes_own_steps
-from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides, Trial
+from ptfast.core.units import counted
+from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides
 from ptfast.measure.audit.traces import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
@@ -62,12 +63,9 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     modules = dict(run.model.named_modules())
     dropouts = {name: module for name, module in modules.items() if isinstance(module, _DROPOUTS)}
     if names := [name for name, module in dropouts.items() if module.p == 0]:
-        what, mended = (
-            f"{_counted(len(names), 'dropout layer')} with p=0",
-            partial(_replaced, run.model, names),
-        )
-        mend, trial = "nn.Identity() where p is 0", context.trial(mended)
-        yield Finding("dropout of zero", what, _listed(names), mend, trial=trial)
+        what, mend = f"{counted(len(names), 'dropout layer')} with p=0", "nn.Identity() where p is 0"
+        sides = context.take_step, _replaced(run.model, names)(context.take_step)
+        yield Finding("dropout of zero", what, _listed(names), mend, trial=lambda: sides)
     for name, module in modules.items():
         if isinstance(module, nn.DataParallel):
             what = "nn.DataParallel copies the model in every step"
@@ -76,21 +74,19 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     parameters = dict(run.model.named_parameters())
     if context.unused and not context.untraced:
         total = sum(parameters[name].numel() for name in context.unused)
-        count = _counted(len(context.unused), "parameter")
-        what = f"{count} of {total:,} numbers got no gradient in any step"
+        what = f"{counted(len(context.unused), 'parameter')} of {total:,} numbers got no gradient in any step"
         mend = "leave these layers out, or set requires_grad=False"
         yield Finding("unused parameters", what, _listed(context.unused), mend)
     if names := [name for name, p in parameters.items() if "float64" in str(p.dtype)]:
-        what = f"{_counted(len(names), 'parameter')} in float64"
+        what = f"{counted(len(names), 'parameter')} in float64"
         yield Finding("float64", what, _listed(names), "model.float()", kind="reduced")
     else:
         for place, count in operators.doubles.items():
-            what = f"float64, {_counted(count, 'operator')} in a forward pass"
+            what = f"float64, {counted(count, 'operator')} in a forward pass"
             mend = "dtype=torch.float32 where it is made, or .float()"
             yield Finding("float64", what, place, mend, kind="reduced")
-    normalises = operators.normalises or any(
-        "norm" in type(each).__name__.lower() for each in modules.values()
-    )
+    named_norm = any("norm" in type(each).__name__.lower() for each in modules.values())
+    normalises = operators.normalises or named_norm
     if operators.weighted >= DEEP and not normalises and not context.untraced:
         what = f"{operators.weighted} layers with weights, and no normalisation"
         norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
@@ -112,15 +108,9 @@ def _check_biases(context: AuditContext) -> Iterator[Finding]:
             dropped = find_cancelled_biases(run.model, forward)
     if dropped:
         count = "1 bias" if len(dropped) == 1 else f"{len(dropped)} biases"
-        yield Finding(
-            "bias before a norm",
-            f"{count} that the BatchNorm behind subtracts again",
-            _listed(dropped),
-            "bias=False in these layers",
-            ("rewrites.bias_before_norm=false",),
-            "reordered",
-            handled=handled,
-        )
+        what, where = f"{count} that the BatchNorm behind subtracts again", _listed(dropped)
+        mend, overrides = "bias=False in these layers", ("rewrites.bias_before_norm=false",)
+        yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=handled)
 
 
 def _check_widths(context: AuditContext) -> Iterator[Finding]:
@@ -148,37 +138,37 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
     """Formulas written by hand that torch has a kernel for."""
-    for place, calls in context.operators.attentions.items():
+    attentions: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
+    for weights in context.operators.softmaxes:
+        if weights.shape is not None and not weights.elsewhere:
+            attentions[weights.place].append((weights.module, weights.shape))
+    for place, calls in attentions.items():
         modules = dict.fromkeys(module for module, _ in calls if module)
         what = f"attention by a softmax between two products, {times(len(calls))} a step"
         where = f"{place} ({_listed(modules)})" if modules else place
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
-        trial = _trial(_attention, [shape for _, shape in calls], context.run.device)
+        trial = partial(_sides, _attention, [shape for _, shape in calls], context.run.device)
         yield Finding("attention by hand", what, where, mend, kind="reordered", trial=trial)
     for place, calls in context.operators.gelus.items():
         what = f"GELU in single operators, {times(len(calls))} a step"
         mend = 'F.gelu(x, approximate="tanh")' if calls[0].approximate == "tanh" else "F.gelu(x)"
-        trial = _trial(_gelu, calls, context.run.device)
+        trial = partial(_sides, _gelu, calls, context.run.device)
         yield Finding("gelu by hand", what, place, mend, kind="reordered", trial=trial)
 
 
-def _trial(
+def _sides(
     build: Callable[[Any, torch.device], Formula], shapes: Sequence[Any], device: torch.device
-) -> Trial:
-    """The trial of all calls in a step on random tensors: by hand, and by one operator each."""
+) -> Sides:
+    """All calls in a step on random tensors: by hand, and by one operator each."""
+    formulas = [(*build(shape, device), count) for shape, count in Counter(shapes).items()]
 
-    def make() -> Sides:
-        formulas = [(*build(shape, device), count) for shape, count in Counter(shapes).items()]
+    def call(*, fused: bool) -> None:
+        for forward, inputs, count in formulas:
+            for _ in range(count):
+                outputs = forward(fused=fused)
+                torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
 
-        def call(*, fused: bool) -> None:
-            for forward, inputs, count in formulas:
-                for _ in range(count):
-                    outputs = forward(fused=fused)
-                    torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
-
-        return partial(call, fused=False), partial(call, fused=True)
-
-    return make
+    return partial(call, fused=False), partial(call, fused=True)
 
 
 def _attention(shape: AttentionShape, device: torch.device) -> Formula:
@@ -230,10 +220,6 @@ def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 def times(count: float) -> str:
     return "once" if count == 1 else f"{count:g} times"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _listed(names: Any) -> str:

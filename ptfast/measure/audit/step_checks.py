@@ -11,7 +11,7 @@ import torch
 from ptfast.core import devices
 from ptfast.core.machine import shared_memory, spare_cores, usable_cores
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.core.units import duration, num_bytes
+from ptfast.core.units import counted, duration, num_bytes
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, Finding, Price, SampleTrace
 from ptfast.measure.audit.model_checks import times
@@ -89,8 +89,8 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
     if context.samples is not None:
         yield from _check_samples(context, context.samples, reader)
     if context.device_type == "cuda" and config.dataloader.pin is False and run.train_loader.kind != "device":
-        what, mends = "batches are copied from memory that is not pinned", ["pin=true", "side_stream=true"]
-        overrides = tuple(f"dataloader.{mend}" for mend in mends)
+        what = "batches are copied from memory that is not pinned"
+        overrides = ("dataloader.pin=true", "dataloader.side_stream=true")
         yield Finding("memory not pinned", what, "dataloader.pin", "", overrides)
     yield from _check_padding(context, reader)
     shapes = len(context.shapes)
@@ -99,11 +99,8 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
         key = "backend.cudnn_benchmark"
         yield Finding("shapes under a search for kernels", what, key, "", (f"{key}=auto",), "reordered")
     if (what := _offset(context)) is not None:
-        where, mend, overrides = (
-            reader if context.samples is not None else "data",
-            "",
-            ("data.normalize=true",),
-        )
+        where = reader if context.samples is not None else "data"
+        mend, overrides = "", ("data.normalize=true",)
         if config.data.normalize:
             mend = (
                 "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
@@ -115,16 +112,14 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
 def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> Iterator[Finding]:
     """Samples that steps wait for, and arrays of samples that are copied."""
     run, waiting, count = context.run, context.waiting, samples.num_samples
+    per_step = run.batch_size / count
 
     def each(seconds: float) -> str:
         return duration(seconds / count) if seconds > 1 else f"{seconds / count * 1e3:.2g} ms"
 
-    def of_a_step(seconds: float) -> float:
-        return seconds / count * run.batch_size
-
     if waiting >= WAITING:
         in_here = run.train_loader.kind in ("plain", "packed")
-        if in_here and spare_cores() >= 2 and of_a_step(samples.seconds) >= HAND_OVER_S:
+        if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
             waits = f"{waiting:.0%} of a step waits for samples of {each(samples.seconds)}"
             yield Finding(
                 "no workers", f"{waits}, and no worker reads ahead", reader, "", ("dataloader=workers",)
@@ -147,14 +142,12 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
         for place, calls in samples.calls.arithmetic.items():
             if calls.count >= count and not place.startswith("torchvision/"):
                 what = f"every sample goes through operations of its own ({', '.join(sorted(calls.names))})"
-                price = Price(of_a_step(calls.seconds))
+                price = Price(calls.seconds * per_step)
                 yield Finding("work on single samples", what, place, mend, price=price)
     for place, calls in samples.calls.copied.items():
-        what, mend = (
-            "torch.tensor copies an array of each sample",
-            "torch.from_numpy(array), or torch.as_tensor(array)",
-        )
-        yield Finding("arrays copied", what, place, mend, price=Price(of_a_step(calls.seconds)))
+        what = "torch.tensor copies an array of each sample"
+        mend = "torch.from_numpy(array), or torch.as_tensor(array)"
+        yield Finding("arrays copied", what, place, mend, price=Price(calls.seconds * per_step))
 
 
 def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
@@ -219,10 +212,11 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
             mend, price = "device=x.device where it is made", Price(calls.seconds / CALL_STEPS)
             yield Finding("tensors made on the host", what, place, mend, price=price)
     names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
+    sides = context.take_step, _without_anomaly_detection()(context.take_step)
     for aid, places in context.aids.items():
         what, where = names.get(aid, f"{aid} runs"), ", ".join(places) or "unknown"
         mend = f"remove it; debug={aid} when it is needed"
-        trial = context.trial(_without_anomaly_detection) if aid == "anomaly" else None
+        trial = (lambda: sides) if aid == "anomaly" else None
         yield Finding("debugging left on", what, where, mend, trial=trial)
     if (place := context.evaluation.with_gradients) is not None:
         mend = "remove torch.enable_grad() or set_grad_enabled(True) around it"
@@ -256,7 +250,7 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
     threads, cores = torch.get_num_threads(), usable_cores() - round(others_cores)
     most = usable_cores(hyperthreads=True)
     if threads > most or (context.device_type == "cpu" and 2 * threads <= cores):
-        what = f"{threads} thread{'s' * (threads != 1)} on {cores} free core{'s' * (cores != 1)}"
+        what = f"{counted(threads, 'thread')} on {counted(cores, 'free core')}"
         mend, key = "or OMP_NUM_THREADS, where that sets it", "backend.threads"
         yield Finding("threads beside cores", what, key, mend, (f"{key}=auto",), "reordered")
     exact = config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
@@ -276,8 +270,6 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
         what = "the processors were slowed down for heat or power"
         yield Finding("clocks throttled", what, "this machine", "better cooling, or less load")
     if others_cores >= OTHERS:
-        what, mend = (
-            f"other processes took {others_cores:.1f} cores",
-            "end them, or measure when they are done",
-        )
+        what = f"other processes took {others_cores:.1f} cores"
+        mend = "end them, or measure when they are done"
         yield Finding("noisy neighbours", what, "this machine", mend)

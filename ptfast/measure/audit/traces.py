@@ -28,7 +28,7 @@ from ptfast.core.tensors.trees import tensors_in, tree_leaves
 
 _PACKAGE = Path(__file__).parents[2]
 _PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
-"""Code of ours that stands in the place of a user's."""
+"""Code of ours that takes the place of a user's."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _VALUES = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero")
@@ -101,12 +101,10 @@ class Calls:
 
 
 class CallTrace(TorchFunctionMode):
-    """Records calls that cost speed, by place, without changing what they do.
+    """Records calls that cost speed, by place.
 
     A call that torch makes inside another counts to the outer one. Only values read from tensors on
-    `device_type` make the host wait.
-
-    Cost: about 2 us for each call.
+    `device_type` make the host wait. Cost: about 2 us for each call.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -114,13 +112,13 @@ class CallTrace(TorchFunctionMode):
         self._device_type = device_type
         self._on_host: Any = WeakIdKeyDictionary()
         self.reads: defaultdict[tuple[str, str], Calls] = defaultdict(Calls)
-        """Reads of values on the host, by kind and place."""
+        """Reads of values on the host, by kind and place; the others are by place."""
         self.moved: defaultdict[str, Calls] = defaultdict(Calls)
-        """Tensors made on the host and moved to the device, by place."""
+        """Tensors made on the host and moved to the device."""
         self.copied: defaultdict[str, Calls] = defaultdict(Calls)
-        """Arrays that torch.tensor copied, by place."""
+        """Arrays that torch.tensor copied."""
         self.arithmetic: defaultdict[str, Calls] = defaultdict(Calls)
-        """Operations on float tensors of more than one element, by place."""
+        """Operations on float tensors of more than one element."""
         self.with_gradients: str | None = None
         """The first place of an operation that records gradients."""
         self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
@@ -131,8 +129,7 @@ class CallTrace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") or (place := code_place()) is None:
             return func(*args, **kwargs)
-        self.current = name, args, kwargs
-        start = time.perf_counter()
+        self.current, start = (name, args, kwargs), time.perf_counter()
         try:
             result = func(*args, **kwargs)
         finally:
@@ -188,7 +185,7 @@ class CallTrace(TorchFunctionMode):
 def cuda_syncs() -> Iterator[dict[str, int]]:
     """Count by place what makes the host wait for a CUDA device, by torch's own debugging mode.
 
-    It also sees waits inside torch's kernels, which have no name in Python, but not how long they take.
+    It also sees waits inside torch's kernels, but not how long they take.
     """
     found: defaultdict[str, int] = defaultdict(int)
     before = torch.cuda.get_sync_debug_mode()
@@ -232,12 +229,11 @@ class AttentionShape(NamedTuple):
 
 
 class GeluShape(NamedTuple):
-    """One call of GELU."""
+    """One call of GELU; `approximate` as `F.gelu` takes it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     approximate: str
-    """`tanh` or `none`, as `F.gelu` takes it."""
 
 
 class _Scores(NamedTuple):
@@ -247,7 +243,7 @@ class _Scores(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Weights:
+class AttentionWeights:
     """The result of one softmax of products, and its use."""
 
     place: str
@@ -264,9 +260,7 @@ class OperatorTrace(TorchDispatchMode):
 
     Formulas written by hand are followed from operator to operator: attention by its chain of product,
     softmax and product of activations, if nothing else reads the weights; GELU by its values, once erf or
-    tanh was shifted by one and multiplied.
-
-    Cost: about 20 us for each operator.
+    tanh was shifted by one and multiplied. Cost: about 20 us for each operator.
     """
 
     def __init__(self, model: nn.Module, calls: CallTrace) -> None:
@@ -275,40 +269,30 @@ class OperatorTrace(TorchDispatchMode):
         self._calls = calls
         self._stack: list[str] = []
         self._roles: Any = WeakIdKeyDictionary()
-        """The part that a tensor plays: `parameter`, `_Scores`, `_Weights`, `squashed` or `shifted`."""
+        """`parameter`, `_Scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._roles[tensor] = "parameter"
-        self._softmaxes: list[_Weights] = []
+        self.softmaxes: list[AttentionWeights] = []
+        """Softmaxes by hand of products of activations, with what became of them."""
         self.recording = False
-        """Whether the forward pass is running."""
         self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
         """Calls of GELU by hand, by place."""
         self.doubles: defaultdict[str, int] = defaultdict(int)
-        """Operators with a float64 tensor for a result, by place."""
+        """Operators that return a float64 tensor, by place."""
         self.normalises = False
         self.weighted = 0
         """Products and convolutions with a parameter."""
-
-    @property
-    def attentions(self) -> dict[str, list[tuple[str, AttentionShape]]]:
-        """By place, calls of attention by hand whose weights nothing else reads, with their module."""
-        found: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
-        for weights in self._softmaxes:
-            if weights.shape is not None and not weights.elsewhere:
-                found[weights.place].append((weights.module, weights.shape))
-        return found
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
         """Keep track of the running module."""
 
-        def enter(module: nn.Module, inputs: Any) -> None:
-            self._stack.append(self._names.get(module, ""))
-
         def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._stack.pop()
 
-        entering = register_module_forward_pre_hook(enter)
+        entering = register_module_forward_pre_hook(
+            lambda module, _: self._stack.append(self._names.get(module, ""))
+        )
         with entering, register_module_forward_hook(leave, always_call=True):
             yield
 
@@ -320,13 +304,10 @@ class OperatorTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self.recording:
+        name, first = func.overloadpacket.__name__, next(tensors_in(result), None)
+        if not self.recording or first is None:
             return result
-        name = func.overloadpacket.__name__
         self.normalises |= "norm" in name or name == "rsqrt"
-        first = next(tensors_in(result), None)
-        if first is None:
-            return result
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
             self.doubles[place] += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -344,7 +325,7 @@ class OperatorTrace(TorchDispatchMode):
         return result
 
     def _attention(self, name: str, args: Any, roles: list[Any]) -> Any:
-        weights = next((role for role in roles if isinstance(role, _Weights)), None)
+        weights = next((role for role in roles if isinstance(role, AttentionWeights)), None)
         if name in ("mm", "bmm"):
             if weights is None:
                 return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
@@ -360,8 +341,8 @@ class OperatorTrace(TorchDispatchMode):
             weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, args[0].dtype)
             return None
         if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
-            found = _Weights(code_place() or "", roles[0].depth)
-            self._softmaxes.append(found)
+            found = AttentionWeights(code_place() or "", roles[0].depth)
+            self.softmaxes.append(found)
             return found
         if name in _CARRIERS or name in _ELEMENTWISE:
             scores = next((role for role in roles if isinstance(role, _Scores)), None)
@@ -381,10 +362,9 @@ class OperatorTrace(TorchDispatchMode):
         others = [tensor for tensor, role in zip(given, roles, strict=True) if role != "shifted"]
         if not others or others[0].numel() == 1:
             return "shifted"
-        if others[0].shape == result.shape and (place := code_place()) is not None:
-            approximate = _approximation(others[0], result)
-            if approximate is not None:
-                self.gelus[place].append(GeluShape(tuple(result.shape), result.dtype, approximate))
+        approximate = _approximation(others[0], result) if others[0].shape == result.shape else None
+        if approximate is not None and (place := code_place()) is not None:
+            self.gelus[place].append(GeluShape(tuple(result.shape), result.dtype, approximate))
         return None
 
 

@@ -27,9 +27,7 @@ from ptfast.training.step import Trainer
 
 PARTS = 4
 """Fewest micro-batches of a step: with two, the estimate would rest on a single product."""
-READS = 10
-"""Times that the figures are read from the device."""
-NUM_STEPS = 200
+READS, NUM_STEPS = 10, 200
 LEAST_STEPS = 10
 """Fewest steps that tell their own spread."""
 NUM_SEGMENTS = 20
@@ -42,9 +40,7 @@ MOMENTS = ("signal", "noise", "square", "loss")
 def train_for_noise(trial: TrialRank, *, batch_size: int, micro_batches: int, num_steps: int) -> None:
     """Train a config from its start and report the moments of its gradients, some steps each.
 
-    Args:
-        batch_size, micro_batches: of every step, over all ranks.
-        num_steps: optimizer steps, or up to the end of the data or of the run.
+    Batches of `batch_size` are those of all ranks; training may end before `num_steps` steps.
     """
     changed: dict[str, Any] = {
         "batch_size": batch_size,
@@ -66,8 +62,8 @@ def noise_of(run: Run, num_steps: int, reads: int = READS) -> Iterator[dict[str,
 
     Yields:
         Lists with an entry for each step: `signal` and `noise` as `moments` gives them, `square`, the squared
-        norm of the step's gradient, and the mean `loss`; and `total_steps`. Ends early where the loss is no
-        longer finite, or the data ends: what was seen before counts.
+        norm of the step's gradient, and the mean `loss`; and `total_steps`. Ends early if the loss is no
+        longer finite or the data ends.
     """
     if takes_own_steps(run.task):
         what = "takes its own steps, and the noise scale needs the gradients of a single loss"
@@ -107,8 +103,7 @@ class NoiseTrainer(Trainer):
         """Accumulate the gradient of the step, and keep the norms of its parts."""
         run, ranks, window, alone = self.run, self.run.ranks, self.window, self.batchnorm is None
         weight = self.item_weight(batch)
-        zero = torch.zeros((), dtype=torch.float32, device=run.device)
-        squares, weighted, shares_squared, num_parts = zero.clone(), zero.clone(), 0.0, 0
+        parts: list[tuple[Tensor, float]] = []
         loss_before, items_before = window.sums()
         sums: dict[Tensor, Tensor] = {}
         for index, (data, num_samples) in enumerate(batch.micro_batches):
@@ -120,12 +115,7 @@ class NoiseTrainer(Trainer):
                 loss.backward(weight if num_samples else weight * 0)
             if num_samples:
                 window.add(loss.detach(), count)
-                share = num_samples / batch.num_samples
-                square = self._square()
-                squares += square
-                weighted += square / share
-                shares_squared += share**2
-                num_parts += 1
+                parts.append((self._square(), num_samples / batch.num_samples))
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     if sums.setdefault(parameter, parameter.grad) is not parameter.grad:
@@ -136,28 +126,30 @@ class NoiseTrainer(Trainer):
                 whole = sums.setdefault(parameter, torch.zeros_like(parameter))
                 sum_over_ranks(whole, ranks).div_(ranks.num_ranks)
             parameter.grad = sums.get(parameter)
+        zero = torch.zeros((), dtype=torch.float32, device=run.device)
         # Gradients are weighted for averaging over ranks: those of one rank are too long by their number.
-        figures = (
-            *(squares / ranks.num_ranks**2, weighted / ranks.num_ranks**2, shares_squared, num_parts),
-            batch.num_samples / ranks.num_ranks,
-            *(window.loss_sum - loss_before, window.num_items - items_before),
-        )
+        squares = sum((square for square, _ in parts), zero) / ranks.num_ranks**2
+        weighted = sum((square / share for square, share in parts), zero) / ranks.num_ranks**2
+        figures = squares, weighted, sum(share**2 for _, share in parts), len(parts)
+        of_step = batch.num_samples / ranks.num_ranks
+        losses = window.loss_sum - loss_before, window.num_items - items_before
         # Numbers reach the device as arguments of the sum; making them tensors would need a copy.
-        self.rows.append((torch.stack([(zero + figure).float() for figure in figures]), self._square()))
+        row = [(zero + figure).float() for figure in (*figures, of_step, *losses)]
+        self.rows.append((torch.stack(row), self._square()))
 
     def read(self) -> dict[str, list[float]]:
         """Moments of the steps since the last call, over all ranks; makes the host wait for the device."""
         found: dict[str, list[float]] = {name: [] for name in MOMENTS}
-        if self.rows:
-            rows = torch.stack([row for row, _ in self.rows]).to(devices.sum_dtype(self.run.device))
-            rows = sum_over_ranks(rows, self.run.ranks)
-            of_steps = torch.stack([square for _, square in self.rows]).tolist()
-            for row, square in zip(rows.tolist(), of_steps, strict=True):
-                *parts, loss, items = row
-                signal, noise = moments(square, *parts, num_train=self.run.info.num_train)
-                figures = signal, noise, square, loss / max(items, 1)
-                for name, figure in zip(MOMENTS, figures, strict=True):
-                    found[name].append(figure)
+        if not self.rows:
+            return found
+        rows = torch.stack([row for row, _ in self.rows]).to(devices.sum_dtype(self.run.device))
+        rows = sum_over_ranks(rows, self.run.ranks).tolist()
+        of_steps = torch.stack([square for _, square in self.rows]).tolist()
+        for (*parts, loss, items), square in zip(rows, of_steps, strict=True):
+            signal, noise = moments(square, *parts, num_train=self.run.info.num_train)
+            figures = signal, noise, square, loss / max(items, 1)
+            for name, figure in zip(MOMENTS, figures, strict=True):
+                found[name].append(figure)
         self.rows.clear()
         return found
 
@@ -186,10 +178,8 @@ def moments(
         squares: sum of |h_i|^2.
         weighted: sum of |h_i|^2 / f_i.
         shares_squared: sum of f_i^2.
-        num_parts: micro-batches.
         num_samples: of the step.
-        num_train: samples of the data; drawing them without replacement makes parts of one batch a little
-            less alike than chance would.
+        num_train: samples of the data; without replacement, parts are a little less alike than by chance.
 
     Returns:
         |G|^2, which may come out negative, and tr(Sigma); not numbers where there is a single part.
@@ -222,10 +212,8 @@ class Critical:
     def steps_ratio(self, batch: float, reference: float, errors: float = 0.0) -> float:
         """Steps to the same loss with `batch`, to those with `reference`: S = S_min (1 + B_crit / B).
 
-        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse.
-
-        Args:
-            errors: standard errors by which the critical batch is taken larger than estimated.
+        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse. The critical batch is taken larger
+        by so many standard `errors`.
         """
         assert self.batch is not None
         critical = max(self.batch + errors * (self.error or 0.0), 0.0)
@@ -233,7 +221,7 @@ class Critical:
 
 
 def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[float]) -> Critical | None:
-    """The critical batch of the steps given, all of them taken together.
+    """The critical batch of some steps, with its jackknife error; None for too few of them.
 
     One small step with batch B is worth 1 / (1 + b/B) of a step with the true gradient, b = tr(Sigma)/|G|^2
     being the noise scale there. A whole run takes S_min (1 + B_crit/B) steps, with B_crit the mean of b over
@@ -244,9 +232,6 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
     Args:
         signal, noise: |G|^2 and tr(Sigma) of each step, unbiased.
         square: squared norm of each step's gradient.
-
-    Returns:
-        The estimate with the error that a jackknife over steps gives it, or None for too few steps.
 
     Source: McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2.2, appendices A and D.
     """
@@ -260,9 +245,9 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
         mean = sum(row[2] for row in segment) / len(segment)
         if mean > 0:
             scaled += [(row[0] / mean, row[1] / mean) for row in segment]
-    num_steps = len(scaled)
-    if not num_steps:
+    if not scaled:
         return None
+    num_steps = len(scaled)
     below, above = (sum(column) for column in zip(*scaled, strict=True))
     mean = below / num_steps
     spread = math.sqrt(sum((row[0] - mean) ** 2 for row in scaled) / (num_steps - 1) / num_steps)
@@ -284,7 +269,7 @@ class NoiseForecast:
     batch_size: int
     """Samples of each measured step."""
     total_steps: int = 0
-    """Of the whole run."""
+    """Steps of the whole run."""
     moments: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
     """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
     critical: Critical | None = None
@@ -292,21 +277,16 @@ class NoiseForecast:
     points: list[dict[str, Any]] = field(default_factory=list)
     """Steps, loss and noise scale of parts of the training."""
     loss: float | None = None
-    """At the end."""
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.moments["loss"])
 
     def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
         """For each size, steps and samples to the loss at the end, and the time if the size was measured."""
-        critical, own = self.critical, self.batch_size
+        critical, own, num_steps = self.critical, self.batch_size, len(self.moments["loss"])
         if critical is None or critical.batch is None:
             return []
         found = []
         for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
             ratios = (critical.steps_ratio(size, own, errors) for errors in (-1, 0, 1))
-            low, steps, high = sorted(self.num_steps * ratio for ratio in ratios)
+            low, steps, high = sorted(num_steps * ratio for ratio in ratios)
             took_s = steps * size / search.median(size) if size in search.seen else None
             row = {"size": size, "steps": steps, "low": low, "high": high}
             found.append(row | {"samples": steps * size, "time_s": took_s})
@@ -336,14 +316,12 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
 
     def on_result(result: dict[str, Any]) -> None:
         if "loss" in result:
-            shown = forecast.num_steps + len(result["loss"])
-            loss = sum(result["loss"]) / len(result["loss"])
-            search.display.note(f"  {shown:>6,}  loss {loss:.4g}")
-            forecast.total_steps = result["total_steps"]
             for name in MOMENTS:
                 moments[name] += result[name]
+            forecast.total_steps = result["total_steps"]
+            loss = sum(result["loss"]) / len(result["loss"])
+            search.display.note(f"  {len(moments['loss']):>6,}  loss {loss:.4g}")
 
-    ended: str | None = None
     try:
         cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
         results, killed = search.run(train_for_noise, cut, on_result)
@@ -351,7 +329,7 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
         ended = f"ended by {killed}" if killed else next(iter(no_room), None)
     except (PtfastError, ReportedError) as error:
         ended = str(error)
-    count = forecast.num_steps
+    count = len(moments["loss"])
     if ended is None and count < min(num_steps, forecast.total_steps or num_steps):
         ended = f"the loss diverged or the data ended after {count} steps"
     forecast.critical = estimate(*(moments[name] for name in MOMENTS[:3]))
@@ -366,26 +344,29 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
 
 
 def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> None:
+    num_steps, critical = len(forecast.moments["loss"]), forecast.critical
     if ended is not None:
         say(f"the training for it ended early: {ended}")
     if forecast.points:
         say()
-        rows = []
-        for point in forecast.points:
-            steps, scale = "{:,} to {:,}".format(*point["steps"]), str(point["scale"] or "too few steps")
-            rows.append([steps, f"{point['loss']:.4g}", scale])
-        table(["steps", "loss", "noise scale"], rows)
-    critical = forecast.critical
+        points = [
+            [
+                "{:,} to {:,}".format(*each["steps"]),
+                f"{each['loss']:.4g}",
+                str(each["scale"] or "too few steps"),
+            ]
+            for each in forecast.points
+        ]
+        table(["steps", "loss", "noise scale"], points)
     if critical is None:
-        say(f"{forecast.num_steps} steps are too few to tell the gradient noise from chance")
+        say(f"{num_steps} steps are too few to tell the gradient noise from chance")
         return
     if critical.batch is None:
         say("the noise swamps the true gradient, whose length cannot be told from nothing in these steps")
         least = f"above about {grouped(critical.at_least)} samples" if critical.at_least else "large"
         say(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
-    of_all = f"the first {forecast.num_steps:,} of {forecast.total_steps:,} steps"
-    say(f"critical batch: {critical} samples over {of_all}")
+    say(f"critical batch: {critical} samples over the first {num_steps:,} of {forecast.total_steps:,} steps")
     rows, advised = forecast.rows(search), forecast.advise(search)
     say(f"\npredicted, to the loss of {forecast.loss:.4g}:")
     cells = [

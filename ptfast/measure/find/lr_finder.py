@@ -58,7 +58,7 @@ def find_lr(
         write: file of the recipe with the chosen rate.
 
     Returns:
-        0, or 8 where no rate trains: the figures are written nevertheless.
+        0, or 8 if no rate trains; the figures are written anyway.
     """
     if not 0 < lowest < highest:
         what = f"does not lie between 0 and --to {highest:g}"
@@ -136,14 +136,9 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
     lrs, smoothed, found = facts["lrs"], facts["smoothed"], facts["suggestions"]
     columns, lines = shutil.get_terminal_size((80, 24))
     encoding = (getattr(stream, "encoding", None) or "ascii").lower()
-    drawn = chart(
-        lrs[: len(smoothed)],
-        smoothed,
-        {rule[0]: lr for rule, lr in found.items()},
-        width=min(columns, 100),
-        height=min(max(lines - 14, 10), 18),
-        plain=not encoding.startswith("utf"),
-    )
+    size = {"width": min(columns, 100), "height": min(max(lines - 14, 10), 18)}
+    letters = {rule[0]: lr for rule, lr in found.items()}
+    drawn = chart(lrs[: len(smoothed)], smoothed, letters, **size, plain=not encoding.startswith("utf"))
     print("\n".join(["", "loss, smoothed", *drawn, ""]), file=stream)
     rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}", "") for rule, lr in found.items()]
     for lr, loss in facts["trials"]:
@@ -160,19 +155,16 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
 
 def _advice(facts: dict[str, Any]) -> str:
     """The advice if no rate makes the loss fall, or none trains."""
+    advice = "Look at labels, loss and inputs"
     if facts["trials"]:
         rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
-        return (
-            f"ptfast: the loss diverges within {facts['trial_steps']} steps at each of {rates}. Look at "
-            "labels, loss and inputs, clip gradients (gradients=clip) or begin lower with --to"
-        )
-    lowest, first = min(facts["smoothed"]), facts["smoothed"][0]
-    more = f", try --steps {2 * len(facts['lrs'])}" if len(facts["lrs"]) < NUM_STEPS else ""
-    return (
-        f"ptfast: no learning rate of {facts['lrs'][0]:.0e} to {facts['lrs'][-1]:.0e} makes the loss fall: "
-        f"smoothed it began at {first:.4g} and was {lowest:.4g} at best. Look at labels, loss and inputs, "
-        f"widen the range with --from and --to{more}"
-    )
+        what = f"the loss diverges within {facts['trial_steps']} steps at each of {rates}"
+        return f"ptfast: {what}. {advice}, clip gradients (gradients=clip) or begin lower with --to"
+    lrs, lowest, first = facts["lrs"], min(facts["smoothed"]), facts["smoothed"][0]
+    what = f"no learning rate of {lrs[0]:.0e} to {lrs[-1]:.0e} makes the loss fall"
+    seen = f"smoothed it began at {first:.4g} and was {lowest:.4g} at best"
+    more = f", try --steps {2 * len(lrs)}" if len(lrs) < NUM_STEPS else ""
+    return f"ptfast: {what}: {seen}. {advice}, widen the range with --from and --to{more}"
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
@@ -225,22 +217,19 @@ def chart(
     columns = max(width, LEAST_WIDTH) - margin - 1
     rows = max(height, LEAST_HEIGHT) - 3
     first, last = math.log(lrs[0]), math.log(lrs[-1])
-
-    def column(lr: float) -> int:
-        share = (math.log(lr) - first) / (last - first) if last > first else 0.0
-        return min(max(round(share * (columns - 1)), 0), columns - 1)
-
+    shares = {lr: (math.log(lr) - first) / ((last - first) or 1.0) for lr in (*lrs, *marks.values())}
+    column = {lr: min(max(round(share * (columns - 1)), 0), columns - 1) for lr, share in shares.items()}
     dot, bar, corner, line = ("*", "|", "+", "-") if plain else ("•", "│", "└", "─")
     canvas = [[" "] * columns for _ in range(rows)]
     for lr, loss in zip(lrs, losses, strict=True):
         share = (high - loss) / (high - low) if high > low else 0.5
-        canvas[round(share * (rows - 1))][column(lr)] = dot
+        canvas[round(share * (rows - 1))][column[lr]] = dot
     sides = [top, *[""] * (rows - 2), bottom]
     drawn = zip(sides, map("".join, canvas), strict=True)
     lines = [f"{side:>{margin}}{bar}{cells}".rstrip() for side, cells in drawn]
     letters = [" "] * columns
     for letter, lr in marks.items():
-        letters[column(lr)] = letter
+        letters[column[lr]] = letter
     left, right = f"{lrs[0]:.0e}", f"{lrs[-1]:.0e}"
     room = columns - len(left) - len(right)
     lines.append(" " * margin + corner + line * columns)

@@ -16,6 +16,7 @@ from ptfast.core.clock import Clock
 from ptfast.core.devices import cpu_facts
 from ptfast.core.errors import ConfigError
 from ptfast.core.machine import cache_folder
+from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
 from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.techniques.repeated_blocks import find_blocks
@@ -132,12 +133,12 @@ class Compilation:
         """Note that the first step is compiled; return a message, and whether it is a warning."""
         self._at_start, self._start_s = num_compiled(), seconds
         if self.fusion is None:
-            return f"compiled {_counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
+            return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
         if not self.fusion.num_chains:
             self._warned_of.add("length")
             return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
         chains, operations = self.fusion.num_chains, self.fusion.num_operations
-        fused = f"fused {operations} elementwise operations into {_counted(chains, 'kernel')}"
+        fused = f"fused {operations} elementwise operations into {counted(chains, 'kernel')}"
         return f"{fused} in {seconds:.1f} s", False
 
     @property
@@ -172,7 +173,7 @@ class Compilation:
             return ""
         hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"
         return (
-            f"{_counted(self.num_recompiled, 'graph')} compiled again while training: shapes or settings "
+            f"{counted(self.num_recompiled, 'graph')} compiled again while training: shapes or settings "
             f"change; {hint}, or use compile=none"
         )
 
@@ -209,10 +210,6 @@ def num_compiled() -> int:
     """Graphs that this process has compiled so far. Does not import the compiler."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
