@@ -1,11 +1,16 @@
-"""Tasks: the meaning of a batch and of its loss."""
+"""Tasks: the meaning of a batch and of its loss, a class each, built by name or import path."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field
 
+from ptfast.core.errors import ConfigError, did_you_mean
+from ptfast.core.protocols import TASKS, DataInfo, Task, takes_own_steps
 from ptfast.core.sections.section import Section
 
 
@@ -21,3 +26,54 @@ class TaskSection(Section):
 def panel(task: TaskSection) -> dict[str, object]:
     """Techniques that make the targets softer."""
     return {"label smoothing": task.options.get("label_smoothing") or None}
+
+
+def build_task(name: str, info: DataInfo, **options: Any) -> Task:
+    """Construct the task of a run.
+
+    Args:
+        name: a key of `TASKS`, `auto` for what the data is for, or the import path of a class that fulfils
+            `Task`, constructed with `info` and the options.
+        options: keywords of the task's constructor, such as `label_smoothing`, or `loss`, a function of
+            outputs and targets.
+
+    Raises:
+        ConfigError: no such task (C003), one that cannot be imported or is none (C009), or an unknown option
+            (C002).
+    """
+    chosen = info.task if name == "auto" else name
+    factory = _find(name, chosen)
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for option, value in options.items():
+        if option not in parameters and not takes_any:
+            what = f"the task {chosen} takes no such option"
+            raise ConfigError("C002", what, key=f"task.{option}", value=value)
+    task = factory(info, **options)
+    trains = ("step",) if takes_own_steps(task) else ("count", "loss")
+    missing = [part for part in ("metric", "mode", *trains, "metrics", "evaluate") if not hasattr(task, part)]
+    if missing:
+        raise ConfigError("C009", f"is not a task: it has no {missing[0]}", key="task", value=name)
+    return task
+
+
+def collate_of(name: str) -> Callable[[list[Any]], Any] | None:
+    """The static method `collate` of a user's task, which makes a batch of samples; None without one."""
+    factory = _find(name, name) if "." in name else None
+    collate = getattr(factory, "collate", None)
+    if collate is not None and inspect.isfunction(inspect.getattr_static(factory, "collate")):
+        what = "collate is not a static method, but samples are collated before the task exists"
+        hint = "Write @staticmethod above it, and leave out self"
+        raise ConfigError("C017", what, key="task", value=name, suggestion=hint)
+    return collate
+
+
+def _find(name: str, chosen: str) -> Any:
+    if "." not in chosen and chosen not in TASKS:
+        hint = did_you_mean(chosen, TASKS) or f"Choose one of {', '.join(TASKS)}"
+        raise ConfigError("C003", "unknown task", key="task", value=name, suggestion=hint)
+    module_name, _, class_name = TASKS.get(chosen, chosen).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("C009", f"cannot be imported ({error})", key="task", value=name) from error

@@ -220,9 +220,9 @@ def test_a_safe_name(name: Any) -> None:
 
 
 def test_the_tasks_are_those_that_can_be_built() -> None:
-    from ptfast.tasks import build_task
+    from ptfast.core.protocols import TASKS as BUILT_IN
 
-    assert set(TASKS) == {"auto", *build_task.TASKS}
+    assert set(TASKS) == {"auto", *BUILT_IN}
     assert check(task="ptfast.tasks.classification.Classification").task.name.endswith("Classification")
 
 

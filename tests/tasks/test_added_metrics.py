@@ -19,8 +19,8 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_directory import read_json
 from ptfast.core.sections.targets import Target, parse_target
+from ptfast.tasks import build_task
 from ptfast.tasks.added_metrics import Added, MetricTable, add_metrics, with_tables
-from ptfast.tasks.build_task import build_task
 
 SCORES = "torchmetrics.classification"
 CLASSES = DataInfo(kind="features", task="classification", num_classes=3)

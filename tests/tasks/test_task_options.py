@@ -19,7 +19,7 @@ from ptfast.config.read import load_config, read_config
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import built
-from ptfast.tasks.build_task import build_task, collate_of
+from ptfast.tasks import build_task, collate_of
 from ptfast.tasks.classification import Classification
 
 HERE = "test_task_options"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ptfast.core.distributed import Ranks, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, Task
-from ptfast.tasks.build_task import TASKS, build_task
+from ptfast.tasks import TASKS, build_task
 
 CLASSES = DataInfo("image", "classification", num_classes=4, class_names=("a", "b", "c", "d"))
 TOKENS = DataInfo("tokens", "language_modelling", vocab_size=6, token_bytes=2.0)
@@ -253,7 +253,7 @@ def test_tasks_by_name_and_import_path() -> None:
         ("nowhere.Task", "C009", "cannot be imported"),
     ]
     cases += [
-        ("ptfast.tasks.build_task.Nothing", "C009", "cannot be imported"),
+        ("ptfast.tasks.Nothing", "C009", "cannot be imported"),
         ("builtins.repr", "C009", "is not a task"),
     ]
     for name, code, what in cases:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import build_data
-from ptfast.tasks.build_task import build_task
+from ptfast.tasks import build_task
 from ptfast.training.fit import fit
 
 NO_VAL = Duration(0, "percent")

@@ -16,7 +16,7 @@ from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.run import Run
-from ptfast.tasks.build_task import build_task
+from ptfast.tasks import build_task
 from ptfast.training.first_step import FirstStep, with_output_check
 from ptfast.training.user_code import failure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -33,8 +33,9 @@ class Batches:
 
     shares: Shares | None = None
     """The samples of each step; None for a stream."""
+    pools: Sequence[WorkerPool] = ()
     workers = 0
-    """Worker processes that read them."""
+    """Processes of all pools, which read the batches."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
@@ -42,6 +43,8 @@ class Batches:
 
     def close(self) -> None:
         """Stop the worker processes."""
+        for pool in self.pools:
+            pool.close()
 
 
 class SampledBatches(Batches):
@@ -51,9 +54,9 @@ class SampledBatches(Batches):
         self, shares: Shares, prepare: Prepare, fetch: Callable[[Share], Any] | WorkerPool, source: MapSource
     ) -> None:
         self.shares, self._prepare = shares, prepare
-        self.pool = fetch if isinstance(fetch, WorkerPool) else None
-        self.workers = self.pool.workers if self.pool is not None else 0
         self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
+        if isinstance(fetch, WorkerPool):
+            self.pools, self.workers = [fetch], fetch.workers
         skips = isinstance(source, ImageFiles) and source.skips
         self._note_unreadable = cast(ImageFiles, source).note_unreadable if skips else None
 
@@ -70,10 +73,6 @@ class SampledBatches(Batches):
                     self._note_unreadable(share.indices, raw[1])
                 micro_batches.append(MicroBatch(self._prepare(raw), share.num_samples))
             yield StepBatch(tuple(micro_batches), num_samples)
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
 
 
 class ChunkedBatches(Batches):

@@ -59,7 +59,6 @@ class WorkerPool:
     Args:
         batches: fetches one share; copied into every worker.
         prefetch: micro-batches that each prepares ahead.
-        start_method: of processes; None for the platform's own.
         among: processes of this pool and others together, for messages; None for this pool alone.
     """
 
@@ -70,13 +69,12 @@ class WorkerPool:
         prefetch: int,
         *,
         pin: bool = False,
-        start_method: str | None = None,
         threads: int = 1,
         among: int | None = None,
     ) -> None:
         self._among = among or workers
         self.workers, self._prefetch, self._pin, self._threads = workers, prefetch, pin, threads
-        self._fetch, self._method = _Fetch(batches), start_method or mp.get_start_method()
+        self._fetch, self._method = _Fetch(batches), mp.get_start_method()
         self._iterator: Any = None
         if self._method != "fork":
             try:

@@ -131,18 +131,14 @@ class StreamBatches(Batches):
     def __init__(
         self, readers: list[StreamReader], pools: list[WorkerPool], prepare: Prepare, reason: str
     ) -> None:
-        self._readers, self._pools, self._prepare, self.reason = readers, pools, prepare, reason
+        self._readers, self.pools, self._prepare, self.reason = readers, pools, prepare, reason
         self.workers, self.marks = len(pools), Marks(1)
         self._source, self._sharding, self._once = readers[0].source, readers[0].sharding, readers[0].once
         self._per_rank = self._sharding.per_rank
 
-    def close(self) -> None:
-        for pool in self._pools:
-            pool.close()
-
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
-        if self._pools:
-            return [pool.fetch(repeat((step, mark))) for pool in self._pools]
+        if self.pools:
+            return [pool.fetch(repeat((step, mark))) for pool in self.pools]
         return [reader.items(step, mark) for reader in self._readers]
 
     def _placed(self, digests: Sequence[int]) -> list[int]:

@@ -31,8 +31,8 @@ from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
+from ptfast.tasks import build_task, collate_of
 from ptfast.tasks.added_metrics import add_metrics
-from ptfast.tasks.build_task import build_task, collate_of
 from ptfast.training.evaluate import check_views
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import describe_padding, pack_or_pad

@@ -52,14 +52,14 @@ def test_workers_read_the_same_batches() -> None:
 )
 def test_workers_are_for_what_is_not_in_memory(dataset: Any, kind: str, read_by: int) -> None:
     built = loader(dataset, kind=kind, workers=2)
-    assert (built.batches.pool.workers if built.batches.pool else 0) == read_by
+    assert built.batches.workers == read_by
 
 
 def test_an_evaluation_that_is_broken_off_leaves_no_process() -> None:
     built = loader(Read(), kind="workers", workers=1, prefetch=1)
     batches = iter(built)
     next(batches)
-    (process,) = built.batches.pool._iterator._workers
+    (process,) = built.batches.pools[0]._iterator._workers
     assert process.is_alive()
     built.close()
     process.join(timeout=20)
@@ -74,7 +74,7 @@ def test_a_run_evaluates_with_the_loader_that_it_trains_with(
 ) -> None:
     run = build_run(in_tmp / "a", *WORDS, "dataloader=workers", "dataloader.workers=2", "batch_size=16")
     (val,) = run.eval_loaders.values()
-    assert val.batches.pool.workers == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert val.batches.workers == 2  # pyright: ignore[reportAttributeAccessIssue]
     val.close()
     run.train_loader.close()
     words = (*WORDS, "run.dir=b", "dataloader=workers", "dataloader.workers=1", "batch_size=16")

@@ -227,11 +227,12 @@ def test_a_failure_in_a_worker_is_one_error(error: Exception, line: str):
         list(loader(data, "workers", batch_size=8).steps(0, 8))
 
 
-def test_a_data_set_that_cannot_be_pickled_is_refused_where_it_must_be():
+def test_a_data_set_that_cannot_be_pickled_is_refused_where_it_must_be(monkeypatch: pytest.MonkeyPatch):
     from ptfast.data.loaders.worker_processes import WorkerPool
 
+    monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda: "spawn")
     with pytest.raises(DataError, match="cannot be sent to worker processes"):
-        WorkerPool(lambda share: share, 1, 1, start_method="spawn")
+        WorkerPool(lambda share: share, 1, 1)
 
 
 def test_workers_leave_the_generators_of_the_run_alone(digits: Data):

@@ -23,13 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 
 
 @pytest.fixture(autouse=True)
-def _torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forked_and_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no signal tells of it, torch looks every five seconds whether its workers live."""
+    monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda: "fork")
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
 
 
 def reading(batches: Callable[[Any], Any]) -> Iterator[Any]:
-    return WorkerPool(batches, 1, 1, start_method="fork").fetch(repeat(0, 100))
+    return WorkerPool(batches, 1, 1).fetch(repeat(0, 100))
 
 
 def interrupt() -> None:
@@ -87,7 +88,7 @@ def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(share)
         return share
 
-    pool = WorkerPool(read, 2, 1, start_method="fork")
+    pool = WorkerPool(read, 2, 1)
     batches = pool.fetch(iter((0, 0, 1000, 1000)))
     assert next(batches) == 0
     time.sleep(0.3)

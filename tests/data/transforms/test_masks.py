@@ -28,7 +28,7 @@ from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.data.transforms.row_windows import augmented
-from ptfast.tasks.build_task import build_task
+from ptfast.tasks import build_task
 from ptfast.tasks.semantic_segmentation import SemanticSegmentation
 from ptfast.training.evaluate import ViewAveraged, check_views
 
