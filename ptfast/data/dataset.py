@@ -103,7 +103,6 @@ class Data:
     kept: Indices | None = None
     """The samples of the dataset that are trained on; None for all."""
     holder: Holder | None = None
-    """Where decoded arrays are held; None for this process."""
 
 
 _MUST_AGREE = {

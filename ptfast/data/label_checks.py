@@ -40,9 +40,7 @@ def check_range(
 ) -> None:
     """Raise DataError D004 unless every label is a class below `num_classes` or ignored.
 
-    Args:
-        labels: first dimension samples.
-        name: what a sample is called; `numbers` are those of the samples, by default 0, 1, 2, ...
+    `name` is what a sample is called; `numbers` are those of the samples, by default 0, 1, 2, ...
     """
     if not labels.numel():
         return

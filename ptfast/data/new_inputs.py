@@ -39,8 +39,6 @@ def read_inputs(
 
     Args:
         info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
-        paths: files, or folders of images.
-        normalize: whether training normalised its inputs (`data.normalize`).
         skip: called with the error of an image that cannot be read, which is left out; None to raise it.
 
     Yields:

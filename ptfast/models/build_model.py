@@ -148,9 +148,8 @@ def _fits(
     model: Target, info: DataInfo, shape: Sequence[int], key: str | None = None, value: Any = None
 ) -> bool:
     """Return True if the model, with one keyword changed, takes inputs of a shape."""
-    changes = {key: value} if key else {}
-    without_weights = {name: False for name in ("pretrained",) if name in model.kwargs}
-    target = replace(model, kwargs={**model.kwargs, **without_weights, **changes})
+    kwargs = model.kwargs | ({"pretrained": False} if "pretrained" in model.kwargs else {})
+    target = replace(model, kwargs=kwargs | ({key: value} if key else {}))
     channels = shape[0] if info.in_channels is not None else None
     seen = replace(info, input_shape=tuple(shape), in_channels=channels)
     try:

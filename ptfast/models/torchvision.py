@@ -47,31 +47,28 @@ def build(
         kwargs = {"aux_logits": False, "init_weights": True, **kwargs}
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        what = f"torchvision's {name} does not take this ({error})"
+        if isinstance(error, ValueError):
+            raise ConfigError("C005", what, key="model") from error
         given = next((f"model.{key}" for key in kwargs if repr(key) in str(error)), "model")
         value = kwargs.get(given.removeprefix("model."))
-        what = f"torchvision's {name} does not take this ({error})"
         raise ConfigError("C002", what, key=given, value=value) from error
-    except ValueError as error:
-        what = f"torchvision's {name} does not take this ({error})"
-        raise ConfigError("C005", what, key="model") from error
     if pretrained:
-        _load_published(model, models, name)
+        weights = models.get_model_weights(name).DEFAULT
+        try:
+            published = weights.get_state_dict(progress=False, check_hash=True)
+        except OSError as error:
+            raise ConnectionError(f"{weights.url}: {error}") from None
+        # What differs in shape is the head.
+        own = model.state_dict()
+        fits = {
+            key: value for key, value in published.items() if key in own and value.shape == own[key].shape
+        }
+        model.load_state_dict(fits, strict=False)
     if in_channels != 3:
         first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
         # A grey image gives the same outputs as it gave as RGB.
         weight = first.weight.detach().sum(1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
         first.weight, first.in_channels = nn.Parameter(weight), in_channels
     return model
-
-
-def _load_published(model: nn.Module, models: Any, name: str) -> None:
-    """Copy every published tensor of the right shape; what differs is the head."""
-    weights = models.get_model_weights(name).DEFAULT
-    try:
-        published = weights.get_state_dict(progress=False, check_hash=True)
-    except OSError as error:
-        raise ConnectionError(f"{weights.url}: {error}") from None
-    own = model.state_dict()
-    fitting = {key: value for key, value in published.items() if key in own and value.shape == own[key].shape}
-    model.load_state_dict(fitting, strict=False)

@@ -24,10 +24,7 @@ HEADS = {
 class HfModel(nn.Module):
     """Gives a transformers model the one-tensor interface of every other model here.
 
-    Args:
-        model: a transformers model that returns logits.
-        kind: kind of the data; images go in as `pixel_values`, all else as `input_ids`.
-        pad_id: token id of padding, which is masked; None where there is none.
+    Images go in as `pixel_values`, all else as `input_ids`, of which padding (`pad_id`) is masked.
     """
 
     def __init__(self, model: nn.Module, kind: str = "text", pad_id: int | None = None) -> None:

@@ -23,15 +23,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """The cross entropy of `hidden @ weight.T` against `targets`, summed over the tokens that count.
 
     Forward takes the gradients of each chunk with its loss, so that its logits can be dropped at once. Loss
-    and gradients are summed over the chunks in float32; products are in the type of `hidden`.
-
-    Args:
-        hidden: (tokens, width).
-        weight: (classes, width); converted to the type of `hidden`.
-        targets: (tokens,), class indices or `IGNORE_INDEX`.
-
-    Returns:
-        0-d tensor, float32 or wider.
+    and gradients are summed over the chunks in float32; products are in the type of `hidden`. Shapes are
+    (tokens, width), (classes, width) and (tokens,); the loss is 0-d, in float32 or wider.
 
     Cost: the three products of the plain way, and the weights' size in float32.
     Source: Wijmans et al. 2024, arXiv:2411.09009.

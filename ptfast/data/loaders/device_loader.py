@@ -110,10 +110,6 @@ class DeviceBatches(ChunkedBatches):
     augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
     images.
 
-    Raises:
-        ConfigError: C011 for samples that do not have one shape.
-        MachineError: E005 where the device has no room for them.
-
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.
     Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
     """

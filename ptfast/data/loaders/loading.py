@@ -21,11 +21,10 @@ from ptfast.data.transforms.normalize import Normalizer
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """How batches are read, and how they reach the device."""
+    """How batches are read and reach the device, as the section `dataloader` of the config says."""
 
     device: torch.device
     normalize: bool = True
-    """Bring inputs to mean 0 and deviation 1 by the data's statistics."""
     channels_last: bool = False
     """Memory format of images on the device."""
     kind: str = "plain"
@@ -35,15 +34,11 @@ class ReaderOptions:
     reason: str = "as the config says"
     """Why that kind, for the panel."""
     workers: int | str = 0
-    """Processes of the kind `workers`, or `auto` for the cores to spare."""
     prefetch: int = 2
-    """Micro-batches that each worker prepares ahead."""
     worker_threads: int = 1
-    """Of each worker process."""
+    """Threads of each worker process."""
     pin: bool | str = "auto"
-    """Copy through page-locked memory, so that the host does not wait for the transfer."""
     read_ahead: bool = False
-    """Read the next training batch in a thread."""
 
     @property
     def pins(self) -> bool:

@@ -56,10 +56,8 @@ class _Fetch(Dataset[Any]):
 class WorkerPool:
     """Processes that turn shares into raw batches, of the same bits as without them.
 
-    Args:
-        batches: fetches one share; copied into every worker.
-        prefetch: micro-batches that each prepares ahead.
-        among: processes of this pool and others together, for messages; None for this pool alone.
+    `batches` fetches one share and is copied into every worker. `among` counts the processes of this pool and
+    others together, for messages.
     """
 
     def __init__(

@@ -96,8 +96,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("batching=longest",),
         off=("batching=none",),
-        why="Each batch is padded to its own longest text rather than the longest in the dataset; padding "
-        "costs as much compute as text.",
+        why="Each batch is padded to its own longest text, not the dataset's; padding costs as much as text.",
         claim="CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 4h39 become 0h59 with 16 texts of "
         "up to 493 tokens a batch, and 0h56 become 0h48 with 64 of up to 128.",
         source="Benesty 2020, 'Divide Hugging Face Transformers training time by 2 or more with dynamic "
@@ -117,8 +116,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         "an A100; before cuBLAS 11 at those of 8 alone.",
         source="NVIDIA, Matrix Multiplication Background User's Guide, table 1, 'Tensor Core requirements'.",
         avoid="On a CPU, or with texts of a few tokens, which would be mostly padding.",
-        audit="Batches of odd lengths in half precision on a GPU, or a compiled model that compiles again "
-        "and again.",
+        audit="Batches of odd lengths in half precision on a GPU, or a model that is compiled repeatedly.",
         trial=(*_LINES, "batching=longest"),
         alternatives=None,
     ),
@@ -135,16 +133,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 6.1x padding to one length, "
         "with 1.6 % padding.",
         command="python scripts/bench_data.py text",
-        avoid="Length predicts the class, so that batches become nearly single-class; or all texts have one "
-        "length.",
+        avoid="Length predicts the class, so batches become nearly single-class; or all lengths are equal.",
         audit="More than a tenth of the tokens of a batch are padding.",
     ),
     _batching(
         name="token-budget batches",
         on=("batching=tokens", "batching.batch_tokens=256"),
         off=("batching=longest", "batching.batch_tokens=null"),
-        why="Each batch holds about the same number of tokens, many short texts or few long ones, so memory "
-        "is always full.",
+        why="Each batch holds about as many tokens, of many short or few long texts: memory is always full.",
         claim="How the original Transformer was trained: batches of about 25,000 source and 25,000 target "
         "tokens, of sentences of like length.",
         source="Vaswani et al. 2017, arXiv:1706.03762, section 5.1.",
@@ -166,8 +162,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         name="tokens kept on disk",
         kind="exact",
-        why="A text is tokenised once; later runs read its token ids from a cache keyed by text and "
-        "tokenizer.",
+        why="A text is tokenised once; later runs read its ids from a cache keyed by text and tokenizer.",
         claim="No published figure: it saves the tokenizer's time at every start but the first.",
         source="Common practice, such as the map cache of Hugging Face datasets.",
         avoid="Never: texts below a million characters are not cached, and a damaged entry is rebuilt.",
