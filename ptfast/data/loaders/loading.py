@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Any, TypeVar
@@ -63,16 +62,15 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def filling(self) -> AbstractContextManager[Any]:
-        """A context in which copies and kernels go into this stream.
+    def fill(self, batches: Iterator[T]) -> tuple[T, Any] | None:
+        """The next batch, made on this stream, and a mark of its end; None where `batches` end.
 
         Kernels of the training so far come first: they may read memory of dropped batches, which is reused.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
-
-    def mark(self) -> Any:
-        return self._stream.record_event()
+        with torch.cuda.stream(self._stream):
+            batch = next(batches, None)
+        return None if batch is None else (batch, self._stream.record_event())
 
     def hand_over(self, mark: Any) -> None:
         """Make the training stream wait for `mark`."""
@@ -94,18 +92,13 @@ def prefetched(
 
     Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
     """
-    filled: tuple[T, Any] | None = None
-    while True:
-        with side.filling():
-            batch = next(batches, None)
-        following = None if batch is None else (batch, side.mark())
-        if filled is not None:
-            report("transfer")
-            side.hand_over(filled[1])
-            report("data")
-            yield filled[0]
-        if following is None:
-            return
+    filled = side.fill(batches)
+    while filled is not None:
+        following = side.fill(batches)
+        report("transfer")
+        side.hand_over(filled[1])
+        report("data")
+        yield filled[0]
         filled = following
 
 

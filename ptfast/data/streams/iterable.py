@@ -67,6 +67,9 @@ class IterableSource(BaseSource):
         """The dataset does not say itself who shares it out."""
         self.shuffle_buffer: int | None = None
         """Samples among which the next is drawn; None leaves them in their order."""
+        stated = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
+        self.num_shards = next((number for number in stated if isinstance(number, int)), None)
+        """The most readers that the dataset can be shared out over; None if it does not say."""
 
     @property
     def shared_by(self) -> Sharing:
@@ -78,14 +81,6 @@ class IterableSource(BaseSource):
             what = f"{self.class_name}.shared_by is {stated!r}"
             raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
         return cast(Sharing, stated)
-
-    @property
-    def num_shards(self) -> int | None:
-        """The most readers that the dataset can be shared out over; None if it does not say."""
-        for name in ("num_shards", "n_shards"):
-            if isinstance(number := getattr(self.dataset, name, None), int):
-                return number
-        return None
 
     def readers_at_most(self, wanted: int, num_ranks: int) -> int:
         """Readers of each rank: `wanted`, or as many as the dataset can be shared out over."""

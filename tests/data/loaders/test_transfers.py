@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,11 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
+    def fill(self, batches: Iterator[Any]) -> tuple[Any, int] | None:
         self.events.append("fill")
-        yield
+        batch = next(batches, None)
         self.events.append("filled")
-
-    def mark(self) -> int:
-        return len(self.events)
+        return None if batch is None else (batch, len(self.events))
 
     def hand_over(self, mark: Any) -> None:
         assert self.events[mark - 1] == "filled"
