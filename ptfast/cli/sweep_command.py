@@ -43,12 +43,12 @@ class Terminated(BaseException):
     """The sweep received SIGTERM or SIGHUP: running jobs save, and no other starts."""
 
 
+@dataclass(eq=False)
 class JobError(Exception):
     """A job of a sweep that did not finish."""
 
-    def __init__(self, exit_code: int, reason: str) -> None:
-        super().__init__(exit_code, reason)
-        self.exit_code = exit_code
+    exit_code: int
+    reason: str
 
 
 @dataclass(frozen=True)

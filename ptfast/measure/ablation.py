@@ -94,6 +94,10 @@ class Ablation:
     def __init__(self, laboratory: Laboratory, arguments: Sequence[str]) -> None:
         self.laboratory, self.arguments = laboratory, list(arguments)
         self.findings: list[Worth] = []
+        self.apart: list[Worth] = []
+        """Those that are measured beside the pick."""
+        self.process_sd: float | None = None
+        """How much two processes of one config differ, as a part."""
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
         self.runs: list[list[TrialResult]] = []
@@ -133,6 +137,7 @@ class Ablation:
             except PtfastError as error:
                 finding.why = str(error.what)
             finding.is_apart = not finding.why and _is_outside(finding.technique)
+        self.apart = [finding for finding in self.findings if finding.is_apart]
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
@@ -164,11 +169,6 @@ class Ablation:
         self._measure_apart(CONFIRM * start_s)
         self._confirm()
         self._judge()
-
-    @property
-    def apart(self) -> list[Worth]:
-        """Techniques that are measured beside the pick."""
-        return [finding for finding in self.findings if finding.is_apart]
 
     @property
     def measured(self) -> list[tuple[Worth, Effect]]:
@@ -277,8 +277,21 @@ class Ablation:
         self.confirmed = Confirmation(best, over_given, fitted.residual_sd)
 
     def _judge(self) -> None:
-        """The verdicts of the whole table, given how much processes of one config differ."""
-        sd, dof = self._noise
+        """The verdicts of the whole table, given how much processes of one config differ.
+
+        That shows in the runs of the plan and in those of the pick.
+        """
+        of_plan = of_pick = (0.0, 0.0)
+        if known := [effect for effect in self.fitted.effects if effect is not None]:
+            of_plan = self.fitted.residual_sd, known[0].dof
+        if self.confirmed is not None:
+            of_pick = self.confirmed.process_sd, self.confirmed.over_plain.dof
+        sd, dof = of_pick[0], of_plan[1] + of_pick[1]
+        if self.fits_poorly or not dof:
+            dof = max(of_pick[1], 1)
+        else:
+            sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_pick)) / dof)
+        self.process_sd = math.sqrt(2) * sd or None
         for finding in self.apart:
             if finding.log_ratios and sd:
                 se = sd * math.sqrt(2 / len(finding.log_ratios))
@@ -311,24 +324,6 @@ class Ablation:
         """Overrides of the pick over the user's words; none if the config as given is faster."""
         is_pick = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
         return _switched_on(self.picked) if is_pick and self.picked else []
-
-    @property
-    def _noise(self) -> tuple[float, float]:
-        """The deviation of processes and its degrees of freedom, from the plan and the pick's own runs."""
-        of_plan = of_pick = (0.0, 0.0)
-        if known := [effect for effect in self.fitted.effects if effect is not None]:
-            of_plan = self.fitted.residual_sd, known[0].dof
-        if self.confirmed is not None:
-            of_pick = self.confirmed.process_sd, self.confirmed.over_plain.dof
-        dof = of_plan[1] + of_pick[1]
-        if self.fits_poorly or not dof:
-            return of_pick[0], max(of_pick[1], 1)
-        return math.sqrt(sum(sd**2 * each for sd, each in (of_plan, of_pick)) / dof), dof
-
-    @property
-    def process_sd(self) -> float | None:
-        """How much two processes of one config differ, as a part."""
-        return math.sqrt(2) * self._noise[0] or None
 
     @property
     def fits_poorly(self) -> bool:
