@@ -121,11 +121,8 @@ def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     in_order = (p for group in optimizer.param_groups for p in group["params"])
     of_number = dict(enumerate(names[id(parameter)] for parameter in in_order))
     groups = [group | {"params": [of_number[k] for k in group["params"]]} for group in state["param_groups"]]
-    return {
-        **state,
-        "state": {of_number.get(k, k): kept for k, kept in state["state"].items()},
-        "param_groups": groups,
-    }
+    parts = {of_number.get(k, k): kept for k, kept in state["state"].items()}
+    return {**state, "state": parts, "param_groups": groups}
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -26,10 +26,8 @@ class LayerBatch:
     """Layers that are updated together: of one group, device and type, all with a gradient.
 
     Either all of them are 1-d or none. A batch holds whole layers in one piece, or a single long layer in
-    several. On the CPU all tensors are flat views in memory order. They are made once, because 20 us of
-    Python per layer and step would count there; a step only puts in its gradients.
-
-    `weights` are updated: views of the layers, or copies in float32.
+    several. On the CPU all tensors are flat views in memory order, made once, because 20 us of Python per
+    layer and step would count there. `weights` are updated: views of the layers, or copies in float32.
     """
 
     def __init__(

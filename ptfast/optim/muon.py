@@ -162,9 +162,8 @@ class Muon(Optimizer):
 def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
     """The nearest orthogonal matrix, about (singular values 0.5 to 1.5), of each of `matrices` of one shape.
 
-    All are multiplied in one operation, where a GPU would otherwise wait for a launch per matrix.
-
-    Source: Jordan et al. 2024, the Newton-Schulz iteration with their coefficients.
+    All are multiplied in one operation, where a GPU would otherwise wait for a launch per matrix. Source:
+    Jordan et al. 2024, the Newton-Schulz iteration with their coefficients.
     """
     rows, columns = matrices[0].shape
     # A batch of one is slower than a matrix.

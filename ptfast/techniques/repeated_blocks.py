@@ -70,12 +70,9 @@ def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 def _is_row(module: nn.Module, at_least: int = 1) -> bool:
     """Return True for a container of blocks of one form."""
     children = list(module.children())
-    return (
-        isinstance(module, _CONTAINERS)
-        and len(children) >= at_least
-        and bool(children[0]._modules)
-        and len({_form(child) for child in children}) == 1
-    )
+    if not isinstance(module, _CONTAINERS) or len(children) < at_least or not children[0]._modules:
+        return False
+    return len({_form(child) for child in children}) == 1
 
 
 def _form(module: nn.Module) -> Hashable:

@@ -187,11 +187,9 @@ def evaluate(
                 if run.stop_signal is not None and not run.sharded:
                     break
                 if num_samples:
-                    looked = (
-                        predictor
-                        if index
-                        else with_output_check(predictor, model, task, data, " in evaluation")
-                    )
+                    looked = predictor
+                    if index == 0:
+                        looked = with_output_check(predictor, model, task, data, " in evaluation")
                     loss, count = task.evaluate(looked, data, metrics)
                     loss_sum += loss
                     num_items += count

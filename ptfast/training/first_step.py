@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,19 +185,19 @@ class FirstStep:
             raise culprit.error(f"{what}, from which nothing can be learnt", hint)
 
 
+@dataclass
 class SlowSwitches:
     """Warns once of torch's debugging aids that a user's code leaves on, except the run's own `debug`."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.found: dict[str, list[str]] = {}
-        """Where each was turned on, by the value of `debug` that is for it."""
+    run: Run
+    found: dict[str, list[str]] = field(default_factory=dict)
+    """Where each was turned on, by the value of `debug` that is for it."""
 
     def look(self) -> None:
         """Warn of those that are on now. Cost: two calls."""
         for debug, switch in SWITCHES.items():
             if switch.is_on():
-                self._warn(debug, lambda pattern=switch.pattern: _places_of(pattern, self._run))
+                self._warn(debug, lambda pattern=switch.pattern: _places_of(pattern, self.run))
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -218,12 +219,12 @@ class SlowSwitches:
                 setattr(module, name, turn_on)
 
     def _warn(self, debug: str, places_of: Callable[[], list[str]]) -> None:
-        if debug in self.found or debug == self._run.debug:
+        if debug in self.found or debug == self.run.debug:
             return
         self.found[debug] = places_of()
         place = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
         what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
-        self._run.display.warn(f"{what}: remove it, and use debug={debug} when you need it")
+        self.run.display.warn(f"{what}: remove it, and use debug={debug} when you need it")
 
 
 def _calling_place() -> str | None:

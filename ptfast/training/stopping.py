@@ -80,8 +80,7 @@ class Signals:
     """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the current step, with its state saved.
 
     A run that waits for data is in no step and ends at once; so does one that is not built yet, with nothing
-    to save. Several ranks first finish building and keep waiting for data for `LATE_S`, so that none waits
-    for one that has left.
+    to save. Several ranks first finish building and keep waiting for `LATE_S`: none waits for one that left.
 
     A run whose step, evaluation or callback hangs ends with the state of its last whole step saved. Nothing
     is saved if several ranks, an optimizer or a task that takes its own steps hang: what was trained since

@@ -76,9 +76,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     ended = "at the highest rate"
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
-        run.schedule = LrSchedule(
-            lambda step: lrs[min(step - first, len(lrs) - 1)] / base, None, warmup_steps=0, delay_steps=0
-        )
+        run.schedule = LrSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
         run.progress.step = first
         trainer = Trainer(run)
         batches = trainer.warm_up(run.train_loader.steps(first, first + len(lrs)))

@@ -28,10 +28,8 @@ def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Ptfas
     """Refuse a budget without a compiler, and a mode without its figure."""
     mode = checkpointing.mode
     if mode == "budget" and compile.mode in ("none", "pointwise"):
-        what, hint = (
-            "only the compiler can keep a memory budget",
-            "Set compile=model, or use checkpointing=full",
-        )
+        what = "only the compiler can keep a memory budget"
+        hint = "Set compile=model, or use checkpointing=full"
         return ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
     for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
         if mode == owner and getattr(checkpointing, name) is None:

@@ -51,14 +51,8 @@ class Compilation:
     stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
     masks than without a compiler, except under `pointwise`.
 
-    Args:
-        mode: as in the section; `blocks` compiles those of one class and shape once.
-        dynamic: batches come in many lengths.
-        accumulates: a step has several micro-batches on a rank. A CUDA graph would overwrite the gradients of
-            the one before, in silence.
-
-    Raises:
-        PtfastError: E005 if a tool or device is missing; C011 for `reduce_overhead` if it `accumulates`.
+    If a step `accumulates` several micro-batches on a rank, a CUDA graph would overwrite the gradients of the
+    one before, in silence: C011 for `reduce_overhead`. E005 if a tool or device is missing.
 
     Cost: seconds to minutes, and memory, before the first step and again for every new shape.
     Source: torch.compile; for gradients in CUDA graphs pytorch/pytorch issue 169545.

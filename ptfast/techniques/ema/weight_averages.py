@@ -175,11 +175,8 @@ class Swa(Average):
         super().__init__(model)
         self.extendable, self._ranks = extendable, ranks or Ranks()
         self._steps, self._forward = frozenset(steps), forward
-        self._norms = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, BatchNorm) and module.track_running_stats
-        }
+        norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+        self._norms = {name: norm for name, norm in norms.items() if norm.track_running_stats}
         self._stale = False
         if steps:
             self.note = f"equal shares of {len(steps):,} steps from {min(steps):,} to {max(steps):,}"

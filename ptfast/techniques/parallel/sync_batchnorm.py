@@ -135,13 +135,8 @@ class _Normalized(torch.autograd.Function):
             of_mean, of_normal = (part.view(shape) for part in sums / count)
             factor = scale if weight is None else scale * weight
             grad_input = ((grad - of_mean - normal * of_normal) * factor.view(shape)).to(x.dtype)
-        return (
-            grad_input,
-            grad_weight if weight is not None else None,
-            grad_bias if ctx.has_bias else None,
-            None,
-            None,
-        )
+        of_weight = None if weight is None else grad_weight
+        return grad_input, of_weight, grad_bias if ctx.has_bias else None, None, None
 
 
 class RunningStatistics:

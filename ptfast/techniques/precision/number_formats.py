@@ -252,11 +252,8 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
     """
     float8 = import_extra("torchao.float8", "float8", "precision.float8", "true")
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    chosen = [
-        name
-        for name, layer in list(layers.items())[:-1]
-        if layer.in_features % 16 == 0 and layer.out_features % 16 == 0
-    ]
+    fits = {name: each.in_features % 16 == each.out_features % 16 == 0 for name, each in layers.items()}
+    chosen = [name for name in list(layers)[:-1] if fits[name]]
     # The gradient of a weight sums over the tokens of a batch, whose number may not be a multiple of 16.
     config = float8.Float8LinearConfig(pad_inner_dim=True, **options)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)

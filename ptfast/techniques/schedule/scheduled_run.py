@@ -20,41 +20,34 @@ from ptfast.core.sections.targets import Target, built, is_torch_scheduler, keyw
 from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
 
+@dataclass
 class LrSchedule:
     """Learning-rate factors and momenta of a run, by step counted from 0.
 
     Steps skipped by fp16 do not advance it: callers count the steps taken.
-
-    Args:
-        factor: factor on every group's base rate, without warm-up.
-        delay_steps: steps before `factor` and `momentum` start.
-        of_length: gives the same schedule for other `total_steps`; None if that is unknown.
-        momentum_note: says if the momentum is cycled; None if the shape leaves it alone.
     """
 
-    def __init__(
-        self,
-        factor: Curve,
-        momentum: Curve | None,
-        *,
-        warmup_steps: int,
-        delay_steps: int,
-        of_length: Callable[..., LrSchedule] | None = None,
-        momentum_note: str | None = None,
-    ) -> None:
-        self.warmup_steps, self.momentum_note, self._of_length = warmup_steps, momentum_note, of_length
-        self._factor, self._momentum, self._delay_steps = factor, momentum, delay_steps
+    factor: Curve
+    """The factor on every group's base rate, without warm-up."""
+    momentum: Curve | None = None
+    warmup_steps: int = 0
+    delay_steps: int = 0
+    """Steps before `factor` and `momentum` start."""
+    of_length: Callable[..., LrSchedule] | None = None
+    """Gives the same schedule for other `total_steps`; None if that is unknown."""
+    momentum_note: str | None = None
+    """Says if the momentum is cycled; None if the shape leaves it alone."""
 
     def lr_factors(self, first: int, last: int) -> list[float]:
         """Factors of steps `first` up to, not including, `last`."""
-        factor, delay, warmup = self._factor, self._delay_steps, self.warmup_steps
+        factor, delay, warmup = self.factor, self.delay_steps, self.warmup_steps
         rising, full = range(first, min(last, warmup)), range(max(first, warmup), last)
         ramp = [(step + 1) / warmup * factor(max(step - delay, 0)) for step in rising]
         return ramp + [factor(step - delay) for step in full]
 
     def momenta(self, first: int, last: int) -> list[float] | None:
         """Momenta of steps `first` up to, not including, `last`; None if the optimizer keeps its own."""
-        momentum, delay = self._momentum, self._delay_steps
+        momentum, delay = self.momentum, self.delay_steps
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
@@ -62,9 +55,9 @@ class LrSchedule:
 
         After that many steps, such a run can be made as long as this one.
         """
-        if self._of_length is None:
+        if self.of_length is None:
             return False
-        other = self._of_length(total_steps=total_steps)
+        other = self.of_length(total_steps=total_steps)
         alike = self.lr_factors(0, num_steps) == other.lr_factors(0, num_steps)
         return alike and self.momenta(0, num_steps) == other.momenta(0, num_steps)
 

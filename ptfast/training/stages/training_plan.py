@@ -123,10 +123,8 @@ def pack_or_pad(data: Data, batching: Batching, seed: int) -> Data:
         what = "the data has no documents to pack"
         hint = "Use data=text_file with data.documents=lines or paragraphs, or batching=longest"
         raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
-    train, val, test = (
-        PackedSequences(source, limit, seed) if isinstance(source, Documents) else source
-        for source in sources
-    )
+    packed = [PackedSequences(s, limit, seed) if isinstance(s, Documents) else s for s in sources]
+    train, val, test = packed
     assert train is not None
     info = replace(data.info, num_train=train.num_samples)
     return replace(data, train=train, val=val, test=test, info=info)
