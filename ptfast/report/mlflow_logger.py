@@ -39,6 +39,7 @@ class Mlflow:
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         import mlflow
+        from mlflow.entities import Param
 
         known = run_directory.read_json(run_dir / run_directory.MLFLOW).get("run_id")
         # A server that is not there is asked for four minutes otherwise, before training has begun.
@@ -50,7 +51,15 @@ class Mlflow:
                 self._run_id = known
                 self._client.update_run(known, status="RUNNING")
             else:
-                self._run_id = self._new_run("/".join(run_dir.absolute().parts[-2:]), config)
+                name, tags = self._name or "/".join(run_dir.absolute().parts[-2:]), self._tags
+                there = self._client.get_experiment_by_name(self._experiment)
+                experiment = (
+                    there.experiment_id if there else self._client.create_experiment(self._experiment)
+                )
+                self._run_id = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
+                params = [Param(key, str(value)[:MOST_CHARS]) for key, value in settings_of(config).items()]
+                for first in range(0, len(params), MOST_PARAMS):
+                    self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
         except Exception as error:
             hint = "Set logger.uri or MLFLOW_TRACKING_URI to a server that runs, or to sqlite:///mlflow.db"
             raise refused_by("MLflow", "mlflow", error, hint) from error
@@ -58,17 +67,6 @@ class Mlflow:
             if hasty:
                 del os.environ[RETRIES]
         run_directory.write_json(run_dir / run_directory.MLFLOW, {"run_id": self._run_id})
-
-    def _new_run(self, name: str, config: dict[str, Any]) -> str:
-        from mlflow.entities import Param
-
-        there = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = there.experiment_id if there else self._client.create_experiment(self._experiment)
-        run = self._client.create_run(experiment_id, run_name=self._name or name, tags=self._tags)
-        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in settings_of(config).items()]
-        for first in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
-        return run.info.run_id
 
     def log(self, record: Record) -> None:
         from mlflow.entities import Metric
