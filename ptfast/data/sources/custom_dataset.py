@@ -216,8 +216,9 @@ def _opaque_info(
         return None
     if not built_in or task == "hf":
         learnt_classes = known.num_classes if known is not None else None
-        num_classes = _stated_classes(dataset) or learnt_classes
-        return DataInfo(kind="other", task=task, num_classes=num_classes, class_names=_class_names(dataset))
+        num_classes, names = _stated_classes(dataset) or learnt_classes, getattr(dataset, "classes", None)
+        names = tuple(map(str, names)) if names is not None else None
+        return DataInfo(kind="other", task=task, num_classes=num_classes, class_names=names)
     wanted = "batches of (inputs, targets)" if collate.is_own else "samples of (input, target)"
     if collate.is_own:
         found = f"{collate.name} gives {described(batch)}"
@@ -322,7 +323,8 @@ def _info(
             # One sample shows only some tokens; predicted targets are tokens, too.
             seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
             facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
-    names = _class_names(dataset)
+    names = getattr(dataset, "classes", None)
+    names = tuple(map(str, names)) if names is not None else None
     if target_kind == "map":
         facts["num_classes"] = 1
     elif task in ("regression", "multilabel"):
@@ -336,11 +338,6 @@ def _info(
             stated = int(classes.max()) + 1
         facts["num_classes"] = stated
     return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
-
-
-def _class_names(dataset: Any) -> tuple[str, ...] | None:
-    names = getattr(dataset, "classes", None)
-    return tuple(map(str, names)) if names is not None else None
 
 
 def _check_task(task: str, target_kind: str, labels: Tensor) -> None:
