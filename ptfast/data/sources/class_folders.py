@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from pathlib import Path
 
 from ptfast.core.errors import DataError
@@ -12,6 +13,12 @@ from ptfast.data.label_checks import differing_names
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
 """Folders of each split, by the names that they may have."""
 Listing = tuple[list[str], list[int]]
+
+
+def splits_among(names: Container[str]) -> dict[str, str]:
+    """The splits whose folders are among `names`, `train` first, and the names of these folders."""
+    found = {split: next((name for name in known if name in names), None) for split, known in SPLITS.items()}
+    return {split: name for split, name in found.items() if name is not None}
 
 
 def list_tree(
@@ -24,21 +31,15 @@ def list_tree(
     Raises:
         DataError: D001 to D003 for a tree that is not one of class folders.
     """
-    inside = _subfolders(root, key)
-    folders = {
-        split: next((root / name for name in names if name in inside), None)
-        for split, names in SPLITS.items()
-    }
-    if folders["train"] is None:
-        if other := folders["val"] or folders["test"]:
+    folders = {split: root / name for split, name in splits_among(_subfolders(root, key)).items()}
+    if "train" not in folders:
+        if (other := next(iter(folders.values()), None)) is not None:
             what = f"has {other.name}/ but no train/"
             raise DataError("D003", what, key=key, value=root, suggestion="Put class folders in train/")
         folders["train"] = root
     classes: tuple[str, ...] = ()
     listings: dict[str, Listing] = {}
     for split, folder in folders.items():
-        if folder is None:
-            continue
         names = tuple(_subfolders(folder, key))
         if not names:
             raise DataError("D002", "holds no class folders", key=key, value=folder)

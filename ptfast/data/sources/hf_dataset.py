@@ -16,7 +16,7 @@ from ptfast.data.decoding.image_decoding import fit
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
 from ptfast.data.label_checks import check_labels
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sources.class_folders import SPLITS
+from ptfast.data.sources.class_folders import splits_among
 from ptfast.data.sources.ragged_text import labelled_texts
 
 _GUESSES = {
@@ -108,14 +108,11 @@ class HfDataset(ReadsAsKnown):
             raise DataError("D001", f"cannot be loaded: {reason}", key="data.path", value=self.path) from None
         if not isinstance(loaded, dict):
             return {"train": loaded}
-        found = {
-            split: next((loaded[known] for known in names if known in loaded), None)
-            for split, names in SPLITS.items()
-        }
-        if found["train"] is None:
+        found = {split: loaded[name] for split, name in splits_among(loaded).items()}
+        if "train" not in found:
             what = f"has no train split, only {', '.join(loaded)}"
             raise DataError("D002", what, key="data.path", value=self.path)
-        return {split: part for split, part in found.items() if part is not None}
+        return found
 
     def _images(
         self, splits: dict[str, Any], labels: dict[str, Any], column: str

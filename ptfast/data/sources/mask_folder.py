@@ -18,7 +18,7 @@ from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
 from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes
 from ptfast.data.sampling.sampler import Indices
-from ptfast.data.sources.class_folders import SPLITS, image_files, passed_over
+from ptfast.data.sources.class_folders import image_files, passed_over, splits_among
 from ptfast.data.sources.image_files import ImageSource, set_shapes
 
 Pair = tuple[str, str]
@@ -45,16 +45,11 @@ class MaskFolder:
         self.root, self.image_size, self.num_classes = Path(root).expanduser(), image_size, num_classes
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        folders = {
-            split: next(filter(Path.is_dir, (self.root / name for name in names)), None)
-            for split, names in SPLITS.items()
-        }
-        folders["train"] = folders["train"] or self.root
-        passed: list[str] = []
+        inside = [path.name for path in self.root.glob("*") if path.is_dir()]
+        folders, passed = {"train": "."} | splits_among(inside), list[str]()
         sources = {
-            split: MaskedImages(_pairs(folder, passed), self.image_size)
+            split: MaskedImages(_pairs(self.root / folder, passed), self.image_size)
             for split, folder in folders.items()
-            if folder is not None
         }
         shape = set_shapes(sources)
         info = DataInfo(
