@@ -36,15 +36,7 @@ from ptfast.config.overrides import parse
 from ptfast.config.schema import with_defaults
 from ptfast.core.errors import PtfastError, together
 
-__all__ = [
-    "BasicLauncher",
-    "ConfigLoaderImpl",
-    "ConfigSearchPathImpl",
-    "Hydra",
-    "OmegaConfDumper",
-    "setup_globals",
-]
-
+__all__ = ["BasicLauncher", "Hydra", "OmegaConfDumper"]
 
 PRIMARY = "config"
 _RECIPE = f"{paths.RECIPES}/"

@@ -41,11 +41,7 @@ def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
 
 
 def load_config(
-    path: Path,
-    arguments: Sequence[str] = (),
-    *,
-    trusted: bool = False,
-    trains: bool = True,
+    path: Path, arguments: Sequence[str] = (), *, trusted: bool = False, trains: bool = True
 ) -> tuple[Composed, Config]:
     """The config in a whole file, such as a run directory's, with arguments laid over it.
 

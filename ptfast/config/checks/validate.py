@@ -24,11 +24,7 @@ TASKS = ("auto", *protocols.TASKS)
 
 
 def validate(
-    tree: dict[str, Any],
-    place: Place,
-    *,
-    trusted: bool = True,
-    extra_trust: Iterable[str] = (),
+    tree: dict[str, Any], place: Place, *, trusted: bool = True, extra_trust: Iterable[str] = ()
 ) -> Config:
     """A composed config with every value in its type, and one of `epochs` and `steps` None.
 

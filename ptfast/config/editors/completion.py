@@ -55,9 +55,7 @@ def script(shell: str) -> str:
 
 
 def complete(
-    words: Sequence[str],
-    commands: Mapping[str, Iterable[str]],
-    first_words: Mapping[str, Iterable[str]],
+    words: Sequence[str], commands: Mapping[str, Iterable[str]], first_words: Mapping[str, Iterable[str]]
 ) -> list[str]:
     """Completions of the last of `words`, which follow `ptfast` on the line; it is empty after a space.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,8 +51,7 @@ def freeze(composed: Composed, path: Path) -> list[str]:
 
 def check_no_secrets(composed: Composed) -> None:
     """Refuse (C011) a secret given in clear where other processes read the frozen config without it."""
-    _, hidden = frozen_tree(composed)
-    for key in hidden:
+    for key in frozen_tree(composed)[1]:
         what = "the ranks read the run's config.yaml, and a secret is not written there"
         hint = f"Give it as {key}='${{oc.env:NAME}}'"
         raise ConfigError("C011", what, key=key, value=SECRET, place=composed.place(key), suggestion=hint)
@@ -84,7 +82,7 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
     if tree.get("epochs") is not None and tree.get("steps") is not None:
         # Once in one file, it no longer shows which of the two was meant.
         tree = {**tree, loser: None} if (loser := losing_length(composed.place)) else tree
-    return hide(copy.deepcopy(tree), ""), hidden
+    return hide(tree, ""), hidden
 
 
 def load(
