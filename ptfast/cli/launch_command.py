@@ -83,7 +83,7 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
         words.append("parallel=ddp")
     if num_gpus and num_gpus > 1 and args.kind == "slurm" and (alone or parallel["nproc"] == "auto"):
         words.append(f"parallel.nproc={num_gpus}")
-    name = run["name"] or composed.recipe or "train"
+    name = run["name"] or composed.tree.get("recipe") or "train"
     # A job that is started again resumes, unless the user has said otherwise.
     if not run["dir"]:
         words.append(f"run.dir={new_folder(Path(run['root']).absolute(), name)}")

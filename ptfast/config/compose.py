@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -59,12 +59,11 @@ class Composed:
     """The tree with interpolations as text, such as `${oc.env:HOME}`."""
     places: dict[str, str]
     """`file:line` or `command line` of each dotted key."""
-    recipe: str | None = None
-    warnings: list[str] = field(default_factory=list)
-    arguments: tuple[str, ...] = ()
+    warnings: list[str]
+    arguments: tuple[str, ...]
 
     def place(self, key: str) -> str:
-        """The place where `key` was set: of the key itself, or of the nearest section around it."""
+        """The place where `key` was set, or else the nearest section around it."""
         return place_of(key, self.places)
 
     def placed(self, error: PtfastError) -> PtfastError:
@@ -83,7 +82,7 @@ class Composed:
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Add to errors raised inside the place where their key was given."""
+        """Say in errors raised inside where their key was given."""
         try:
             yield
         except PtfastError as error:
@@ -201,7 +200,7 @@ def finish(
             keep_secret(value)
     for name in variable_sections() - {VARIABLES}:
         resolved.pop(name, None)
-    return Composed(resolved, tree, places, tree.get("recipe"), warnings, tuple(arguments))
+    return Composed(resolved, tree, places, warnings, tuple(arguments))
 
 
 def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]:
@@ -238,7 +237,7 @@ def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[str, Any],
 
 @contextlib.contextmanager
 def translated(*others: type[Exception]) -> Iterator[None]:
-    """Say in one line of ours what Hydra and OmegaConf, or an exception among `others`, find wrong inside."""
+    """Raise errors of Hydra and OmegaConf, and those of `others`, as a `ConfigError`."""
     try:
         yield
     except PtfastError:

@@ -227,7 +227,7 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
-    """Let Hydra's basic sweeper write its multirun.yaml, which holds the arguments in clear, to nowhere."""
+    """Discard the multirun.yaml of Hydra's basic sweeper, which holds the arguments in clear."""
     made = run_directory.create_folder(sweep_dir)
     file = sweep_dir / "multirun.yaml"
     with contextlib.suppress(OSError):

@@ -51,7 +51,7 @@ class Argument:
 
     @property
     def is_interval(self) -> bool:
-        """Return True if it is swept over without naming its points, which only some sweepers can do."""
+        """Return True if its sweep names no points, which only some sweepers can choose."""
         return self.is_sweep and self.values == (self.text.partition("=")[2],)
 
     @property
@@ -60,7 +60,6 @@ class Argument:
         return _plain(self.values[0])
 
     def at(self, value: str) -> str:
-        """The argument with one of its `values`."""
         return f"{self.text.partition('=')[0]}={value}"
 
 
@@ -112,7 +111,7 @@ def _check_single(argument: Argument, written: str, before: Argument | None, swe
 
 
 def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """`arguments` with `overrides` over them: of a key that both give, the last one is left."""
+    """`arguments` with `overrides` over them: the last value of a key is kept."""
     words = (*arguments, *overrides)
     return [*{word.partition("=")[0].lstrip("+"): word for word in words}.values()]
 

@@ -22,7 +22,7 @@ _TIME = re.compile(
 
 
 def read_number(text: str) -> float | None:
-    """The number that a text such as `3`, `-1_000` or `1e-3` is, whole ones as `int`; None if it is none."""
+    """The number in a text such as `3`, `-1_000` or `1e-3`, an `int` if it is whole; else None."""
     text = text.strip()
     if not _SIGNED.fullmatch(text):
         return None
@@ -32,7 +32,7 @@ def read_number(text: str) -> float | None:
 
 
 def is_finite(number: float) -> bool:
-    """Return True if a number is one of those that a float can hold, as no whole number of 400 digits is."""
+    """Return True if a float can hold the number; a whole number of 400 digits is too large."""
     return abs(number) <= sys.float_info.max
 
 

@@ -246,7 +246,6 @@ def error_line(error: BaseException) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code that an error stands for."""
     if isinstance(error, (PtfastError, ReportedError)):
         return error.exit_code
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
@@ -260,7 +259,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error; none of a user's own class whose text cannot be had."""
+    """The text of an error; empty where a user's own class cannot give it."""
     with contextlib.suppress(Exception):
         return str(error)
     return ""
@@ -282,7 +281,7 @@ def is_secret(key: str, *, misspelt: bool = False) -> bool:
 
 
 def keep_secret(value: str) -> None:
-    """Hide a value wherever it is shown or written from now on, unless it is a path or of few characters."""
+    """Hide a value wherever it is shown or written from now on, unless it is a path or short."""
     if len(value) >= 6 and not os.path.exists(value):  # noqa: PTH110
         _KEPT_SECRET.add(value)
 
@@ -318,7 +317,7 @@ def described(value: Any) -> str:
 
 
 def summary_of(error: BaseException, depth: int = 0) -> str:
-    """An error's type and text, and where in a user's code it came up below `depth`, if in any."""
+    """An error's type and text, and where in a user's code below `depth` it was raised."""
     stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     places = [
         f" ({Path(file).name}:{line})" for file, line in stack[depth:] if not file.startswith(INSTALLED)

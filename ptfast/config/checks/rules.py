@@ -82,7 +82,7 @@ def unused_keys(config: Config, place: Place) -> Iterator[str]:
 
 
 def losing_length(place: Place) -> str | None:
-    """The one of epochs and steps that gives way where both are set; None where they contradict."""
+    """Which of epochs and steps gives way where both are set; None where they contradict."""
     epochs_file, steps_file = (place(key).rpartition(":")[0] or place(key) for key in ("epochs", "steps"))
     if epochs_file == steps_file:
         return None
@@ -90,7 +90,6 @@ def losing_length(place: Place) -> str | None:
 
 
 def safe_names(run: RunOptions, recipe: str | None, trust: list[str]) -> Iterator[PtfastError]:
-    """Refuse names of folders and packages that are none."""
     for key, name in {"run.name": run.name, "recipe": recipe}.items():
         if name is None:
             continue
@@ -109,7 +108,6 @@ def safe_names(run: RunOptions, recipe: str | None, trust: list[str]) -> Iterato
 
 
 def device_is_there(device: str) -> PtfastError | None:
-    """Refuse a device that this machine does not have."""
     return devices.cannot_run(devices.lack_of_device(device), "device", device)
 
 

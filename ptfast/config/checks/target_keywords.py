@@ -122,7 +122,6 @@ def check_target(
 
 
 def _check_nested(value: Any, key: str, section: str, locate: Locate) -> tuple[Any, list[PtfastError]]:
-    """Check the targets inside a keyword's value."""
     if isinstance(value, Target):
         return check_target(value, section, locate=locate, prefix=key)
     if not isinstance(value, (dict, list)):
@@ -182,7 +181,7 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
 
 
 def built_in_targets(section: str) -> dict[str, list[str]]:
-    """The targets of the shipped options of a section, each with the options whose own file names it."""
+    """The targets that a section's shipped options name, each with those options."""
     if section == "task":
         return {path: [name] for name, path in TASKS.items()}
     targets: dict[str, list[str]] = {}

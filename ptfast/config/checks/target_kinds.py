@@ -113,7 +113,7 @@ def _fits(found: Any, section: str) -> bool:
 
 
 def _check_hooks(found: type) -> None:
-    """Raise a C009 for a method that is named like a hook and never called, or not so."""
+    """Raise a C009 for a method that is named like a hook but never called, or called with other arguments."""
     for name in dir(found):
         method = inspect.getattr_static(found, name)
         if not name.startswith("on_") or not inspect.isfunction(method):
@@ -126,7 +126,7 @@ def _check_hooks(found: type) -> None:
 
 
 def _check_logger(found: type) -> None:
-    """Raise a C009 for a class that lacks a method of loggers, or has one that is not called so."""
+    """Raise a C009 for a class that lacks a method of loggers, or has one that takes other arguments."""
     calls = [f"{name}({', '.join(takes)})" for name, takes in LOGGER_METHODS.items()]
     for name, takes in LOGGER_METHODS.items():
         if not hasattr(found, name):

@@ -163,7 +163,7 @@ _MOVED = {
 
 
 def _with_todays_names(value: Any, key: str = "") -> Any:
-    """`value` with targets that have moved named by where they are today."""
+    """`value` with targets that have moved under their current import paths."""
     if isinstance(value, dict):
         return {name: _with_todays_names(item, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -200,7 +200,7 @@ def _walk(
 
 
 def _surprise(node: yaml.Node) -> str | None:
-    """The warning for an unquoted value that YAML 1.1 reads as something else."""
+    """The warning for an unquoted value that YAML 1.1 reads in a surprising way."""
     if not isinstance(node, yaml.ScalarNode) or node.style not in (None, ""):
         return None
     value = node.value

@@ -45,7 +45,6 @@ class Range:
         return low and high
 
     def json_limits(self) -> dict[str, float]:
-        """The bounds in JSON Schema."""
         low = {"exclusiveMinimum" if self.open_low else "minimum": self.low}
         high = {"exclusiveMaximum" if self.open_high else "maximum": self.high}
         return {name: limit for name, limit in (low | high).items() if math.isfinite(limit)}
@@ -176,7 +175,6 @@ _PLAIN: dict[Any, tuple[tuple[str, ...], str | list[str]]] = {
 
 
 def _to_plain(value: Any, kind: Any) -> Any:
-    """`value` as one of the plain types."""
     if kind is bool:
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
