@@ -113,7 +113,7 @@ def _fits(found: Any, section: str) -> bool:
 
 
 def _check_hooks(found: type) -> None:
-    """Raise a C009 for a method that is named like a hook but never called, or called with other arguments."""
+    """Raise a C009 for a method that is named like a hook but never called, or not with its arguments."""
     for name in dir(found):
         method = inspect.getattr_static(found, name)
         if not name.startswith("on_") or not inspect.isfunction(method):
