@@ -125,22 +125,21 @@ class FullSize(nn.Module):
         places = places.where(places < size, 0)
 
         def filled(value: Any) -> Any:
+            by_sample = isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
             # This way of indexing keeps the memory format.
-            return value[places] if _is_of(size, value) else value
+            return value[places] if by_sample else value
 
         def narrowed(value: Any) -> Any:
-            if isinstance(value, Tensor) and not _is_of(self._batch_size, value):
+            if not isinstance(value, Tensor):
+                return value
+            if not value.dim() or len(value) != self._batch_size:
                 what = f"the padding cannot be cut from an output of shape {list(value.shape)}"
                 hint = "Set eval.last=keep"
                 raise ConfigError("C011", what, key="eval.last", value="pad", suggestion=hint)
-            return value[:size] if isinstance(value, Tensor) else value
+            return value[:size]
 
         args, keywords = tree_map(filled, (args, keywords))
         return tree_map(narrowed, self.model(*args, **keywords))
-
-
-def _is_of(size: int, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
 
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
