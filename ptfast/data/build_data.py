@@ -132,7 +132,8 @@ def build_data(
         targets = getattr(each, "targets", None)
         any_ignored = targets is not None and bool((targets == IGNORE_INDEX).any())
         ignores_labels = ignores_labels or each.ignores_labels or any_ignored
-    info = replace(splits.info, ignores_labels=ignores_labels, num_train=train.num_samples)
+    num_train = len(train) if isinstance(train, MapSource) else None
+    info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
     if known is not None:
         info = as_known(known, info)
     extra = dict(info.extra)
@@ -154,7 +155,7 @@ def build_data(
     if contents is not None:
         extra["contents"] = contents
     counts = [
-        f"{split} of unknown length" if each.num_samples is None else f"{each.num_samples:,} {split}"
+        f"{len(each):,} {split}" if isinstance(each, MapSource) else f"{split} of unknown length"
         for split, each in splits.sources.items()
     ]
     data = Data(

@@ -56,11 +56,6 @@ class BaseSource:
     padding = Padding()
 
     @property
-    def num_samples(self) -> int | None:
-        """None for a stream."""
-        return None
-
-    @property
     def held_bytes(self) -> int | None:
         """Size of all inputs once decoded and held in memory; None if unknown."""
         return None
@@ -90,10 +85,6 @@ class MapSource(BaseSource):
 
     def __len__(self) -> int:
         return len(getattr(self, self.columns[0]))
-
-    @property
-    def num_samples(self) -> int | None:
-        return len(self)
 
     def hold(self, holder: Holder | None = None) -> TensorSource:
         """Every sample, decoded once and held in memory; `holder` may hold images for several ranks together.

@@ -13,6 +13,7 @@ from ptfast.data.build_data import Data
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.transforms.augment_plan import build_augment
 
@@ -43,9 +44,8 @@ def train_loader(
     if how.kind == "auto":
         kind, reason, workers = choose(data.train, kind="auto", workers=how.workers)
         how = replace(how, kind=kind, reason=reason, workers=workers)
-    sharding = Sharding(
-        BatchPlan(data.train.num_samples, sizes or constant(batch_size), last), micro_batches, rank, num_ranks
-    )
+    size = len(data.train) if isinstance(data.train, MapSource) else None
+    sharding = Sharding(BatchPlan(size, sizes or constant(batch_size), last), micro_batches, rank, num_ranks)
     changes = build_augment(
         augment, data.info, images=data.train.images, task_name="auto", normalize=how.normalize
     )

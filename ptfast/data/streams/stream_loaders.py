@@ -80,20 +80,11 @@ def build_stream_batches(
         hint = "Use dataloader.last=keep or drop"
         raise ConfigError("C011", what, key="dataloader.last", value="pad", suggestion=hint)
     num_readers = max(1, workers)
-    readers = [
-        StreamReader(
-            source,
-            Reader(sharding.rank, sharding.num_ranks, each, num_readers),
-            augment,
-            sharding,
-            in_parts,
-            once,
-        )
-        for each in range(num_readers)
-    ]
-    pools = [loading.pool(reader, 1, among=workers) for reader in readers if workers]
+    readers = [Reader(sharding.rank, sharding.num_ranks, each, num_readers) for each in range(num_readers)]
+    streams = [StreamReader(source, reader, augment, sharding, in_parts, once) for reader in readers]
+    pools = [loading.pool(reader, 1, among=workers) for reader in streams if workers]
     kind = PartBatches if in_parts else WholeBatches
-    return kind(readers, pools, prepare, reason)
+    return kind(streams, pools, prepare, reason)
 
 
 class Marks:

@@ -125,8 +125,8 @@ def pack_or_pad(data: Data, batching: Batching, seed: int) -> Data:
         raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
     packed = [PackedSequences(s, limit, seed) if isinstance(s, Documents) else s for s in sources]
     train, val, test = packed
-    assert train is not None
-    info = replace(data.info, num_train=train.num_samples)
+    assert isinstance(train, PackedSequences)
+    info = replace(data.info, num_train=len(train))
     return replace(data, train=train, val=val, test=test, info=info)
 
 
