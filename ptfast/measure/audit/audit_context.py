@@ -89,21 +89,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class SampleTrace:
-    """The cost of fetching some samples one after another."""
+    """The cost of fetching some samples one after another; `decoding_s` of it in decoders of images."""
 
     num_samples: int
     seconds: float
     decoding_s: float
-    """Of that, in decoders of images."""
     calls: CallTrace
 
 
 class AuditContext:
-    """A run and the figures of some of its steps: the first warms up, some are timed, and some are traced.
-
-    Args:
-        source: its training data.
-    """
+    """A run and the figures of some of its steps: the first warms up, some are timed, and some are traced."""
 
     def __init__(self, config: Config, run: Run, source: Source) -> None:
         self.config, self.run, self.source = config, run, source
@@ -172,21 +167,20 @@ class AuditContext:
         run = self.run
         self._shapes.clear()
         before, throttled = ProcessorTimes.read(), _throttle_counts()
-        waited_s, start, first = run.clock.ledger()["data"], time.perf_counter(), run.progress.step
-        while (num := run.progress.step - first) < LEAST_STEPS or (
-            num < MOST_STEPS and time.perf_counter() - start < STEPS_S
-        ):
+        waited_s, start = run.clock.ledger()["data"], time.perf_counter()
+        for num in range(MOST_STEPS):
+            if num >= LEAST_STEPS and time.perf_counter() - start >= STEPS_S:
+                break
             self.take_step()
         took_s, waited_s = time.perf_counter() - start, run.clock.ledger()["data"] - waited_s
         after = ProcessorTimes.read()
         outside = before.until(after, after.own_s - before.own_s)
         self.shapes = set(self._shapes)
         self.waiting = waited_s / took_s
-        """Share of the time in which the model waited for a batch."""
+        """Share of the time spent waiting for a batch."""
         self.others_cores: float = outside["others_cores"] or 0.0
         """Cores that other processes took meanwhile; 0 if unknown."""
         self.throttled = _throttle_counts() > throttled or _gpu_is_slowed(run.device)
-        """The processors were slowed down by heat meanwhile."""
 
     def _trace_operators(self) -> None:
         calls = CallTrace(self.run.device.type)

@@ -217,26 +217,25 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
             _table(title, group)
             continue
         for each in group:
-            parts = [each.area, each.check, each.what, f"at {each.where}", price(each), f"fix: {fix(each)}"]
+            cost, mend = _words(each)
+            parts = [each.area, each.check, each.what, f"at {each.where}", cost, f"fix: {mend}"]
             say("; ".join(filter(None, [*parts, "handled" * each.handled])))
     for note in notes:
         say(note)
     say(counted(len(found), "finding") if found else "nothing found that costs speed")
 
 
-def price(finding: Finding) -> str:
+def _words(finding: Finding) -> tuple[str, str]:
+    """The price of a finding, and how to mend it."""
+    mend = "; ".join(filter(None, [" ".join(finding.overrides), finding.mend]))
     if (price := finding.price) is None:
-        return ""
+        return "", mend
     if price.verdict in ("no difference", "cannot tell"):
-        return price.verdict
-    words = f"{price.seconds * 1e3:.3g} ms a step"
+        return price.verdict, mend
+    cost = f"{price.seconds * 1e3:.3g} ms a step"
     if price.low_s is not None and price.high_s is not None:
-        words += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
-    return words
-
-
-def fix(finding: Finding) -> str:
-    return "; ".join(filter(None, [" ".join(finding.overrides), finding.mend]))
+        cost += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
+    return cost, mend
 
 
 def _table(title: str, findings: Sequence[Finding]) -> None:
@@ -250,8 +249,8 @@ def _table(title: str, findings: Sequence[Finding]) -> None:
     ruled.add_column("area")
     ruled.add_column("finding, place, fix", overflow="fold")
     for finding in findings:
-        cost = price(finding)
+        cost, mend = _words(finding)
         costs = (f"{cost}: " if cost else "", "yellow")
-        text = Text.assemble(costs, (finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", fix(finding))
+        text = Text.assemble(costs, (finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", mend)
         ruled.add_row(finding.area, text)
     Console(highlight=False, markup=False, emoji=False).print(ruled)

@@ -30,8 +30,6 @@ Formula = tuple[Callable[..., Tensor], list[Tensor]]
 """A function that takes `fused`, and the tensors that it reads."""
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
 MODEL_CHECKS = {
     "bias before a norm": (
         "A convolution or linear layer with a bias, whose output goes to one BatchNorm alone."

@@ -279,9 +279,8 @@ class OperatorTrace(TorchDispatchMode):
         """Calls of GELU by hand, by place."""
         self.doubles: defaultdict[str, int] = defaultdict(int)
         """Operators that return a float64 tensor, by place."""
-        self.normalises = False
-        self.weighted = 0
-        """Products and convolutions with a parameter."""
+        self.normalises, self.weighted = False, 0
+        """Whether an operator normalises, and the number of products and convolutions with a parameter."""
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:

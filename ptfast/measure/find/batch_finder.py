@@ -50,9 +50,9 @@ def find_batch(
     evaluate and save with some memory to spare.
 
     Args:
-        smallest, largest: of the sizes tried; multiples of the parts that a batch is cut into are taken.
-        seconds: that a size is measured for.
-        checkpointing: try modes of activation checkpointing, too, as is done anyway if memory ends the search
+        smallest, largest: bounds of the sizes, which are multiples of the parts that a batch is cut into.
+        seconds: how long a size is measured.
+        checkpointing: always try modes of activation checkpointing, and not only if memory ends the search
             while larger batches are still quicker.
         noise: train for `num_steps` optimizer steps, estimate the critical batch, and choose the size that
             should come to the same loss first.
@@ -106,10 +106,10 @@ def find_batch(
 def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[BatchSearch]:
     """Searches with activation checkpointing, starting at about the size where the given one ended."""
     found: list[BatchSearch] = []
-    start = max(search.seen, default=first)
     # At smaller sizes, which fit without it, recomputing only takes longer.
-    for mode in TRIED:
-        if mode == search.mode or start > largest:
+    start = max(search.seen, default=first)
+    for mode in TRIED if start <= largest else ():
+        if mode == search.mode:
             continue
         tried = BatchSearch(search.composed, search.config, search.folder / mode, search.seconds, mode)
         tried.folder.mkdir()
@@ -146,11 +146,7 @@ def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
 def _write(
     file: Path, arguments: Sequence[str], search: BatchSearch, chosen: int, lr_ratio: float | None
 ) -> None:
-    """Write a recipe of the size, the rate that goes with it, and the checkpointing it was found with.
-
-    Args:
-        lr_ratio: of SGD's best rate to the config's, if the noise tells it.
-    """
+    """Write a recipe of the size, its checkpointing, and a rate; `lr_ratio` is that of SGD's best rate."""
     config, own = search.config, search.config.batch_size
     found: dict[str, Any] = {"batch_size": chosen}
     comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch"]

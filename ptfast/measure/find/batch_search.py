@@ -76,11 +76,10 @@ class BatchSearch:
     def run(
         self, measurement: Callable[..., None], keywords: dict[str, Any], on_result: OnResult
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Measure in a new process, on as many ranks as the config asks for.
+        """Measure in a new process for each rank.
 
-        Returns:
-            The results, and the name of the signal that ended the process, if any: the kernel kills a process
-            for which it has no memory.
+        Returns the results, and the name of the signal that ended a process, if any: the kernel kills one for
+        which it has no memory.
         """
         self._num_processes += 1
         folder = self.folder / str(self._num_processes)
@@ -192,12 +191,9 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
 
 
 def time_batches(trial: TrialRank, *, sizes: Sequence[int], seconds: float, checked_fully: bool) -> None:
-    """Measure each of `sizes` in turn, up to the first that does not fit.
+    """Measure each of `sizes` for some seconds in turn, up to the first that does not fit.
 
-    Args:
-        sizes: samples of an optimizer step over all ranks.
-        seconds: how long a size is measured, warm-up and building left out.
-        checked_fully: evaluate, save and train on, too, with some memory held back.
+    A size that is `checked_fully` also evaluates, saves and trains on, with some memory held back.
     """
     for size in sizes:
         result: dict[str, Any] = {"size": size, "checked_fully": checked_fully}

@@ -42,14 +42,10 @@ def train_for_noise(trial: TrialRank, *, batch_size: int, micro_batches: int, nu
 
     Batches of `batch_size` are those of all ranks; training may end before `num_steps` steps.
     """
-    changed: dict[str, Any] = {
-        "batch_size": batch_size,
-        "micro_batches": micro_batches,
-        "gradients": trial.config.gradients.model_copy(update={"accumulate": 1}),
-        "curriculum": Curriculum(),
-        "callbacks": [],
-    }
-    config = trial.config.model_copy(update=changed)
+    gradients = trial.config.gradients.model_copy(update={"accumulate": 1})
+    batch = {"batch_size": batch_size, "micro_batches": micro_batches, "gradients": gradients}
+    plain = {"curriculum": Curriculum(), "callbacks": []}
+    config = trial.config.model_copy(update=batch | plain)
     with trial.reporting_lack_of_memory({}):
         run = build(config, ranks=trial.ranks, folder=trial.folder, display=Display())
         with contextlib.closing(run):
@@ -174,10 +170,8 @@ def moments(
     estimate the true gradient alone, since their noise is independent.
 
     Args:
-        square: |sum of h_i|^2.
-        squares: sum of |h_i|^2.
-        weighted: sum of |h_i|^2 / f_i.
-        shares_squared: sum of f_i^2.
+        square, squares: |sum of h_i|^2, and the sum of |h_i|^2.
+        weighted, shares_squared: sums of |h_i|^2 / f_i, and of f_i^2.
         num_samples: of the step.
         num_train: samples of the data; without replacement, parts are a little less alike than by chance.
 
@@ -202,7 +196,7 @@ class Critical:
     error: float | None
     """Standard error of `batch`."""
     at_least: float | None
-    """Lower bound of `batch`, by two standard errors of the true gradient; None if there is none."""
+    """Lower bound of `batch`, by two standard errors of the true gradient, if there is one."""
 
     def __str__(self) -> str:
         if self.batch is None:
@@ -230,8 +224,7 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
     and denominator are summed apart: their quotients in single steps are mostly noise.
 
     Args:
-        signal, noise: |G|^2 and tr(Sigma) of each step, unbiased.
-        square: squared norm of each step's gradient.
+        signal, noise, square: |G|^2 and tr(Sigma) of each step, unbiased, and |gradient|^2 of its batch.
 
     Source: McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2.2, appendices A and D.
     """
@@ -245,9 +238,8 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
         mean = sum(row[2] for row in segment) / len(segment)
         if mean > 0:
             scaled += [(row[0] / mean, row[1] / mean) for row in segment]
-    if not scaled:
+    if not (num_steps := len(scaled)):
         return None
-    num_steps = len(scaled)
     below, above = (sum(column) for column in zip(*scaled, strict=True))
     mean = below / num_steps
     spread = math.sqrt(sum((row[0] - mean) ** 2 for row in scaled) / (num_steps - 1) / num_steps)
@@ -273,7 +265,6 @@ class NoiseForecast:
     moments: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
     """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
     critical: Critical | None = None
-    """None for too few steps."""
     points: list[dict[str, Any]] = field(default_factory=list)
     """Steps, loss and noise scale of parts of the training."""
     loss: float | None = None
@@ -349,15 +340,10 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         say(f"the training for it ended early: {ended}")
     if forecast.points:
         say()
-        points = [
-            [
-                "{:,} to {:,}".format(*each["steps"]),
-                f"{each['loss']:.4g}",
-                str(each["scale"] or "too few steps"),
-            ]
-            for each in forecast.points
-        ]
-        table(["steps", "loss", "noise scale"], points)
+        steps = ["{:,} to {:,}".format(*point["steps"]) for point in forecast.points]
+        losses = [f"{point['loss']:.4g}" for point in forecast.points]
+        scales = [str(point["scale"] or "too few steps") for point in forecast.points]
+        table(["steps", "loss", "noise scale"], list(zip(steps, losses, scales, strict=True)))
     if critical is None:
         say(f"{num_steps} steps are too few to tell the gradient noise from chance")
         return
@@ -383,8 +369,7 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
     if advised is None:
         say("none of these sizes was measured")
         return
-    size, lr_ratio = advised
-    times = {row["size"]: row["time_s"] for row in rows}
+    (size, lr_ratio), times = advised, {row["size"]: row["time_s"] for row in rows}
     say(f"first at that loss: batch_size={size} in {duration(times[size])}")
     if (quickest := search.best()) != size:
         how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"

@@ -34,6 +34,7 @@ from ptfast.training.build import build
 
 PICTURE = "lr.png"
 LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
+LEAST_WIDTH, LEAST_HEIGHT = 20, 5
 
 
 def find_lr(
@@ -87,16 +88,15 @@ def find_lr(
 def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
     """Run test and trials in this process or on the config's ranks, and return their figures."""
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        folder, killed, results = Path(name) / "lr", None, list[dict[str, Any]]()
         if config.parallel.strategy == "single":
-            folder.mkdir()
-            measure_lr(TrialRank(config, folder, Ranks(), send=results.append), **keywords)
-        else:
-            num_ranks = resolve_num_ranks(config)
-            results, killed = measure_once(measure_lr, composed, config, folder, num_ranks, keywords)
-        if killed is not None:
-            what = f"a rank was killed by {signal.Signals(killed).name}"
-            raise ParallelError("P001", what, suggestion="The system's memory may have run out")
+            results: list[dict[str, Any]] = []
+            measure_lr(TrialRank(config, Path(name), Ranks(), send=results.append), **keywords)
+            return results[0]
+        folder, num_ranks = Path(name) / "lr", resolve_num_ranks(config)
+        results, killed = measure_once(measure_lr, composed, config, folder, num_ranks, keywords)
+    if killed is not None:
+        what = f"a rank was killed by {signal.Signals(killed).name}"
+        raise ParallelError("P001", what, suggestion="The system's memory may have run out")
     return results[0]
 
 
@@ -192,9 +192,6 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
         axes.legend(fontsize=9, loc="lower left")
 
 
-LEAST_WIDTH, LEAST_HEIGHT = 20, 5
-
-
 def chart(
     lrs: Sequence[float],
     losses: Sequence[float],
@@ -204,12 +201,9 @@ def chart(
     height: int,
     plain: bool,
 ) -> list[str]:
-    """Lines that draw finite losses over the logarithm of rising rates.
+    """Lines that draw finite losses over the logarithm of rising rates, in ASCII alone if `plain`.
 
-    Args:
-        marks: rates, each by the letter drawn beneath it.
-        width, height: of the whole in characters and lines, at least 20 by 5.
-        plain: draw with ASCII alone.
+    The letters of `marks` stand beneath their rates; the whole takes 20 characters by 5 lines at least.
     """
     low, high = min(losses), max(losses)
     top, bottom = f"{high:.4g}", f"{low:.4g}"

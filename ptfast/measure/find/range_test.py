@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
+from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
@@ -24,13 +23,11 @@ LOSS_DIVERGED = "the loss diverged"
 SMOOTHING = 0.85
 """Weight of a step in the smoothed loss, relative to its neighbour's."""
 START_STEPS = 10
-"""Steps at the lowest rates, which hardly change anything."""
+"""Steps at the lowest rates, which hardly change anything; no curve is judged before they are over."""
 EXPLODED = 1.5
 """The curve ends at the first loss above so many times that of the start."""
 LEAST_FALL = 0.01
 """Smallest fall of the loss, as a part, that is not taken for noise."""
-LEAST_STEPS = 10
-"""Steps before which no curve is judged."""
 DIVERGED = 4.0
 """Training has diverged where the smoothed loss is so many times its lowest."""
 FACTOR = math.sqrt(10)
@@ -67,13 +64,8 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     """Train one step at each rate, until the loss diverges, and leave the run as it was."""
     # Inputs that grow during training have their full size in the last steps.
     first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
-    taken: list[float] = []
-    losses: list[float] = []
-    means: list[float] = []
-    """Running means, by exponentially falling weights."""
-    total = weight = 0.0
-    skipped_in_a_row = 0
-    ended = "at the highest rate"
+    taken, losses, means = list[float](), list[float](), list[float]()
+    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest rate"
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = LrSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
@@ -99,12 +91,13 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
                 break
             taken.append(lr)
             losses.append(loss)
+            # The mean with exponentially falling weights.
             total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
             means.append(total / weight)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             low, now = min(means), means[-1]
             # Near 0, four times the lowest loss is little.
-            if step >= LEAST_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
+            if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
                 ended = LOSS_DIVERGED
                 break
     plan = run.train_loader.plan
@@ -122,13 +115,13 @@ def preserving_state(run: Run) -> Iterator[None]:
     scaler = run.precision.scaler
     scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     replaced = {name: getattr(run, name) for name in REPLACED}
-    of_python, of_numpy = random.getstate(), np.random.get_state()
     run.progress = replace(run.progress)
     run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
     run.ema, run.callbacks, run.debug_aids = None, [], []
     was_training = run.model.training
     try:
-        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        on_device = torch.random.fork_rng([run.device] if run.device.type == "cuda" else [])
+        with on_device, OwnGenerators().in_place():
             yield
     finally:
         with torch.no_grad():
@@ -142,8 +135,6 @@ def preserving_state(run: Run) -> Iterator[None]:
         for name, value in replaced.items():
             setattr(run, name, value)
         run.model.train(was_training)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -166,10 +157,7 @@ def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, fl
 
     `steepest` is where the loss falls fastest by the logarithm of the rate. `valley` is the middle between
     where a quarter of the fall is done for good and where the loss is lowest. `minimum/10` is a tenth of the
-    rate at which it is lowest, just before it rises again.
-
-    Args:
-        smoothed: loss at each of the first of the rates.
+    rate at which it is lowest, just before it rises again. `smoothed` may end before the rates.
     """
     end = min(range(len(smoothed)), key=smoothed.__getitem__)
     fall = smoothed[0] - smoothed[end]
@@ -188,17 +176,11 @@ def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, fl
 def run_trials(
     run: Run, start: float, *, lowest: float, highest: float, num_steps: int
 ) -> dict[float, float]:
-    """Train anew at single rates, beginning with `start`, until those beside the best one are worse.
+    """Losses by rate of short runs at single rates, from `start` on until those beside the best are worse.
 
     A range test takes few steps at each rate, with a model that lower rates have trained: it finds the
-    decade. Trials train at one rate from the start, on the same batches, so small differences count. The run
-    is left as it was.
-
-    Args:
-        lowest, highest: bounds of the rates.
-
-    Returns:
-        The loss of each rate tried, infinite where it diverged.
+    decade. Trials train at one rate from the start, on the same batches, so small differences count. A loss
+    that diverged is infinite. The run is left as it was.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """
