@@ -31,9 +31,7 @@ Formula = tuple[Callable[..., Tensor], list[Tensor]]
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MODEL_CHECKS = {
-    "bias before a norm": (
-        "A convolution or linear layer with a bias, whose output goes to one BatchNorm alone."
-    ),
+    "bias before a norm": "A convolution or linear layer with a bias whose output goes only to a BatchNorm.",
     "widths beside tensor cores": (
         "Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."
     ),
@@ -45,9 +43,7 @@ MODEL_CHECKS = {
         "Parameters that train and get no gradient: they take memory, and make several ranks search for them."
     ),
     "float64": "Tensors of float64 in the forward pass, or parameters of it.",
-    "deep without normalisation": (
-        "A net of ten layers or more that normalises nowhere, neither in a layer nor by an operator."
-    ),
+    "deep without normalisation": "Ten layers or more without normalisation, in a layer or by an operator.",
 }
 """What each check of this module finds."""
 

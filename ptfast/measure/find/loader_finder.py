@@ -95,9 +95,9 @@ def find_workers(
         say(f"measuring loaders beside the training, {seconds:g} s each")
         search.run()
     _show(search)
-    rate, effects = search.figure(search.chosen, "samples_per_s"), search.effects(search.best)
+    chosen, effects = search.chosen._asdict(), search.effects(search.best)
     facts = {
-        "chosen": {**search.chosen._asdict(), "samples_per_s": rate},
+        "chosen": {**chosen, "samples_per_s": search.figure(search.chosen, "samples_per_s")},
         **{name: loader._asdict() for name, loader in search.named.items()},
         "best": search.best._asdict(),
         "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in effects.items()],
@@ -127,7 +127,7 @@ class LoaderSearch:
         self.seen: dict[LoaderSetup, list[dict[str, Any]]] = {}
         """Figures of the processes of each loader, in the order in which they were measured."""
         self.failed: dict[LoaderSetup, str] = {}
-        """Why loaders are not available."""
+        """Why loaders have no figures."""
         self.named: dict[str, LoaderSetup] = {}
         """The loader that `auto` selects here, and that of the config."""
         self.data: dict[str, Any] = {}
