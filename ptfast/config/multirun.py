@@ -105,17 +105,12 @@ def sweep(
     """Run one job per point of a sweep, by the sweeper and the launcher that the arguments choose.
 
     Args:
-        arguments: as typed, such as `optimizer=sgd,adamw` and `hydra/launcher=joblib`.
         job: called with a point's config and its number from 0; some launchers pickle it. An exception
             becomes the job's result and does not stop the sweep.
-        sweep_dir: folder of the sweep; made if need be.
         check: called before the first job with the config of every value that is swept over.
 
     Returns:
         The results in order, as far as the sweeper hands them out (optuna does not).
-
-    Raises:
-        ConfigError: a point that does not compose or fails `check`, or a sweep that cannot be run.
     """
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]

@@ -92,13 +92,10 @@ def parse_value(value: Any, key: str) -> Any:
 
 
 def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
-    """Import what a dotted path such as `package.module.Class.attribute` names.
+    """Import what a dotted path such as `package.module.Class.attribute` names, or raise a C009.
 
     Args:
         visit: called with each module or attribute on the way and its path; raises to stop.
-
-    Raises:
-        ConfigError: C009, with the nearest name that exists.
     """
     parts = path.split(".")
     # A user's own module lies next to where ptfast is called; the installed command does not look there.
