@@ -190,7 +190,7 @@ class LoaderSearch:
                 facts = run.facts | {"memory_bytes": run.facts["memory"][0]}
                 self.seen.setdefault(loader, []).append(facts)
                 if len(self.seen[loader]) == 1:
-                    rate, waiting = grouped(run.facts["samples_per_s"]), run.facts["waiting"]
+                    rate, waiting = grouped(facts["samples_per_s"]), facts["waiting"]
                     say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
             elif loader not in self.seen:
                 self.failed[loader] = run.why
@@ -373,8 +373,6 @@ def _write(file: Path, search: LoaderSearch) -> None:
     own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
     others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
     rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
-    comment = [
-        f"Loader for {label(search.config)}, found by ptfast find workers",
-        f"{search.label(search.chosen)}: {rate:,.0f} samples/s in {num_bytes(int(memory))}.",
-    ]
+    comment = [f"Loader for {label(search.config)}, found by ptfast find workers"]
+    comment += [f"{search.label(search.chosen)}: {rate:,.0f} samples/s in {num_bytes(int(memory))}."]
     write_recipe(file, others, search.settings(), comment)
