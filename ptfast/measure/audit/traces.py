@@ -276,9 +276,8 @@ class OperatorTrace(TorchDispatchMode):
         """Softmaxes by hand of products of activations, with what became of them."""
         self.recording = False
         self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
-        """Calls of GELU by hand, by place."""
         self.doubles: defaultdict[str, int] = defaultdict(int)
-        """Operators that return a float64 tensor, by place."""
+        """Operators that return a float64 tensor; both are by place."""
         self.normalises, self.weighted = False, 0
         """Whether an operator normalises, and the number of products and convolutions with a parameter."""
 
