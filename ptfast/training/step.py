@@ -92,6 +92,7 @@ class Trainer:
                 mark("callbacks")
                 for method in on_step:
                     method(run, progress.step)
+            # Several ranks agree on where to stop, at the next check of signals.
             if run.stop_signal is not None and not run.ranks.distributed:
                 return
         if progress.step < last_step and run.stop_signal is None:

@@ -95,6 +95,7 @@ class WorkerPool:
         try:
             self._iterator = iterator = self._start(plan)
             worker_signals._remove_worker_pids(id(iterator))
+            # Or the iterator, as it is deleted, would remove them a second time.
             iterator._worker_pids_set = False
             while (raw := _next(iterator)) is not _END:
                 if isinstance(raw, PtfastError):

@@ -143,6 +143,7 @@ class WarmParent:
         self._num_trials += 1
         folder = self.folder / f"trial-{self._num_trials}"
         folder.mkdir()
+        # A collection in the child would write to every page of what exists, and so copy it.
         gc.freeze()
         how = "fork" if forks else "spawn"
         return start_ranks(_train_on_request, num_ranks, how, config, data, folder, seed)

@@ -42,6 +42,7 @@ class Average:
         self._weights = [local_part(weight) for weight in weights]
         self._averages = [local_part(average) for average in self._wholes]
         halves = any(weight.element_size() < 4 for weight in weights)
+        # Float32 copies for `lerp`, which takes no two types; allocated once.
         self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
         self._updates: int | Tensor = 0
 
