@@ -67,6 +67,17 @@ def simulate(
     return blocks, times
 
 
+def test_alternatives_that_all_gain_are_found_in_few_runs() -> None:
+    factors = [*(Factor(str(number)) for number in range(9)), Factor("any", ("a", "b", "c", "d"))]
+    blocks, times = simulate({0: 0.2}, factors, 4, seed=1)
+    faster = [[0.6 * (run[-1] > 0) for run in block] for block in blocks]
+    effects = fit(factors, blocks, (np.array(times) - faster).tolist()).effects
+    for gain, effect in ((0.2, effects[0]), *((0.6, each) for each in effects[-3:])):
+        assert effect is not None
+        low, high = effect.interval()
+        assert 1 < low < math.exp(gain) < high < 1.5 * math.exp(gain)
+
+
 def test_what_two_large_effects_do_together_is_no_noise_of_the_others() -> None:
     factors = [Factor(str(number)) for number in range(10)]
     blocks, times = simulate({0: 0.6, 1: 0.3}, factors, 12, seed=1)
@@ -143,6 +154,6 @@ def test_a_failing_trial_costs_itself_alone() -> None:
     assert failed.why
     for trial in (first, other, again):
         assert trial.time is not None
-        assert len(trial.facts["times"]) == 2
+        assert len(trial.facts["times"]) == 4
     # The same batches and weights in every process.
     assert first.facts["loss"] == again.facts["loss"] != other.facts["loss"]

@@ -31,8 +31,8 @@ Term = tuple[int, ...]
 """Columns of one factor: a level, or any of several."""
 Floats = NDArray[np.float64]
 _REDRAWS = 50
-SPARE_DOF = 6
-"""Degrees of freedom that must be left for the error, or each effect is estimated by itself."""
+SPARE_DOF = 3
+"""Degrees of freedom that must be left for the error, or each factor is estimated by itself."""
 HUBER_K = 1.345
 LARGEST = 2
 """Factors with the largest effects, which are checked for interactions with all others."""
@@ -168,8 +168,8 @@ def fit(
     """Estimate the effect of each level of each factor.
 
     Clear interactions of the largest effects are estimated with them. With too few runs to tell all effects
-    apart, the clear ones are estimated together and each other one beside these, with the rest counted as
-    noise: a wide interval rather than none.
+    apart, the factors with clear ones are estimated together and each other one beside these, with the rest
+    counted as noise: a wide interval rather than none.
 
     Args:
         times: log times of the four runs of each block; `nan` for a failed run.
@@ -185,10 +185,14 @@ def fit(
     full = rows[:, seen]
     num_blocks = int((there.sum(axis=1) > 1).sum())
     dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
-    all_columns, chosen, most = full, list[int](), (len(rows) - num_blocks) // 3
+    of_factor: dict[int, list[int]] = {}
+    for index, place in enumerate(np.flatnonzero(seen)):
+        of_factor.setdefault(columns(factors)[place][0], []).append(index)
+    groups, all_columns = [*of_factor.values()], full
+    num_chosen, most = 0, (len(rows) - num_blocks) // 3
     couples: list[tuple[Term, Term]] = []
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
-        chosen, most = list(range(full.shape[1])), len(rows) - num_blocks - spare_dof
+        num_chosen, most = len(groups), len(rows) - num_blocks - 2 * spare_dof
         couples = _couples(factors, np.flatnonzero(seen), _least_squares(full, values)[0])
         products = [
             (levels[:, :, first].sum(axis=2) - 0.5) * (levels[:, :, second].sum(axis=2) - 0.5)
@@ -197,7 +201,10 @@ def fit(
         if products:
             beside, _ = _centred(np.stack(products, axis=2), np.asarray(times, np.float64), there)
             all_columns = np.hstack([full, beside])
-    chosen, slopes, errors, degrees, sd = _step_by_step(all_columns, values, num_blocks, chosen, most)
+            groups += [[full.shape[1] + index] for index in range(len(products))]
+    chosen, slopes, errors, degrees, sd = _step_by_step(
+        all_columns, values, num_blocks, groups, num_chosen, most
+    )
     used = [*range(full.shape[1]), *(each for each in chosen if each >= full.shape[1])]
     known = np.ones(there.shape)
     if full.size:
@@ -205,9 +212,7 @@ def fit(
     pairs = [(*couples[each - full.shape[1]], -float(slopes[each])) for each in used[full.shape[1] :]]
     effects: list[Effect | None] = [None] * len(seen)
     for index, place in enumerate(np.flatnonzero(seen)):
-        effects[place] = Effect(
-            -float(slopes[index]), float(errors[index]), max(degrees - (index not in chosen), 1)
-        )
+        effects[place] = Effect(-float(slopes[index]), float(errors[index]), float(degrees[index]))
     return Fit(effects, shrink(effects), sd, known.ravel().tolist(), pairs)
 
 
@@ -273,37 +278,49 @@ def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats)
 
 
 def _step_by_step(
-    rows: Floats, values: Floats, num_blocks: int, chosen: list[int], most: int
-) -> tuple[list[int], Floats, Floats, float, float]:
-    """Estimate columns together, those given and up to `most` clear ones, and each other beside these.
+    rows: Floats, values: Floats, num_blocks: int, groups: Sequence[list[int]], num_chosen: int, most: int
+) -> tuple[list[int], Floats, Floats, Floats, float]:
+    """Estimate groups of columns together, and each other group beside these.
+
+    Those estimated together are the first `num_chosen` and clear ones, up to `most` columns.
 
     Returns:
-        The chosen columns, the slope of each column and its error, degrees of freedom and deviation of what
+        Their columns; the slope of each column, its error and degrees of freedom; and the deviation of what
         is left.
     """
+    together, others = [*groups[:num_chosen]], [*groups[num_chosen:]]
+    slopes, errors, degrees = np.zeros(rows.shape[1]), np.ones(rows.shape[1]), np.ones(rows.shape[1])
     while True:
+        chosen = [column for group in together for column in group]
         kept = rows[:, chosen]
         basis = np.linalg.qr(kept)[0] if chosen else np.zeros((len(rows), 0))
-        others = rows - basis @ (basis.T @ rows)
         residual = values - basis @ (basis.T @ values)
-        squares = (others**2).sum(axis=0)
         dof = max(len(values) - num_blocks - len(chosen), 1)
-        slopes = np.divide(others.T @ residual, squares, out=np.zeros_like(squares), where=squares > 1e-9)
-        variances = ((residual[:, None] - others * slopes) ** 2).sum(axis=0) / max(dof - 1, 1)
-        errors = np.sqrt(np.divide(variances, squares, out=np.ones_like(squares), where=squares > 1e-9))
         sd = math.sqrt(float(residual @ residual) / dof)
         if chosen:
-            slopes[chosen] = _least_squares(kept, values)[0]
+            slopes[chosen], degrees[chosen] = _least_squares(kept, values)[0], dof
             errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
-        if len(chosen) >= min(most, len(slopes)):
-            break
-        ratios = np.abs(slopes) / np.maximum(errors, 1e-300)
-        ratios[chosen] = 0.0
-        best = int(ratios.argmax())
-        if ratios[best] < t_quantile(1 - ENTERS / 2 / len(ratios), max(dof - 1, 1)):
-            break
-        chosen = [*chosen, best]
-    return chosen, slopes, errors, float(dof), sd
+        clearest, ratio = [], 0.0
+        for group in others:
+            beside = rows[:, group] - basis @ (basis.T @ rows[:, group])
+            known = (beside**2).sum(axis=0) > 1e-9
+            beside[:, ~known] = 0.0
+            slopes[group], left = _least_squares(beside, residual)
+            degrees[group] = left_dof = max(dof - len(group), 1)
+            variance = float(left @ left) / left_dof
+            of_group = np.sqrt(variance * np.diag(np.linalg.pinv(beside.T @ beside)))
+            errors[group] = np.where(known, of_group, 1.0)
+            # Alternatives that all differ from the first level are clearest as one.
+            whole = beside.sum(axis=1)
+            as_one = abs(whole @ residual) / math.sqrt(max(variance * float(whole @ whole), 1e-300))
+            found = max(as_one, *(np.abs(slopes[group]) / np.maximum(errors[group], 1e-300)))
+            has_room = len(chosen) + len(group) <= most
+            if found > ratio and has_room and np.linalg.matrix_rank(beside) == len(group):
+                clearest, ratio = group, found
+        if ratio < t_quantile(1 - ENTERS / 2 / rows.shape[1], max(dof - 1, 1)):
+            return chosen, slopes, errors, degrees, sd
+        together.append(clearest)
+        others.remove(clearest)
 
 
 def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:

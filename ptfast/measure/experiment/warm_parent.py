@@ -48,7 +48,7 @@ ANSWER_S = 120.0
 """Longest time for building and warming up a trial, or for a turn."""
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
-MOST_TURNS = 24
+LEAST_TURNS, MOST_TURNS = 4, 24
 _REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
 """The prefix of an error's line, and the place of its key, which a trial's config does not have."""
 
@@ -123,7 +123,9 @@ class WarmParent:
                 if request.asks and index in trials:
                     ask(index, "data")
             turn_s = max([request.turn_s, *(found[index]["least_turn_s"] for index in trials)])
-            num_turns = 2 * max(round(request.timed_s / turn_s / 2), 1) if request.timed_s else 0
+            num_turns = (
+                2 * max(round(request.timed_s / turn_s / 2), LEAST_TURNS // 2) if request.timed_s else 0
+            )
             for turn in range(min(num_turns, MOST_TURNS)):
                 for index in sorted(trials, reverse=turn % 2 == 1):
                     ask(index, "train", turn_s)
