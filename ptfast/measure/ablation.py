@@ -36,6 +36,7 @@ OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "ba
 or change a step so much that other switches act differently beside them."""
 NOT_REACHED = "not reached"
 NOTHING = "it changes nothing here"
+REFUSED = "it cannot be set beside the pick"
 SEED = 0
 PER_STEP = ("reduced", "training")
 """Classes whose faster steps need not reach the same loss sooner."""
@@ -137,7 +138,9 @@ class Ablation:
             except PtfastError as error:
                 finding.why = str(error.what)
             finding.is_apart = not finding.why and _is_outside(finding.technique)
+        # What may be picked comes first, if the budget does not reach all.
         self.apart = [finding for finding in self.findings if finding.is_apart]
+        self.apart.sort(key=lambda finding: finding.technique.kind == "training")
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
@@ -218,7 +221,10 @@ class Ablation:
 
     def _measure_apart(self, reserve_s: float) -> None:
         """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain."""
-        rounds = [each for each in self.apart if _tree_or_none(self._words([*self.picked, each.technique]))]
+        for finding in self.apart:
+            if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
+                finding.why = REFUSED
+        rounds = [finding for finding in self.apart if not finding.why]
         while rounds and self.laboratory.left_s - 1.2 * self.laboratory.block_s > reserve_s:
             chunk, rounds = rounds[:3], rounds[3:] + rounds[:3]
             beside = [[], *([each.technique] for each in chunk)]
