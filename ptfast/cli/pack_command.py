@@ -37,7 +37,6 @@ def pack(args: Namespace) -> int:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
-    # Imported now: errors in the flags are reported without waiting for torch.
     from ptfast.data.packs.pack_reader import MANIFEST, header_of, is_manifest, read_header
 
     if source.is_dir() and is_manifest(source / MANIFEST):
@@ -50,6 +49,7 @@ def pack(args: Namespace) -> int:
     if args.jpeg and args.size:
         what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
+    # Imported now: errors in the flags are reported without waiting for torchvision.
     from ptfast.data.packs.pack_image_tree import plan_images
     from ptfast.data.packs.pack_text_file import plan_text
     from ptfast.data.packs.pack_writer import check_folder, make

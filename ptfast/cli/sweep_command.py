@@ -115,8 +115,9 @@ class SweepJob:
         if code := process.exitcode:
             reason = _ending(run_dir, code)
             path = run_dir / run_directory.SUMMARY
-            # The ranking names jobs that died without a summary, too.
-            if not path.exists():
+            # The ranking names jobs that died without a summary, too, unless the folder is gone.
+            if run_dir.parent.is_dir() and not path.exists():
+                run_dir.mkdir(exist_ok=True)
                 facts = {"status": "failed", "exit_code": code, "error": reason}
                 run_directory.write_json(path, {**facts, "arguments": redact(composed.arguments)})
             raise JobError(code if code > 0 else 1, reason)

@@ -147,7 +147,8 @@ def _recipe_defaults(content: YamlFile) -> list[Any]:
             adds = group in own_groups and group not in before
             entry = {f"{'' if adds else 'override '}/{group}": option}
         elif isinstance(entry, str) and entry != SELF:
-            file = paths.find_recipe(entry, folder=content.path.parent)
+            place = content.places.get(f"defaults.{index}")
+            file = paths.find_recipe(entry, place, folder=content.path.parent)
             for base in lineage(paths.RECIPES, file):
                 before |= {*base.choices}
             # In a list Hydra takes a name as it is: `./mine.yaml` would lie in a group, `/` would begin one,

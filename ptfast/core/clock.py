@@ -88,11 +88,9 @@ class DeviceClock(Clock):
     """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
     The marks of some steps put events into the device's queue; the host waits for none of them. When it
-    leaves
-    training to read a figure, the time since training began is divided in proportion to the events. So a
-    batch
-    that the host waits for while the device still has work costs nothing, and one that the device waits for
-    costs that wait.
+    leaves training to read a figure, the time since training began is divided in proportion to the events.
+    So a batch that the host waits for while the device still has work costs nothing, and one that the device
+    waits for costs that wait.
 
     Args:
         before: the clock so far, which this one continues.

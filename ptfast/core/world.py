@@ -66,8 +66,7 @@ def world(*, meets: bool = False) -> Ranks | None:
 
     Raises:
         ParallelError: P002 for variables that make no sense, and for several processes that do not know of
-        each
-            other and would each train alone. The first says so; the others exit.
+            each other and would each train alone. The first says so; the others exit.
     """
     if not under_torchrun() and not all(map(os.environ.get, WORLD)):
         if not (meets or nodes_from_environment()):

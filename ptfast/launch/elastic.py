@@ -186,7 +186,7 @@ def check_nodes(texts: Sequence[str]) -> None:
 def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
     """Return this machine's name if `folder` is not the one that the first rank has begun a run in, else "".
 
-    Its `environment.json` says when that was: `started`.
+    `started` is the time in its `environment.json`.
     """
     end = time.monotonic() + timeout_s
     while run_directory.read_json(folder / run_directory.ENVIRONMENT).get("started") != started:

@@ -18,8 +18,18 @@ from ptfast.core.errors import PtfastError
 from ptfast.core.machine import usable_cores
 from ptfast.core.sections.section import Technique
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult, times_of
-from ptfast.measure.experiment.plan import SPARE_DOF, Block, Factor, Fit, Run, columns, draw_blocks, fit
+from ptfast.measure.experiment.plan import (
+    Block,
+    Factor,
+    Fit,
+    Run,
+    blocks_to_tell_apart,
+    columns,
+    draw_blocks,
+    fit,
+)
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
+from ptfast.measure.experiment.warm_parent import LEAST_TURNS
 from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
@@ -103,7 +113,7 @@ class Ablation:
         self.blocks: list[Block] = []
         self.runs: list[list[TrialResult]] = []
         """The results of each block."""
-        self.fitted = Fit([], [], 0.0, [], [])
+        self.fitted = Fit([], [], 0.0, 1, [], [])
         self.picked: list[Technique] = []
         self.confirmed: Confirmation | None = None
         self.plain: TrialResult | None = None
@@ -121,10 +131,11 @@ class Ablation:
         start_s = self.laboratory.left_s
         self.laboratory.look(configs[:1])
         self._look_s = start_s - self.laboratory.left_s
-        self._block_s = 4 * (self._look_s + self.laboratory.timed_s)
         for each in found:
             each.raise_failure()
         self.plain = found[0]
+        timed_s = max(self.laboratory.timed_s, LEAST_TURNS * self.plain.facts.get("least_turn_s", 0.0))
+        self._block_s = 4 * (self._look_s + timed_s)
         return self.plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
@@ -144,7 +155,8 @@ class Ablation:
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
-            with self._status(f"looking at switch {start + 1} of {len(waiting)} alone"):
+            places = f"{start + 1} to {start + len(chunk)} of {len(waiting)}"
+            with self._status(f"looking at switches {places}, each alone"):
                 found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
@@ -183,7 +195,7 @@ class Ablation:
         """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart."""
         if not self.factors:
             return
-        laboratory, enough = self.laboratory, math.ceil((len(columns(self.factors)) + SPARE_DOF) / 3)
+        laboratory, enough = self.laboratory, blocks_to_tell_apart(self.factors)
 
         def words_of(run: Run) -> list[str]:
             levels = zip(self._members, run, strict=True)
@@ -288,8 +300,8 @@ class Ablation:
         That shows in the runs of the plan and in those of the pick.
         """
         of_plan = of_pick = (0.0, 0.0)
-        if known := [effect for effect in self.fitted.effects if effect is not None]:
-            of_plan = self.fitted.residual_sd, known[0].dof
+        if any(self.fitted.effects):
+            of_plan = self.fitted.residual_sd, self.fitted.dof
         if self.confirmed is not None:
             of_pick = self.confirmed.process_sd, self.confirmed.over_plain.dof
         sd, dof = of_pick[0], of_plan[1] + of_pick[1]

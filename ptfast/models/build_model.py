@@ -102,7 +102,7 @@ def mismatch(model: nn.Module, info: DataInfo) -> bool:
 
 
 def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
-    """A sentence on how to make a model that failed fit the data; None if no trial on meta finds any."""
+    """A setting that makes a failed model fit the data, as a sentence; None if no trial on meta finds one."""
     shape = info.input_shape
     if info.kind not in ("image", "features") or shape is None:
         return None

@@ -313,8 +313,8 @@ PARAMETERS: tuple[Technique, ...] = (
         family="batch",
         on=("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=64"),
         off=("optimizer.lr_scaling=none",),
-        why="Adam's step does not grow with the gradient, whose noise falls with the root of the batch: so "
-        "does the rate rise, and decoupled decay with it.",
+        why="Adam's step does not grow with the gradient, whose noise falls with the root of the batch: the "
+        "rate rises with that root, and decoupled decay with it.",
         claim="Training with Adam or RMSprop at one batch matches another, in theory and on vision and "
         "language models, if betas and eps are scaled too, which ptfast does not do.",
         source="Malladi, Lyu, Panigrahi, Arora 2022, arXiv:2205.10287; Wang, Aitchison 2024, "

@@ -37,7 +37,7 @@ class Classification(SupervisedTask):
         self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
         if self.num_classes >= 100:
-            self.ratios = {"accuracy": accuracy, "top5_accuracy": top5_accuracy}
+            self.ratios = {**self.ratios, "top5_accuracy": top5_accuracy}
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)

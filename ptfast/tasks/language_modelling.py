@@ -70,11 +70,14 @@ class LanguageModelling(TokenClassification):
     ratios: Mapping[str, Any] = {}
     needs_classes = False
     class_dim = -1
+    takes_linear_logits = True
+    """The loss of a training batch may be taken of `LinearLogits`."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         super().__init__(info, loss)
         self.num_classes = info.vocab_size or 1
-        self.takes_linear_logits = loss is None
+        if loss is not None:
+            self.takes_linear_logits = False
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         if self.info.pad_id is None and not self.info.ignores_labels:

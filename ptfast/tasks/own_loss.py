@@ -25,7 +25,8 @@ class OwnLoss(SupervisedTask):
 
     def __init__(self, info: DataInfo) -> None:
         super().__init__(info)
-        self.ratios = {"accuracy": accuracy} if info.task == "classification" else {}
+        if info.task == "classification":
+            self.ratios = {"accuracy": accuracy, **self.ratios}
 
     def num_items(self, targets: Tensor) -> int | Tensor:
         per_sample, shifted = targets.dim() < 2, self.info.task == "language_modelling"
@@ -34,7 +35,10 @@ class OwnLoss(SupervisedTask):
         return ((targets[:, 1:] if shifted and not per_sample else targets) != IGNORE_INDEX).sum()
 
     def count(self, data: Any, num_samples: int) -> int | Tensor:
-        return self.num_items(data["labels"] if isinstance(data, Mapping) else data[1])
+        if isinstance(data, Mapping):
+            return self.num_items(data["labels"])
+        _, labels = data
+        return self.num_items(labels)
 
     def loss(self, model: nn.Module, data: Any) -> tuple[Tensor, int | Tensor]:
         """The model's mean loss times the number of items, and that number. Without items the sum is 0."""
@@ -69,7 +73,8 @@ class OwnLoss(SupervisedTask):
         """The model's output for a batch, the labels, the sum of the losses and the number of items."""
         keywords = data
         if not isinstance(data, Mapping):
-            keywords = {**self._keywords(data[0]), "labels": data[1]}
+            inputs, targets = data
+            keywords = {**self._keywords(inputs), "labels": targets}
         output, labels = model(**keywords), keywords["labels"]
         mean, num_items = _get(output, "loss"), self.num_items(labels)
         if isinstance(num_items, int):

@@ -52,9 +52,11 @@ class Trainer:
         self._weights: dict[int, Tensor] = {}
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
-        """Take optimizer steps up to `last_step`, or up to a signal; `Stopped` by one that ends a wait.
+        """Take optimizer steps up to `last_step`, or up to a signal.
 
-        D006 if the data has ended.
+        Raises:
+            Stopped: a signal has ended the wait for a batch.
+            DataError: D006 if the data has ended.
         """
         run, progress, optimizer, mark = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)

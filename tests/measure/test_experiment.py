@@ -13,6 +13,7 @@ from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.plan import (
     Block,
     Factor,
+    blocks_to_tell_apart,
     draw_blocks,
     fit,
     fit_pairs,
@@ -65,6 +66,20 @@ def simulate(
         ]
         times.append(turn_means([[time + draws.gauss(0, 0.01) for time in own] for _ in range(4)]))
     return blocks, times
+
+
+def test_one_level_has_no_effect() -> None:
+    assert fit([Factor("loader", ("plain",))], [((0,), (0,))], [[0.1, 0.2]], spare_dof=0).effects == []
+    assert fit([Factor("0")], [((0,), (0,))], [[0.1, math.nan]]).effects == [None]
+
+
+@pytest.mark.parametrize("num_switches", [6, 9, 14])
+def test_enough_blocks_tell_all_effects_apart(num_switches: int) -> None:
+    factors = [Factor("any", ("a", "b", "c", "d")), *(Factor(str(n)) for n in range(num_switches))]
+    fitted = fit(factors, *simulate({1: 0.2}, factors, blocks_to_tell_apart(factors), seed=0))
+    degrees = {effect.dof for effect in fitted.effects if effect is not None}
+    assert degrees == {fitted.dof}
+    assert fitted.dof >= 3
 
 
 def test_alternatives_that_all_gain_are_found_in_few_runs() -> None:

@@ -145,7 +145,7 @@ def composed(words: Words) -> Composed:
     values = [word for word in words if word not in options]
     base = _of_options(options)
     tree, places = apply(base.tree_unresolved, base.places, values)
-    return finish(tree, places, recipe=None, warnings=base.warnings, arguments=words)
+    return finish(tree, places, base.warnings, words, complete=True)
 
 
 @functools.cache

@@ -232,6 +232,9 @@ def test_models_with_their_own_loss_add_up_too() -> None:
     task.evaluate(model, (tokens, labels), metrics)
     assert float(metrics.compute()["accuracy"]) == pytest.approx(2 / 3)
     assert task.predict(model, tokens)[2]["class"] == "d"
+    for batch in ((tokens, tokens != 0, labels), tokens):
+        with pytest.raises(ValueError, match="unpack"):
+            task.count(batch, 3)
 
 
 def test_adapted_losses_of_single_items_are_summed() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ptfast.core.devices import lack_of_compiler
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
+from ptfast.run import Run
 from ptfast.techniques.compile.compilation import VARIABLE, Compilation, keep_code
 from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.training import fit
@@ -202,7 +204,8 @@ class TestRun:
     def test_evaluation_is_plain(self) -> None:
         compilation = Compilation("model", "cpu")
         compilation.apply(model := Net((64,), 3).eval())
-        with torch.compiler.set_stance("force_eager"), torch.inference_mode():
+        run: Any = SimpleNamespace(compilation=compilation)
+        with Run.uncompiled(run), torch.inference_mode():
             model(torch.randn(9, 64))
         assert compilation.num_graphs == 0
 

@@ -93,7 +93,7 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
         return f"there is no key {absent[1]}", near and f"Did you mean ${{{section}{dot}{near}}}?"
     if isinstance(error, RecursionError) or "recursi" in message.lower():
         return "the interpolation refers to itself", None
-    first_line = message.strip().partition("\n")[0].strip()
+    first_line = message.strip().partition("\n")[0].strip() or type(error).__name__
     return f"an interpolation that cannot be resolved: {first_line}", None
 
 

@@ -137,7 +137,7 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
         raise ConfigError("C003", what, key=group, value=value, place=place, suggestion=hint)
 
 
-def find_recipe(name: str, place: str = COMMAND_LINE, folder: Path | None = None) -> Path:
+def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None = None) -> Path:
     """The `recipe_file`, or a refusal (C003) of one that does not exist."""
     if file := recipe_file(name, folder):
         return file

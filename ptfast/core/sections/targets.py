@@ -165,9 +165,8 @@ def signature(function: Any) -> inspect.Signature | None:
         annotation = parameter.annotation
         if isinstance(annotation, str):
             try:
-                annotation = eval(
-                    annotation, dict(getattr(body, "__globals__", {}))
-                )  # as get_type_hints does
+                # As `typing.get_type_hints` does.
+                annotation = eval(annotation, dict(getattr(body, "__globals__", {})))
             except Exception:
                 annotation = EMPTY
         parameters.append(parameter.replace(annotation=annotation))

@@ -20,7 +20,7 @@ from ptfast.data.transforms.normalize import Normalizer
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """How batches are read and reach the device, as the section `dataloader` of the config says."""
+    """How batches are read and reach the device."""
 
     device: torch.device
     normalize: bool = True

@@ -140,7 +140,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="token-budget batches",
         on=("batching=tokens", "batching.batch_tokens=256"),
         off=("batching=longest", "batching.batch_tokens=null"),
-        why="Each batch holds about as many tokens, of many short or few long texts: memory is always full.",
+        why="Each batch holds about the same number of tokens, of many short or few long texts.",
         claim="How the original Transformer was trained: batches of about 25,000 source and 25,000 target "
         "tokens, of sentences of like length.",
         source="Vaswani et al. 2017, arXiv:1706.03762, section 5.1.",

@@ -191,10 +191,8 @@ class TextFile(ReadsAsKnown):
             ("documents", self.documents, text.documents),
         ):
             if wanted not in (None, packed):
-                what, hint = (
-                    f"the pack was made with {key}={packed}",
-                    f"Use data.{key}={packed}, or pack anew",
-                )
+                what = f"the pack was made with {key}={packed}"
+                hint = f"Use data.{key}={packed}, or pack anew"
                 raise ConfigError("C011", what, key=f"data.{key}", value=wanted, suggestion=hint)
         if known is not None and tokenizer_of(known).describe() != text.description:
             hint = f"Use data.path={manifest.source.path}"
@@ -280,7 +278,7 @@ class Windows(MapSource):
 def _number_labels(
     rows: dict[str, Table], known: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """The names of the classes, as `known` or sorted (as numbers if all are) and the classes of the texts."""
+    """The class names (`known`, or sorted, as numbers if all are), and the classes of each split's texts."""
     names = known or tuple(sorted(set(rows["train"].labels or [])))
     if not known:
         if len(names) == 1:

@@ -143,7 +143,7 @@ def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Ind
     """A random order of shards, in which each sample moves by less than `size` (>= 1) places.
 
     This is the effect of a shuffle buffer as a function of (seed, epoch): no samples are held back, and any
-    step is known at once. Reads stay within a few shards at a time; `shards` is that of each sample.
+    step is known at once. Reads stay within a few shards at a time; `shards` gives the shard of each sample.
 
     Cost: two sorts, 0.1 s for a million samples, once an epoch.
     """

@@ -89,7 +89,7 @@ class IterableSource(BaseSource):
         return min(wanted, self.num_shards // num_ranks)
 
     def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
-        """One pass over the samples of `reader`, to be advanced inside `in_place` and `as_reader`."""
+        """One pass over the samples of `reader`; advance it inside `OwnGenerators.in_place`, `as_reader`."""
         several = (reader.index,) if reader.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
         with as_data_errors(self.dataset):

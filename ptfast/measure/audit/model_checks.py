@@ -31,7 +31,7 @@ Formula = tuple[Callable[..., Tensor], list[Tensor]]
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MODEL_CHECKS = {
-    "bias before a norm": "A convolution or linear layer with a bias whose output goes only to a BatchNorm.",
+    "bias before a norm": "A convolution or linear layer with a bias, whose output goes only to a BatchNorm.",
     "widths beside tensor cores": (
         "Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."
     ),

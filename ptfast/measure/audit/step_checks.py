@@ -41,7 +41,7 @@ _ELSE = "an operation whose result has a shape that is known beforehand"
 DATA_CHECKS = {
     "no workers": "Steps wait for samples that this process reads between them, while cores are to spare.",
     "decoding in every epoch": "Steps wait for images that are decoded anew in every epoch.",
-    "work on single samples": "Arithmetic and transforms of single samples that a batch does in one call.",
+    "work on single samples": "Arithmetic on single samples that one call could do for a whole batch.",
     "arrays copied": "torch.tensor(array) in a dataset, which copies what torch.from_numpy shares.",
     "memory not pinned": "Batches go to a CUDA device from memory that is not page-locked: the host waits.",
     "padding": "A tenth of the tokens or more are padding, which costs what text does.",

@@ -106,6 +106,15 @@ def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:
     return [(index, level) for index, factor in enumerate(factors) for level in range(1, len(factor.levels))]
 
 
+def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
+    """Blocks that a plan needs to estimate all effects together, with their error.
+
+    A block has three comparisons, of which fold-over pairs leave two to switches of two levels.
+    """
+    num_switches = sum(len(factor.levels) == 2 for factor in factors)
+    return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), math.ceil(num_switches / 2) + 1)
+
+
 def hadamard(least: int) -> NDArray[np.int64]:
     """The smallest matrix of at least `least` rows of +1 and -1, all orthogonal, that two constructions give.
 
@@ -143,6 +152,8 @@ class Fit:
     """Expected log ratios, less what large estimates owe to luck."""
     residual_sd: float
     """Between processes of one block, as a logarithm."""
+    dof: float
+    """Degrees of freedom of that."""
     weights: list[float]
     """Of each run, block by block: below 1 where Huber's fit trusts it less."""
     pairs: list[tuple[Term, Term, float]]
@@ -189,9 +200,10 @@ def fit(
     for index, place in enumerate(np.flatnonzero(seen)):
         of_factor.setdefault(columns(factors)[place][0], []).append(index)
     groups, all_columns = [*of_factor.values()], full
-    num_chosen, most = 0, (len(rows) - num_blocks) // 3
+    num_chosen, most = 0, max((len(rows) - num_blocks) // 3, *map(len, groups), 0)
     couples: list[tuple[Term, Term]] = []
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
+        # An interaction takes a degree of freedom from all, so more have to be left.
         num_chosen, most = len(groups), len(rows) - num_blocks - 2 * spare_dof
         couples = _couples(factors, np.flatnonzero(seen), _least_squares(full, values)[0])
         products = [
@@ -202,7 +214,7 @@ def fit(
             beside, _ = _centred(np.stack(products, axis=2), np.asarray(times, np.float64), there)
             all_columns = np.hstack([full, beside])
             groups += [[full.shape[1] + index] for index in range(len(products))]
-    chosen, slopes, errors, degrees, sd = _step_by_step(
+    chosen, slopes, errors, degrees, sd, dof_left = _step_by_step(
         all_columns, values, num_blocks, groups, num_chosen, most
     )
     used = [*range(full.shape[1]), *(each for each in chosen if each >= full.shape[1])]
@@ -213,7 +225,7 @@ def fit(
     effects: list[Effect | None] = [None] * len(seen)
     for index, place in enumerate(np.flatnonzero(seen)):
         effects[place] = Effect(-float(slopes[index]), float(errors[index]), float(degrees[index]))
-    return Fit(effects, shrink(effects), sd, known.ravel().tolist(), pairs)
+    return Fit(effects, shrink(effects), sd, dof_left, known.ravel().tolist(), pairs)
 
 
 def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
@@ -279,14 +291,14 @@ def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats)
 
 def _step_by_step(
     rows: Floats, values: Floats, num_blocks: int, groups: Sequence[list[int]], num_chosen: int, most: int
-) -> tuple[list[int], Floats, Floats, Floats, float]:
+) -> tuple[list[int], Floats, Floats, Floats, float, int]:
     """Estimate groups of columns together, and each other group beside these.
 
     Those estimated together are the first `num_chosen` and clear ones, up to `most` columns.
 
     Returns:
-        Their columns; the slope of each column, its error and degrees of freedom; and the deviation of what
-        is left.
+        Their columns; the slope of each column, its error and degrees of freedom; and deviation and degrees
+        of freedom of what is left.
     """
     together, others = [*groups[:num_chosen]], [*groups[num_chosen:]]
     slopes, errors, degrees = np.zeros(rows.shape[1]), np.ones(rows.shape[1]), np.ones(rows.shape[1])
@@ -300,27 +312,30 @@ def _step_by_step(
         if chosen:
             slopes[chosen], degrees[chosen] = _least_squares(kept, values)[0], dof
             errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
-        clearest, ratio = [], 0.0
+        clearest: tuple[float, list[int]] = 1.0, []
         for group in others:
             beside = rows[:, group] - basis @ (basis.T @ rows[:, group])
-            known = (beside**2).sum(axis=0) > 1e-9
-            beside[:, ~known] = 0.0
-            slopes[group], left = _least_squares(beside, residual)
+            beside[:, (beside**2).sum(axis=0) <= 1e-9] = 0.0
+            inverse = np.linalg.pinv(beside)
+            # What cannot be told from other columns, or takes all that is left for the error, has none.
+            known = np.isclose(np.diag(inverse @ beside), 1) & (len(group) < max(dof, 2))
+            slopes[group] = inverse @ residual
+            left = residual - beside @ slopes[group]
             degrees[group] = left_dof = max(dof - len(group), 1)
             variance = float(left @ left) / left_dof
-            of_group = np.sqrt(variance * np.diag(np.linalg.pinv(beside.T @ beside)))
-            errors[group] = np.where(known, of_group, 1.0)
+            errors[group] = np.where(known, np.sqrt(variance * (inverse**2).sum(axis=1)), 1.0)
+            if not known.all() or len(chosen) + len(group) > most:
+                continue
             # Alternatives that all differ from the first level are clearest as one.
             whole = beside.sum(axis=1)
             as_one = abs(whole @ residual) / math.sqrt(max(variance * float(whole @ whole), 1e-300))
-            found = max(as_one, *(np.abs(slopes[group]) / np.maximum(errors[group], 1e-300)))
-            has_room = len(chosen) + len(group) <= most
-            if found > ratio and has_room and np.linalg.matrix_rank(beside) == len(group):
-                clearest, ratio = group, found
-        if ratio < t_quantile(1 - ENTERS / 2 / rows.shape[1], max(dof - 1, 1)):
-            return chosen, slopes, errors, degrees, sd
-        together.append(clearest)
-        others.remove(clearest)
+            t = max(as_one, *(np.abs(slopes[group]) / np.maximum(errors[group], 1e-300)))
+            ratio = t / t_quantile(1 - ENTERS / 2 / rows.shape[1], left_dof)
+            clearest = max(clearest, (ratio, group), key=lambda found: found[0])
+        if not clearest[1]:
+            return chosen, slopes, errors, degrees, sd, dof
+        together.append(clearest[1])
+        others.remove(clearest[1])
 
 
 def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:

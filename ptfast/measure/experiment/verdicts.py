@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -99,6 +100,7 @@ def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     return verdicts
 
 
+@functools.cache
 def t_quantile(p: float, dof: float) -> float:
     """The value that Student's t exceeds with probability 1 - p, for p >= 0.5."""
     angles = np.linspace(0.0, math.pi / 2, _GRID)
