@@ -27,7 +27,7 @@ class DeviceSums:
 
     def __init__(self, figures: Iterable[str], *shape: int) -> None:
         self._figures = tuple(figures)
-        self.sums = torch.zeros(shape, dtype=torch.float64)
+        self.sums = torch.zeros(shape, dtype=devices.sum_dtype(torch.device("cpu")))
         """Of this rank so far."""
 
     def to(self, device: Any) -> Self:

@@ -277,7 +277,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         off=("parallel.compression=none", "parallel.powersgd_start=1000"),
         why="Ranks exchange two thin matrices per gradient, and send later what these miss.",
         claim="ResNet-18 on CIFAR-10, 16 GPUs over 10 Gbit/s Ethernet: a batch takes about a quarter less "
-        "time at rank 2 (the default here is 1), at the same test accuracy (Vogels et al.).",
+        "time at rank 2 (the default is 1), at the same test accuracy (Vogels et al.).",
         source="Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727",
         avoid="Fast networks, no memory for one more copy of the gradients, or fp16's scaling (refused).",
         audit="Machines joined by Ethernet, whose steps take much longer than those of one machine.",
