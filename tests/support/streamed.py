@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -136,10 +137,9 @@ def values(batch: StepBatch) -> list[float]:
 
 
 def some(loader: Any, num_steps: int, first: int = 0) -> list[list[float]]:
-    with_closing = loader.steps(first, first + num_steps)
-    found = [values(batch) for batch in with_closing]
-    loader.close()
-    return found
+    # Closed by the garbage collector, workers would not be told to stop, but killed after two seconds each.
+    with contextlib.closing(loader):
+        return [values(batch) for batch in loader.steps(first, first + num_steps)]
 
 
 class Together:
