@@ -78,16 +78,14 @@ class BatchPlan:
 
     def batch(self, step: int) -> tuple[int, int, int]:
         """Epoch of a step, and the range of its samples in that epoch, which begins again if it is padded."""
-        if len(self.sizes.values) == 1 and self.size is not None and self.steps_per_epoch:
-            # Nearly always, and so quicker.
-            (epoch, position), size = divmod(step, self.steps_per_epoch), self.batch_size
-            start = position * size
+        if self.size is None:
+            start = self._samples_before(step)
+            return 0, start, start + self.sizes.at(step)
+        epoch, first, _ = self.epoch_of(step)
+        if step >= self._firsts[-1]:
+            start, size = (step - first) * self.batch_size, self.batch_size
         else:
-            start, size = self._samples_before(step), self.sizes.at(step)
-            if self.size is None:
-                return 0, start, start + size
-            epoch, first, _ = self.epoch_of(step)
-            start -= self._samples_before(first)
+            start, size = self._samples_before(step) - self._samples_before(first), self.sizes.at(step)
         return epoch, start, start + size if self._pads else min(start + size, self.size)
 
     def epoch_of(self, step: int) -> tuple[int, int, int]:

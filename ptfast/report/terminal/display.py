@@ -262,7 +262,8 @@ class LiveDisplay(Display):
             spinner.update(text=Text(one_line(text) + eta))
             return spinner
 
-        with Live(get_renderable=draw, console=self._console, refresh_per_second=4, transient=True):
+        # Seldom, because what runs may be timed.
+        with Live(get_renderable=draw, console=self._console, refresh_per_second=1, transient=True):
             yield
 
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
