@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ptfast.config.catalogue import CATALOGUE, OF_THE_RUN, ThisMachine, verdict
 from ptfast.config.files.frozen import redact
@@ -14,9 +16,10 @@ from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_OK, ConfigError, name_some
+from ptfast.core.machine import usable_cores
 from ptfast.core.sections.section import Need, Technique
 from ptfast.core.units import duration, num_bytes
-from ptfast.measure.ablation import Ablation
+from ptfast.measure.ablation import SEED, Ablation
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.verdicts import Effect
 from ptfast.measure.outputs import (
@@ -81,7 +84,7 @@ def ablate(
     _show(ablation, left_out)
     folder, name = make_folder("ablate", out, config), label(config)
     command = redact(["ptfast", "ablate", *arguments, "--budget", f"{budget_s:g}s"])
-    facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **ablation.receipt()}
+    facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **_receipt(ablation)}
     run_directory.write_json(folder / RECEIPT, facts)
     if ablation.measured:
         draw(folder / PICTURE, ablation, f"{name}: what each technique is worth")
@@ -94,6 +97,37 @@ def ablate(
         write_recipe(folder / BEST, merge(arguments, ablation.best_words), {}, comment)
     say(f"figures: {folder}")
     return EXIT_INTERRUPTED if interrupted else EXIT_OK
+
+
+def _receipt(ablation: Ablation) -> dict[str, Any]:
+    """Everything that was measured, for `measure.json`."""
+    laboratory, confirmed = ablation.laboratory, ablation.confirmed
+    environment = (ablation.plain.facts if ablation.plain else {}).get("environment", {})
+    findings = [
+        vars(each) | {"technique": each.technique.name, "effect": each.effect and each.effect.receipt()}
+        for each in ablation.findings
+    ]
+    effects = {name: getattr(confirmed, name).receipt() for name in ("over_plain", "over_given") if confirmed}
+    pairs = [(*([each.name for each in term] for term in pair), more) for *pair, more in ablation.pairs]
+    return {
+        "environment": environment | {"usable_cores": usable_cores()},
+        "budget_s": laboratory.budget_s,
+        "took_s": laboratory.budget_s - laboratory.left_s,
+        "timed_s": laboratory.timed_s,
+        "turn_s": laboratory.turn_s,
+        "seed": SEED,
+        "factors": [asdict(factor) for factor in ablation.factors],
+        "plan": [[list(run) for run in block] for block in ablation.blocks],
+        "weights": ablation.fitted.weights,
+        "process_sd": ablation.process_sd,
+        "findings": findings,
+        "pick": [technique.name for technique in ablation.picked],
+        "pairs": pairs,
+        "predicted_speedup": ablation.predicted,
+        "confirmed": confirmed and vars(confirmed) | effects,
+        "best": ablation.best_words,
+        "blocks": [[measured.receipt() for measured in block] for block in laboratory.blocks],
+    }
 
 
 def _too_short(budget_s: float, needed_s: float) -> ConfigError:

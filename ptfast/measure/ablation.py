@@ -7,17 +7,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
-from ptfast.core.machine import usable_cores
 from ptfast.core.sections.section import Technique
-from ptfast.measure.experiment.laboratory import Laboratory, TrialResult, times_of
+from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, TrialResult, times_of
 from ptfast.measure.experiment.plan import (
     Block,
     Factor,
@@ -44,7 +42,6 @@ OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "backend.threads=")
 """Techniques that stay out of the plan, as those that change the training do: they start processes, compile,
 or change a step so much that other switches act differently beside them."""
-NOT_REACHED = "not reached"
 NOTHING = "it changes nothing here"
 REFUSED = "it cannot be set beside the pick"
 SEED = 0
@@ -368,37 +365,6 @@ class Ablation:
 
     def _words(self, techniques: Sequence[Technique]) -> list[str]:
         return merge(self.arguments, _switched_on(techniques))
-
-    def receipt(self) -> dict[str, Any]:
-        laboratory = self.laboratory
-        environment = (self.plain.facts if self.plain else {}).get("environment", {})
-        findings = [
-            vars(each) | {"technique": each.technique.name, "effect": each.effect and each.effect.receipt()}
-            for each in self.findings
-        ]
-        confirmed = None
-        if self.confirmed is not None:
-            effects = {name: getattr(self.confirmed, name).receipt() for name in ("over_plain", "over_given")}
-            confirmed = vars(self.confirmed) | effects
-        return {
-            "environment": environment | {"usable_cores": usable_cores()},
-            "budget_s": laboratory.budget_s,
-            "took_s": laboratory.budget_s - laboratory.left_s,
-            "timed_s": laboratory.timed_s,
-            "turn_s": laboratory.turn_s,
-            "seed": SEED,
-            "factors": [asdict(factor) for factor in self.factors],
-            "plan": [[list(run) for run in block] for block in self.blocks],
-            "weights": self.fitted.weights,
-            "process_sd": self.process_sd,
-            "findings": findings,
-            "pick": [technique.name for technique in self.picked],
-            "pairs": [(*([each.name for each in term] for term in pair), more) for *pair, more in self.pairs],
-            "predicted_speedup": self.predicted,
-            "confirmed": confirmed,
-            "best": self.best_words,
-            "blocks": [[measured.receipt() for measured in block] for block in laboratory.blocks],
-        }
 
 
 def _switched_on(techniques: Sequence[Technique]) -> list[str]:
