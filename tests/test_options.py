@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +87,8 @@ def is_trained_elsewhere(option: str) -> bool:
     group, name = option.split("/")
     if option not in WITH and "???" in paths.options(group)[name].read_text("utf-8"):
         tests = (file.read_text("utf-8") for file in Path(__file__).parent.rglob("test_*.py"))
-        return any(f'"{word}"' in text for text in tests)
+        trains = re.compile(rf'\b(?:train|trained|build_run)\([^)]*"{word}"')
+        return any(trains.search(text) for text in tests)
     if technique is None or word not in technique.on:
         return False
     return not {*technique.needs, *NEEDS.get(option, ())} & (ON_GPU | SLOW)
