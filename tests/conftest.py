@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import re
 import subprocess
@@ -134,6 +135,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; run with -m gpu"))
             elif not _has_cuda():
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what is loaded, all of torch, and seldom go through everything."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 200)
 
 
 def _has_cuda() -> bool:

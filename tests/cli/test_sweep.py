@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RunPtfast
+from forked import Forked, run_command
 from running import WITH_TESTS, same_bits, summary, train, weights
 from torch import Tensor, nn
 
@@ -81,15 +81,17 @@ def test_a_sweep_prints_one_ranked_table(
     assert all(word in table for word in ("sgd", "adamw", "[8]", "[32]"))
 
 
-def test_a_failed_job_takes_no_other_along(in_tmp: Path, run_ptfast: RunPtfast) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_failed_job_takes_no_other_along(in_tmp: Path) -> None:
     words = ("steps=4", "model=custom", "model._target_=test_sweep.Sometimes", "+model.ending=killed,fine")
-    done = run_ptfast("train", "-m", *words, env=WITH_TESTS)
-    assert done.code == 1
+    sweep = Forked(run_command("train", "-m", *words), WITH_TESTS)
+    out, _ = sweep.communicate()
+    assert sweep.returncode == 1
     (folder,) = Path("runs/sweeps").iterdir()
     summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("0", "1")]
     assert [each["status"] for each in summaries] == ["failed", "finished"]
     assert "killed" in summaries[0]["error"]
-    table = done.out[done.out.index("2 runs by") :]
+    table = out[out.index("2 runs by") :]
     assert "failed" in table
     train(*words[:-1], "+model.ending=fine", "run.dir=alone")
     assert same_bits(weights(folder / "1"), weights(Path("alone")))

@@ -24,12 +24,21 @@ def private_names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
+            names = dotted(node)
         for name in names:
             first, *parts = name.split(".")
             plain = all(part.isidentifier() for part in parts)
             if plain and first == "torch" and any(part.startswith("_") for part in parts):
                 yield name
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The name that attributes of a module spell, or nothing for those of another value."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return [".".join([node.id, *parts])] if isinstance(node, ast.Name) else []
 
 
 def found(name: str) -> Any:

@@ -14,8 +14,8 @@ from PIL import Image
 from running import same_bits, training_state, weights
 from torch import nn
 from toys import Lines
+from trials import read
 
-from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
 from ptfast.core.plain_display import Display
@@ -108,7 +108,7 @@ class Cases:
             "device=cpu",
         )
         # Composed once, as by the launcher.
-        config = on_first_rank(lambda: read_config(words)[1], self.ranks)
+        config = on_first_rank(lambda: read(words), self.ranks)
         Path(name).mkdir(parents=True, exist_ok=True)
         run = build(config, ranks=self.ranks, folder=Path(name), display=Display(), **given)
         run.logger = Lines()

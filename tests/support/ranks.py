@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -48,7 +49,10 @@ def main(module: str, address: str, rank: int, num_ranks: int) -> None:
     """One rank: go through the cases; the first keeps what it finds."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
-    found = import_module(module).cases(Ranks(rank, rank, num_ranks, num_ranks))
+    cases = import_module(module).cases
+    gc.freeze()
+    gc.set_threshold(700, 10, 200)
+    found = cases(Ranks(rank, rank, num_ranks, num_ranks))
     if rank == 0:
         torch.save(found, "cases.pt")
     torch.distributed.barrier()

@@ -9,15 +9,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Forked, run_command
 from rank_cases import RUNNING
 from running import WITH_TESTS, records, same_bits, summary, train, weights
 from torch import nn
+from torch.distributed.run import main as torchrun
 
 from ptfast.config.compose import compose
 from ptfast.config.read import read_config
@@ -33,11 +35,9 @@ WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every
 DDP = ("parallel=ddp", "parallel.nproc=2")
 
 
-def a_run(
-    *words: str, launcher: tuple[str, ...] = (), told: Mapping[str, str] = {}, command: str = "train"
-) -> subprocess.Popen[str]:
+def a_run(*words: str, told: Mapping[str, str] = {}, command: str = "train") -> subprocess.Popen[str]:
     """`ptfast COMMAND WORDS...` in a session of its own, with the variables `told`."""
-    arguments = [sys.executable, "-m", *launcher, "ptfast", command, *words]
+    arguments = [sys.executable, "-m", "ptfast", command, *words]
     environment = {**os.environ, **WITH_TESTS, **told}
     return subprocess.Popen(
         arguments,
@@ -59,10 +59,10 @@ def ranks_of_an_engine(*words: str) -> list[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def running(*words: str) -> Iterator[subprocess.Popen[str]]:
+def running(*words: str) -> Iterator[Forked]:
     """A run of slow steps, from the moment that both ranks train."""
     slow = ("steps=2000", "log_every=1000", "eval.every=1000steps", "callbacks=[{_target_: callbacks.Slow}]")
-    process = a_run("model.hidden=[16]", *DDP, *slow, *words)
+    process = Forked(run_command("train", "model.hidden=[16]", *DDP, *slow, *words), WITH_TESTS)
     try:
         wait_for(lambda: Path("pid-0").exists() and Path("pid-1").exists())
         yield process
@@ -92,13 +92,14 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
         # 1,617 samples leave a last batch of one: the first rank's share is empty.
         pytest.param((), ("parallel.nproc=2", "batch_size=202"), marks=pytest.mark.slow),
         # One sample to validate on: the first rank has none.
-        (("torch.distributed.run", "--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
+        (("--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
         pytest.param(None, ("batch_size=256", "data.val=1samples"), marks=pytest.mark.slow),
     ],
     ids=["ptfast", "torchrun", "another engine"],
@@ -107,10 +108,14 @@ def test_two_processes_give_the_figures_of_one(
     in_tmp: Path, launcher: tuple[str, ...] | None, words: tuple[str, ...]
 ) -> None:
     words = (*WORDS, *words, "epochs=2")
+    processes: Sequence[subprocess.Popen[str] | Forked]
     if launcher is None:
         processes = ranks_of_an_engine(*words, "parallel=ddp", "run.name=two")
+    elif launcher:
+        given = [*launcher, "ptfast", "train", *words, "parallel=ddp", "run.name=two"]
+        processes = [Forked(lambda: torchrun(given), WITH_TESTS)]
     else:
-        processes = [a_run(*words, "parallel=ddp", "run.name=two", launcher=launcher)]
+        processes = [a_run(*words, "parallel=ddp", "run.name=two")]
     said = [process.communicate(timeout=200) for process in processes]
     out, err = map("".join, zip(*said, strict=True))
     assert [process.returncode for process in processes] == [0] * len(processes), err
@@ -220,6 +225,7 @@ def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:
     assert_no_rank_lives()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(
     ("name", "code", "status"),
     [("SIGTERM", 75, "preempted"), pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow)],
@@ -236,10 +242,11 @@ def test_a_signal_to_the_launcher_saves_and_ends_all(in_tmp: Path, name: str, co
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_killed_launcher_leaves_no_rank(in_tmp: Path) -> None:
     with running("run.dir=a") as process:
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
         assert_no_rank_lives()
 
 
