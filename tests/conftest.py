@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import os
 import re
@@ -44,6 +45,22 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what libraries cache out of the home folder, in this process and in its children."""
     for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sources_read_once() -> Iterator[None]:
+    """Parse each source file of ptfast and torch once: every config that is checked asks for their keywords."""
+    from ptfast.config.checks import target_keywords
+
+    read = target_keywords._source_names
+    remembered = functools.cache(read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            target_keywords,
+            "_source_names",
+            lambda path: remembered(path) if path.startswith(("ptfast.", "torch.")) else read(path),
+        )
+        yield
 
 
 @pytest.fixture(scope="session")

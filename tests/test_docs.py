@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from failures import failures
 from shown import (
     COMMANDS_SHOWN,
     DRY_RUN,
@@ -79,8 +80,11 @@ def anchors(page: Path) -> set[str]:
     return {slug(title) for title in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)}
 
 
-@pytest.mark.parametrize("page", LINKING)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere() -> None:
+    assert failures(check_links, LINKING) == []
+
+
+def check_links(page: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", FENCE.sub("", LINKING[page])):
         if target.startswith("https://"):
             continue
@@ -96,8 +100,11 @@ def test_the_index_names_every_page() -> None:
     assert {f"docs/{name}" for name in linked} == set(PAGES) - {"README.md", "docs/README.md"}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_says_what_it_is_for(page: str) -> None:
+def test_a_page_says_what_it_is_for() -> None:
+    assert failures(check_opening, PAGES) == []
+
+
+def check_opening(page: str) -> None:
     title, _, opening, *_ = PAGES[page].split("\n")
     assert re.match(r"# \w", title)
     assert re.match(r"\w", opening), "a page opens with what it is for"
@@ -108,8 +115,11 @@ def test_a_page_says_what_it_is_for(page: str) -> None:
 # Commands.
 
 
-@pytest.mark.parametrize("shown", COMMANDS_SHOWN, ids=str)
-def test_a_command_is_read(shown: Shown) -> None:
+def test_a_command_is_read() -> None:
+    assert failures(check_command, COMMANDS_SHOWN) == []
+
+
+def check_command(shown: Shown) -> None:
     name, *rest = shown.words
     if name in ("--help", "COMMAND"):
         return
@@ -180,8 +190,11 @@ def test_parts_take_as_many_lines_as_their_table_says() -> None:
         assert int(count) == sum(lines[name] for name in re.findall(r"`(\w+)`", names)), names
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_scripts_exist(page: str) -> None:
+def test_scripts_exist() -> None:
+    assert failures(check_scripts, PAGES) == []
+
+
+def check_scripts(page: str) -> None:
     commands = re.findall(r"\bpython (scripts/\w+\.py)([^`\n]*)", PAGES[page])
     for script, words in commands:
         code = (ROOT / script).read_text()
@@ -241,8 +254,11 @@ def is_of_ours(word: str) -> bool:
     return section in OURS and bool(re.search(rf"def \w+\(.*\b{name}: ", code))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_keys_and_options_exist(page: str) -> None:
+def test_keys_and_options_exist() -> None:
+    assert failures(check_keys, PAGES) == []
+
+
+def check_keys(page: str) -> None:
     for word in [word for span in spans(page) if not span.startswith("ptfast ") for word in span.split()]:
         match = re.fullmatch(r"\+?([a-z_]+(?:\.[a-z_0-9]+)*)(=)?(.*)", word.rstrip(";,"))
         if not match or word in NO_KEYS or word.endswith(")"):
