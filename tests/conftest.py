@@ -49,7 +49,7 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _sources_read_once() -> Iterator[None]:
-    """Parse each source file of ptfast and torch once: every config that is checked asks for their keywords."""
+    """Parse each source file of ptfast and torch once: every check of a config asks for keywords."""
     from ptfast.config.checks import target_keywords
 
     read = target_keywords._source_names

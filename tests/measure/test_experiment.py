@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -20,6 +21,7 @@ from ptfast.measure.experiment.plan import (
     hadamard,
     turn_means,
 )
+from ptfast.measure.experiment.warm_parent import Request
 
 
 @pytest.mark.parametrize("least", [2, 4, 5, 12, 13, 20, 36, 45])
@@ -152,7 +154,11 @@ def test_pairs_of_one_workload_share_what_their_processes_differ_by() -> None:
     assert fit_pairs([[], []]) == [None, None]
 
 
-def test_a_failing_trial_costs_itself_alone() -> None:
+def test_a_failing_trial_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    brief = functools.partial(Request, warm_s=0.1)
+    monkeypatch.setattr("ptfast.measure.experiment.laboratory.Request", brief)
+    # Other tests take the cores meanwhile: a block is not measured again for that.
+    monkeypatch.setattr("ptfast.measure.experiment.laboratory.MOST_AGAIN", 0)
     words = ["data=digits", "model=mlp", "model.hidden=[16]", "device=cpu", "preset=plain"]
     configs = [
         words,
