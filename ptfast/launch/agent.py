@@ -98,7 +98,7 @@ api.LocalElasticAgent = Agent
 
 def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
     """Call `act`, which runs an agent, until its ranks have ended; signals of these `names` end them."""
-    watcher = _Watch()
+    watcher, Agent.latest = _Watch(), None
 
     def call() -> None:
         try:
@@ -124,14 +124,17 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
     return watcher.ended
 
 
+@dataclass
 class _Watch:
-    def __init__(self) -> None:
-        self.ended, self.processes = Ended(), dict[int, Popen[bytes]]()
-        self.waiting: list[int] = []
-        """Signals that are to be passed on."""
-        self.received_s = self.deadline_s = self.all_left_s = float("inf")
-        self.left: set[int] = set()
-        Agent.latest = None
+    ended: Ended = field(default_factory=Ended)
+    processes: dict[int, Popen[bytes]] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    """Signals that are to be passed on."""
+    left: set[int] = field(default_factory=set)
+    """Ranks that have ended."""
+    received_s: float = float("inf")
+    deadline_s: float = float("inf")
+    all_left_s: float = float("inf")
 
     def look(self) -> None:
         """See which ranks have left, pass on signals, and kill whoever is late."""

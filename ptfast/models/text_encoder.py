@@ -70,12 +70,9 @@ class TextEncoder(nn.Module):
             x = x + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x, present[:, None, None])
-        return self.head(self.dropout(pool(x, present[:, :, None])))
-
-
-def pool(x: Tensor, present: Tensor) -> Tensor:
-    """Mean and maximum over the tokens that are there: (batch, length, width) to (batch, 2 * width)."""
-    count = present.sum(1).clamp(min=1)
-    mean = (x * present).sum(1) / count
-    maximum = x.masked_fill(~present, torch.finfo(x.dtype).min).amax(1)
-    return torch.cat([mean, maximum.where(present.any(1), 0.0)], dim=1)
+        # Mean and maximum over the tokens that are there.
+        present = present[:, :, None]
+        mean = (x * present).sum(1) / present.sum(1).clamp(min=1)
+        maximum = x.masked_fill(~present, torch.finfo(x.dtype).min).amax(1)
+        pooled = torch.cat([mean, maximum.where(present.any(1), 0.0)], dim=1)
+        return self.head(self.dropout(pooled))

@@ -141,9 +141,10 @@ class Muon(Optimizer):
             state["momentum_buffer"] = buffer
             # The dimensions after the first in the order in which they lie in memory.
             order = [0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True)]
-            weights.append(_as_matrix(weight.detach(), order))
-            momenta.append(_as_matrix(buffer, order))
-            grads.append(_as_matrix(laid_out_as(weight, weight.grad), order))
+            parts = (weights, weight.detach()), (momenta, buffer), (grads, laid_out_as(weight, weight.grad))
+            for matrices, tensor in parts:
+                # A row for each entry of the first dimension; the order of columns is nothing to Muon.
+                matrices.append(tensor.permute(order).view(len(tensor), -1))
         if not weights:
             return
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
@@ -268,8 +269,3 @@ def _split(
 def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:
     # Its groups are put in at every step.
     return (SGD if rest == "sgd" else AdamW)([torch.empty(0)], **keywords)
-
-
-def _as_matrix(tensor: Tensor, order: list[int]) -> Tensor:
-    """A view with a row for each entry of the first dimension; the order of columns is nothing to Muon."""
-    return tensor.permute(order).view(len(tensor), -1)

@@ -120,11 +120,6 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
     activities = [profiler.ProfilerActivity.CPU]
     if run.device.type == "cuda":
         activities.append(profiler.ProfilerActivity.CUDA)
-    opened: list[Any] = []
-
-    def enter(name: str) -> None:
-        opened.append(profiler.record_function(name))
-        opened[-1].__enter__()
 
     def write(profile: Any) -> None:
         averages = profile.key_averages()
@@ -141,7 +136,10 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")
         schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    phases = ProfiledSteps(enter, lambda _: opened.pop().__exit__(None, None, None))
+    opened = contextlib.ExitStack()
+    phases = ProfiledSteps(
+        lambda name: opened.enter_context(profiler.record_function(name)), lambda _: opened.close()
+    )
     recording = profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
     with recording as profile, watched(run, phases):
         yield

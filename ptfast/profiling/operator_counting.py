@@ -15,8 +15,8 @@ from torch import Tensor
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.machine import available_memory, peak_memory_bytes
 from ptfast.core.protocols import StepBatch
-from ptfast.core.tensors.torch_internals import OpOverload, TorchDispatchMode
-from ptfast.core.tensors.trees import tensors_in, tree_leaves, tree_map
+from ptfast.core.tensors.torch_internals import DispatchMode, OpOverload
+from ptfast.core.tensors.trees import tensors_in, tree_map
 from ptfast.profiling.step_phases import Phases, SavedKinds, saved_for_backward, watched
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import num_compiled
@@ -50,14 +50,8 @@ class Operator:
         """Its short name, such as `mm`."""
         return str(self.op.overloadpacket.__name__)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The type of the first floating-point tensor that it reads."""
-        tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorMeta)]
-        return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), None)
 
-
-class Operators(TorchDispatchMode):
+class Operators(DispatchMode):
     """Records the operators that run inside it while `recording`: decomposed, by the kernels chosen."""
 
     def __init__(self, recording: bool = True) -> None:
@@ -66,11 +60,6 @@ class Operators(TorchDispatchMode):
         self.recording = recording
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Skipping the compiler would import it, for three seconds; nothing is compiled in here.
-        return False
 
     def __iter__(self) -> Iterator[Operator]:
         return iter(self.found.values())

@@ -21,8 +21,9 @@ from ptfast.core.errors import MachineError
 from ptfast.core.machine import cache_folder, is_memory_error
 from ptfast.core.run_directory import read_json, write_json
 from ptfast.core.tensors.dtensors import local_part
+from ptfast.core.tensors.trees import tree_leaves
 from ptfast.core.units import short_time
-from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, flops
+from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, TensorMeta, flops
 from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import set_float32
 
@@ -234,7 +235,8 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
 
 def _format(run: Run, operator: Operator) -> str:
     """The number format in which an operator multiplies."""
-    dtype = operator.dtype or torch.float32
+    inputs = [x for x in tree_leaves((operator.args, operator.kwargs)) if isinstance(x, TensorMeta)]
+    dtype = next((x.dtype for x in inputs if x.dtype.is_floating_point), torch.float32)
     if (name := next((name for name, each in _TYPES.items() if each == dtype), None)) is not None:
         return name
     setting, convolves = run.resolved.matmul_precision, "conv" in operator.name

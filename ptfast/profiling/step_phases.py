@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ SavedKinds = dict[int, tuple[torch.dtype, tuple[int, ...], int]]
 """Type, shape and bytes of each storage that is saved for the backward pass, by its address."""
 
 
+@dataclass(eq=False)
 class Phases(Callback):
     """Follows the phases of a step: `data`, `forward`, `backward` and `optimizer`, None between steps.
 
@@ -31,9 +33,9 @@ class Phases(Callback):
         leave: called with its name when it ends.
     """
 
-    def __init__(self, enter: Callable[[str], Any], leave: Callable[[str], Any]) -> None:
-        self.enter, self.leave = enter, leave
-        self.name: str | None = None
+    enter: Callable[[str], Any]
+    leave: Callable[[str], Any]
+    name: str | None = None
 
     def to(self, name: str | None) -> None:
         """End the current phase, and begin `name`."""

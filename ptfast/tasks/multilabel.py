@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.tasks.ratios import label_accuracy, label_f1
-from ptfast.tasks.supervised import SupervisedTask, full_precision, names_of_classes
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class MultiLabel(SupervisedTask):
@@ -28,7 +29,7 @@ class MultiLabel(SupervisedTask):
     class_dim = 0
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = full_precision(outputs)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return outputs, targets.to(outputs.dtype)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:

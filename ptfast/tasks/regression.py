@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.protocols import Mixed
 from ptfast.tasks.ratios import absolute_error
-from ptfast.tasks.supervised import SupervisedTask, full_precision
+from ptfast.tasks.supervised import SupervisedTask
 
 
 class Regression(SupervisedTask):
@@ -21,7 +22,7 @@ class Regression(SupervisedTask):
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # Outputs (batch, 1) against targets (batch,) would broadcast to (batch, batch).
-        outputs = full_precision(outputs).reshape(targets.shape)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).reshape(targets.shape)
         return outputs, targets.to(outputs.dtype)
 
     def misfit(self, outputs: Any, data: Any) -> str | None:

@@ -174,11 +174,6 @@ def names_of_classes(info: DataInfo) -> tuple[str, ...]:
     return info.class_names or tuple(map(str, range(known_classes(info))))
 
 
-def full_precision(outputs: Tensor) -> Tensor:
-    """Outputs in float32, which is exact enough for losses and targets; float64 stays."""
-    return outputs if outputs.element_size() == 8 else outputs.float()
-
-
 def adapt_mean_loss(loss: LossFunction, task: SupervisedTask) -> Callable[..., Tensor]:
     """Turn a loss that averages over a micro-batch into one that sums over the task's items.
 

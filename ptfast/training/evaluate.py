@@ -57,22 +57,18 @@ class ViewAveraged(nn.Module):
             self._over_mirrors(padded[..., start : start + height, start : start + width])
             for start in (2 * self._shift, 0)
         )
-        return tree_map(_mean, in_place, tree_map(_mean, up, down))
+        return tree_map(lambda still, up, down: (still + (up + down) / 2) / 2, in_place, up, down)
 
     def _over_mirrors(self, images: Tensor) -> Any:
         outputs = self.model(images)
         if not self._flip:
             return outputs
 
-        def mirrored_back(output: Tensor) -> Tensor:
-            as_large = output.dim() > 2 and output.shape[-2:] == images.shape[-2:]
-            return output.flip(-1) if as_large else output
+        def mean(output: Tensor, mirrored: Tensor) -> Tensor:
+            as_large = mirrored.dim() > 2 and mirrored.shape[-2:] == images.shape[-2:]
+            return (output + (mirrored.flip(-1) if as_large else mirrored)) / 2
 
-        return tree_map(_mean, outputs, tree_map(mirrored_back, self.model(images.flip(-1))))
-
-
-def _mean(one: Tensor, other: Tensor) -> Tensor:
-    return (one + other) / 2
+        return tree_map(mean, outputs, self.model(images.flip(-1)))
 
 
 def averaged_over_views(run: Run) -> nn.Module:

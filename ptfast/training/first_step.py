@@ -206,8 +206,13 @@ class SlowSwitches:
 
         def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
             result = turn_on(*args, **keywords)
-            if SWITCHES[debug].is_on() and (place := _calling_place()) is not None:
-                self._warn(debug, lambda: [place])
+            for frame, line in traceback.walk_stack(None) if SWITCHES[debug].is_on() else ():
+                file = frame.f_code.co_filename
+                if "/torch/_" in file:
+                    break  # torch's compiler has turned it on
+                if not file.startswith(INSTALLED):
+                    self._warn(debug, lambda place=f"{Path(file).name}:{line}": [place])
+                    break
             return result
 
         try:
@@ -225,17 +230,6 @@ class SlowSwitches:
         place = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
         what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
         self.run.display.warn(f"{what}: remove it, and use debug={debug} when you need it")
-
-
-def _calling_place() -> str | None:
-    """The line of the user's code that led to this call; None if torch's compiler made it."""
-    for frame, line in traceback.walk_stack(None):
-        file = frame.f_code.co_filename
-        if "/torch/_" in file:
-            return None
-        if not file.startswith(INSTALLED):
-            return f"{Path(file).name}:{line}"
-    return None
 
 
 def _places_of(pattern: str, run: Run) -> list[str]:

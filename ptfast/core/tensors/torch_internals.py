@@ -18,9 +18,9 @@ from torch.utils.data._utils import worker as data_worker
 
 __all__ = [
     "BatchNorm",
+    "DispatchMode",
     "InstanceNorm",
     "OpOverload",
-    "TorchDispatchMode",
     "after_backward",
     "data_worker",
     "hide_from_compiler",
@@ -29,13 +29,21 @@ __all__ = [
 ]
 
 # BatchNorm, InstanceNorm: the bases of the layers of all dimensions, which have no public name.
-# TorchDispatchMode: sees each operator that runs; documented, in a module with a private name.
 # worker_signals: names the processes of a loader of ours to the handler that tells of one that was killed.
 # data_worker: sets what `torch.utils.data.get_worker_info` gives in a process of ours.
 OpOverload = torch._ops.OpOverload
 """One operator for arguments of given types, as dispatch modes and graphs name it."""
 is_profiling = torch.autograd._profiler_enabled
 """Return True under a profiler."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees each operator that runs. Torch documents its base, in a module with a private name."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler, for three seconds, to hide this mode from it.
+        return False
 
 
 def hide_from_compiler(method: Any) -> None:

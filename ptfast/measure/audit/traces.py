@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ptfast.core.tensors.torch_internals import TorchDispatchMode
+from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves
 
 _PACKAGE = Path(__file__).parents[2]
@@ -255,7 +255,7 @@ class AttentionWeights:
     """Something other than a product with values has read it."""
 
 
-class OperatorTrace(TorchDispatchMode):
+class OperatorTrace(DispatchMode):
     """Records the operators of the forward pass, while `calls` is entered as well.
 
     Formulas written by hand are followed from operator to operator: attention by its chain of product,
@@ -293,11 +293,6 @@ class OperatorTrace(TorchDispatchMode):
         )
         with entering, register_module_forward_hook(leave, always_call=True):
             yield
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Keeping the compiler out would import it, which takes three seconds; nothing is compiled in here.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

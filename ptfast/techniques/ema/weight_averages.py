@@ -45,6 +45,8 @@ class Average:
         # Float32 copies for `lerp`, which takes no two types; allocated once.
         self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
         self._updates: int | Tensor = 0
+        self._stale = False
+        """The averages have moved since `settle`."""
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         """Follow the weights after `step`, counted from 1.
@@ -112,6 +114,7 @@ class Average:
         for name, average in zip(self._names, self._wholes, strict=True):
             local_part(average).copy_(local_part(shard_like(average, averages[name])))
         self._updates = int(state["updates"])
+        self._stale = self.ready
 
 
 class MovingAverage(Average):
@@ -178,7 +181,6 @@ class Swa(Average):
         self._steps, self._forward = frozenset(steps), forward
         norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
         self._norms = {name: norm for name, norm in norms.items() if norm.track_running_stats}
-        self._stale = False
         if steps:
             self.note = f"equal shares of {len(steps):,} steps from {min(steps):,} to {max(steps):,}"
             if self._norms:
@@ -214,10 +216,6 @@ class Swa(Average):
                     measured = getattr(self._norms[module], buffer)
                     average.copy_(sum_over_ranks(measured.clone(), self._ranks) / self._ranks.num_ranks)
         self._stale = False
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._stale = self.ready
 
 
 class ScheduleFree(Swa):

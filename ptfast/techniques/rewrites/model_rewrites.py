@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import LinearLogits
 from ptfast.core.resolved import Resolved
-from ptfast.core.tensors.torch_internals import TorchDispatchMode
+from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
 
@@ -82,16 +82,14 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
 
     Cost: two forward passes, of two samples or more; none if no layer with a bias is as wide as a BatchNorm.
     """
-    named = dict(model.named_modules())
-    norms = {module: name for name, module in named.items() if type(module) in _NORMS and _is_bare(module)}
+    # Hooks may read or change an output.
+    bare = [(n, m) for n, m in model.named_modules() if not (m._forward_hooks or m._forward_pre_hooks)]
+    norms = {module: name for name, module in bare if type(module) in _NORMS}
     widths: set[int] = {norm.num_features for norm in norms}  # pyright: ignore[reportAssignmentType]
     layers = {
         module: name
-        for name, module in named.items()
-        if type(module) in _BIASED
-        and _is_bare(module)
-        and isinstance(module.bias, nn.Parameter)
-        and len(module.bias) in widths
+        for name, module in bare
+        if type(module) in _BIASED and isinstance(module.bias, nn.Parameter) and len(module.bias) in widths
     }
     if not layers:
         return {}
@@ -157,12 +155,7 @@ def _load_into_mean(
             state[mean] = state[mean] - bias.to(state[mean])
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Return True if it has no hooks, which may read or change its output."""
-    return not (module._forward_hooks or module._forward_pre_hooks)
-
-
-class _Uses(TorchDispatchMode):
+class _Uses(DispatchMode):
     """Counts the operations that take a watched tensor, those in C++ and of autograd included."""
 
     def __init__(self) -> None:
@@ -170,11 +163,6 @@ class _Uses(TorchDispatchMode):
         # Weak: an output still there after the forward pass was kept or returned.
         self.watched = WeakIdKeyDictionary()
         self.counts: Counter[tuple[nn.Module, str]] = Counter()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch imports its compiler to hide this mode from it.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
