@@ -56,16 +56,16 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
     head: list[str] = []
+    shapes: dict[str, str] = {}
     for name in differing:
         # The layer differs only in its number of outputs.
         layer, theirs, ours = model.get_submodule(name.rpartition(".")[0]), weights[name], own[name]
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and theirs.dim() and theirs.shape[1:] == ours.shape[1:]:
             head.append(name)
+        there, here = ("x".join(map(str, each.shape)) or "a scalar" for each in (theirs, ours))
+        shapes[name] = f"{name} is {there} there and {here} here"
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is not in this model" for name in weights if name not in own]
-    shapes = {
-        name: f"{name} is {_shape(weights[name])} there and {_shape(own[name])} here" for name in differing
-    }
     problems += [line for name, line in shapes.items() if name not in head]
     fresh = [shapes[name] for name in head]
     if problems or (fresh and not replace_head):
@@ -127,10 +127,6 @@ def _read_pt(path: Path) -> Any:
             what = "holds pickled objects, which could run code; only tensors are read"
             raise _damaged(path, what) from error
         raise _damaged(path) from error
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a scalar"
 
 
 def _damaged(

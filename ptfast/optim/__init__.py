@@ -76,15 +76,24 @@ _WHOLE_LAYERS = (
 """Our optimizers that need whole layers, which fsdp shards."""
 
 
-def one_way_of_clipping_groups(gradients: Gradients, optimizer: Optimizer) -> PtfastError | None:
-    """Refuse another way of clipping beside norms of groups, which replace the global one."""
-    other = next((name for name in ("clip_value", "clip_adaptive") if getattr(gradients, name)), None)
-    limits = [(index, group.clip_norm) for index, group in enumerate(optimizer.groups) if group.clip_norm]
-    if other is None or not limits:
-        return None
-    what = "contradicts optimizer.groups.{}.clip_norm={:g}".format(*limits[0])
-    value, hint = getattr(gradients, other), "Set one of the two to null"
-    return ConfigError("C011", what, key=f"gradients.{other}", value=value, suggestion=hint)
+def one_way_of_clipping(gradients: Gradients, optimizer: Optimizer) -> Iterator[PtfastError]:
+    """Refuse two ways of clipping at once, of which the later would act on what the other has left.
+
+    Norms of groups replace the global norm, and may stand beside it.
+    """
+    names = ("clip_norm", "clip_value", "clip_adaptive")
+    ways = [(f"gradients.{name}", value) for name in names if (value := getattr(gradients, name))]
+    others = [way for way in ways if way[0] != "gradients.clip_norm"]
+    limits = [
+        (f"optimizer.groups.{index}.clip_norm", group.clip_norm)
+        for index, group in enumerate(optimizer.groups)
+        if group.clip_norm
+    ]
+    for pair in (ways[:2], limits[:1] + others[:1]):
+        if len(pair) == 2:
+            (first, limit), (key, value) = pair
+            what, hint = f"contradicts {first}={limit:g}", "Set one of the two to null"
+            yield ConfigError("C011", what, key=key, value=value, suggestion=hint)
 
 
 def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
@@ -167,7 +176,7 @@ FAMILY = Family(
     name="optimizer",
     rules=(
         no_schedule_beside_schedule_free,
-        one_way_of_clipping_groups,
+        one_way_of_clipping,
         keys_that_fit_together,
         momentum_to_cycle,
         sharded_parameters,

@@ -39,16 +39,13 @@ class Operator:
     """Calls of one operator that differ only in the values of tensors."""
 
     op: Any
+    name: str
+    """Its short name, such as `mm`."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     """By name; here and in `args`, tensors are `TensorMeta` and lists are tuples."""
     outputs: Any
     count: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its short name, such as `mm`."""
-        return str(self.op.overloadpacket.__name__)
 
 
 class Operators(DispatchMode):
@@ -74,7 +71,8 @@ class Operators(DispatchMode):
         return outputs
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        call = func, _shaped(args), tuple((name, _shaped(value)) for name, value in kwargs.items())
+        named = tuple((name, _shaped(value)) for name, value in kwargs.items())
+        call = func, func.overloadpacket.__name__, _shaped(args), named
         key: Hashable = call
         try:
             known = self.found.get(key)

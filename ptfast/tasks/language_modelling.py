@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits
 from ptfast.tasks.supervised import LossFunction
-from ptfast.tasks.token_classification import TokenClassification, token_cross_entropy
+from ptfast.tasks.token_classification import TokenClassification
 
 FEWEST_TOKENS, MOST_TOKENS = 64, 1024
 """Limits of a chunk. Between them it has as many tokens as the layer has inputs, so that its logits are as
@@ -40,7 +41,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for part, labels, for_part in parts:
             logits = (part @ matrix.T).requires_grad_()
             with torch.enable_grad():
-                part_loss = token_cross_entropy(logits.to(wide), labels)
+                part_loss = F.cross_entropy(
+                    logits.to(wide), labels, ignore_index=IGNORE_INDEX, reduction="sum"
+                )
             (slopes,) = torch.autograd.grad(part_loss, logits)
             loss += part_loss.detach()
             for_part.copy_(slopes @ matrix)
@@ -87,7 +90,7 @@ class LanguageModelling(TokenClassification):
 
     def loss_sum(self, outputs: Tensor | LinearLogits, targets: Tensor) -> Tensor:
         if not isinstance(outputs, LinearLogits):
-            return token_cross_entropy(outputs, targets)
+            return super().loss_sum(outputs, targets)
         hidden, weight = outputs.hidden.flatten(0, -2), outputs.weight
         return ChunkedCrossEntropy.apply(hidden, weight, targets.flatten())  # pyright: ignore[reportReturnType]
 
@@ -108,9 +111,10 @@ class LanguageModelling(TokenClassification):
             return [{"loss": None, "perplexity": None, "tokens": 0} for _ in inputs]
         if self.info.pad_id is not None:
             targets = targets.masked_fill(targets == self.info.pad_id, IGNORE_INDEX)
-        losses = token_cross_entropy(model(tokens).float(), targets, reduction="none").view(targets.shape)
+        logits, labels = self.aligned(model(tokens).float(), targets)
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
         counts = (targets != IGNORE_INDEX).sum(-1)
-        means = losses.sum(-1) / counts.clamp(min=1)
+        means = losses.view(targets.shape).sum(-1) / counts.clamp(min=1)
         records: list[dict[str, Any]] = []
         for loss, count in zip(means.tolist(), counts.tolist(), strict=True):
             perplexity = math.exp(min(loss, MAX_EXPONENT))

@@ -34,7 +34,7 @@ class TokenClassification(SupervisedTask):
         return outputs.flatten(0, -2), targets.flatten()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return token_cross_entropy(outputs, targets)
+        return F.cross_entropy(*self.aligned(outputs, targets), ignore_index=IGNORE_INDEX, reduction="sum")
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The class of each token with its probability."""
@@ -44,9 +44,3 @@ class TokenClassification(SupervisedTask):
             {"classes": [class_names[index] for index in classes], "probabilities": row}
             for classes, row in zip(indices.tolist(), values.tolist(), strict=True)
         ]
-
-
-def token_cross_entropy(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    """Cross entropy of (batch, length, classes) against (batch, length); ignored tokens give 0."""
-    logits, labels = outputs.flatten(0, -2), targets.flatten()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction=reduction)

@@ -85,21 +85,27 @@ class Compilation:
         Under DistributedDataParallel torch cuts the graph where gradients are sent, so that sending overlaps
         with backward. For the mode `blocks` see `find_blocks`; C011 when nothing recurs.
         """
-        if self.mode != "blocks":
-            _compile(model, self.options)
-            return
-        import torch._dynamo
+        parts = [model]
+        if self.mode == "blocks":
+            from torch._dynamo import config as settings
 
-        self.blocks = find_blocks(model, blocks, key="compile.blocks")
-        if not self.blocks:
-            what = f"{type(model).__name__} has no repeated blocks"
-            hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
-            raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
-        # Torch gives up after too many compiled forms, which blocks of one class count together.
-        config: Any = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
-        for block in self.blocks.values():
-            _compile(block, self.options)
+            self.blocks = find_blocks(model, blocks, key="compile.blocks")
+            if not self.blocks:
+                what = f"{type(model).__name__} has no repeated blocks"
+                hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
+                raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
+            # Torch gives up after too many compiled forms, which blocks of one class count together.
+            config: Any = settings
+            config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
+            parts = list(self.blocks.values())
+        for part in parts:
+            if torch.__version__ >= "2.10" or not type(part).__module__.startswith("torch.nn."):
+                part.compile(**self.options)
+                continue
+            # Torch 2.9 does not compile methods that are defined in torch's own files.
+            from torch._dynamo.external_utils import wrap_inline
+
+            part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **self.options)
 
     @contextmanager
     def booking(self, clock: Clock) -> Iterator[None]:
@@ -188,16 +194,6 @@ class Compilation:
         if advice := self._advice():
             report["advice"] = advice
         return report
-
-
-def _compile(module: nn.Module, options: dict[str, Any]) -> None:
-    if torch.__version__ >= "2.10" or not type(module).__module__.startswith("torch.nn."):
-        module.compile(**options)
-        return
-    # Torch 2.9 does not compile methods that are defined in torch's own files.
-    from torch._dynamo.external_utils import wrap_inline
-
-    module._compiled_call_impl = torch.compile(wrap_inline(module._call_impl), **options)
 
 
 def num_compiled() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.section import Count, Family, Positive, Section, Technique
 
 
@@ -21,17 +20,6 @@ class Gradients(Section):
     """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
     log_norm: bool = True
     """Log the global norm of the gradients before clipping as `grad_norm`."""
-
-
-def one_way_of_clipping(gradients: Gradients) -> PtfastError | None:
-    """Refuse two ways of clipping at once, of which the later would act on what the other has left."""
-    names = ("clip_norm", "clip_value", "clip_adaptive")
-    found = [(name, value) for name in names if (value := getattr(gradients, name)) is not None]
-    if len(found) < 2:
-        return None
-    (first, limit), (name, value) = found[:2]
-    what, hint = f"contradicts gradients.{first}={limit:g}", "Set one of the two to null"
-    return ConfigError("C011", what, key=f"gradients.{name}", value=value, suggestion=hint)
 
 
 def panel(gradients: Gradients) -> dict[str, object]:
@@ -117,7 +105,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="gradients",
-    rules=(one_way_of_clipping,),
     acts={"add_optimizer": ("clipping.build_clipper",)},
     panel=panel,
     techniques=TECHNIQUES,
