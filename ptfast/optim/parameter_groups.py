@@ -41,11 +41,6 @@ class RequestedGroup:
         """It never trains."""
         return self.trains_until is not None and not self.trains_until.value
 
-    @property
-    def switches(self) -> bool:
-        """It trains in a part of the run only."""
-        return not self.frozen and (self.trains_until is not None or bool(self.trains_from.value))
-
 
 class Grouping:
     """Settings of the parameters of a model, by plain name.
@@ -167,19 +162,21 @@ class Grouping:
         for asked, parameter in self._parameters():
             if parameter.requires_grad:
                 members.setdefault(asked, []).append(parameter)
-        windows = []
+        windows, others = [], False
         for asked, parameters in members.items():
-            if asked.switches:
-                waits = asked.trains_from == self._backbone_from and asked.trains_until is None
-                key = "optimizer.backbone_from" if waits else "optimizer.groups"
-                first, last = steps_of(key, asked.trains_from), math.inf
-                if asked.trains_until is not None:
-                    last = steps_of(key, asked.trains_until)
-                if first >= min(last, total_steps):
-                    until = f" until {asked.trains_until}" if asked.trains_until is not None else ""
-                    what = f"training from {asked.trains_from}{until} is no step of {total_steps:,}"
-                    raise ConfigError("C011", what, key=key)
-                windows.append(Window(parameters, first, last))
+            if asked.trains_until is None and not asked.trains_from.value:
+                others = True
+                continue
+            waits = asked.trains_from == self._backbone_from and asked.trains_until is None
+            key = "optimizer.backbone_from" if waits else "optimizer.groups"
+            first, last = steps_of(key, asked.trains_from), math.inf
+            if asked.trains_until is not None:
+                last = steps_of(key, asked.trains_until)
+            if first >= min(last, total_steps):
+                until = f" until {asked.trains_until}" if asked.trains_until is not None else ""
+                what = f"training from {asked.trains_from}{until} is no step of {total_steps:,}"
+                raise ConfigError("C011", what, key=key)
+            windows.append(Window(parameters, first, last))
         if not windows:
             return None
         ends = [
@@ -187,7 +184,7 @@ class Grouping:
         ]
         return Freezing(
             windows,
-            others=any(not asked.switches for asked in members),
+            others=others,
             total_steps=total_steps,
             extendable=all(end.unit != "percent" for end in ends),
         )

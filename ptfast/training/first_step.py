@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,11 +193,16 @@ class SlowSwitches:
     found: dict[str, list[str]] = field(default_factory=dict)
     """Where each was turned on, by the value of `debug` that is for it."""
 
-    def look(self) -> None:
-        """Warn of those that are on now. Cost: two calls."""
-        for debug, switch in SWITCHES.items():
-            if switch.is_on():
-                self._warn(debug, lambda pattern=switch.pattern: _places_of(pattern, self.run))
+    def look(self, names: Iterable[str] = SWITCHES, place: str | None = None) -> None:
+        """Warn of those that are on now, each once; `place` is where, if that is known. Cost: two calls."""
+        for debug in names:
+            what, is_on, _, pattern = SWITCHES[debug]
+            if debug in self.found or debug == self.run.debug or not is_on():
+                continue
+            self.found[debug] = [place] if place is not None else _places_of(pattern, self.run)
+            at = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
+            advice = f"remove it, and use debug={debug} when you need it"
+            self.run.display.warn(f"{what} is on{at}, which slows every step down: {advice}")
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -211,7 +216,7 @@ class SlowSwitches:
                 if "/torch/_" in file:
                     break  # torch's compiler has turned it on
                 if not file.startswith(INSTALLED):
-                    self._warn(debug, lambda place=f"{Path(file).name}:{line}": [place])
+                    self.look([debug], f"{Path(file).name}:{line}")
                     break
             return result
 
@@ -222,14 +227,6 @@ class SlowSwitches:
         finally:
             for module, name, turn_on in found:
                 setattr(module, name, turn_on)
-
-    def _warn(self, debug: str, places_of: Callable[[], list[str]]) -> None:
-        if debug in self.found or debug == self.run.debug:
-            return
-        self.found[debug] = places_of()
-        place = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
-        what = f"{SWITCHES[debug].what} is on{place}, which slows every step down"
-        self.run.display.warn(f"{what}: remove it, and use debug={debug} when you need it")
 
 
 def _places_of(pattern: str, run: Run) -> list[str]:

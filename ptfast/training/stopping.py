@@ -124,7 +124,7 @@ class Signals:
         if again and not self._leaves:
             self._leaves = True
             # Even code that swallows every exception, or a connection that hangs, must not keep it alive.
-            self._call_later(LAST_S, self._leave)
+            self._call_later(LAST_S, lambda: os._exit(self.exit_code))
         if number == signal.SIGINT and (run is None or not first):
             raise KeyboardInterrupt
         if self.closing:
@@ -163,7 +163,7 @@ class Signals:
                         # Aborting may hang too.
                         threading.Thread(target=abort_process_group, daemon=True).start()
                     if late_s > LAST_S:
-                        self._leave()
+                        os._exit(self.exit_code)
 
     def _unsaved(self, why: str = "") -> Preempted:
         step = f"at step {self.run.progress.step}, without saving" if self.run else "before the first step"
@@ -194,9 +194,6 @@ class Signals:
     def _patience_s(self, seconds: float) -> float:
         progress = self.run.progress if self.run is not None else None
         return max(seconds, 2 * progress.timed_s / max(progress.timed_steps, 1)) if progress else seconds
-
-    def _leave(self) -> None:
-        os._exit(self.exit_code)
 
     def _call_later(self, seconds: float, act: Callable[[], None]) -> None:
         def awake(number: int, frame: FrameType | None) -> None:

@@ -30,7 +30,7 @@ from ptfast.techniques.backend.torch_settings import (
     watch_shapes,
 )
 from ptfast.techniques.rewrites import Rewrites
-from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, resolve_channels_last
+from ptfast.techniques.rewrites.model_rewrites import apply_rewrites
 from ptfast.training.fit import fit
 from ptfast.training.stages import machine_stage
 from ptfast.training.stages.machine_stage import build_seeder, mix, seed_everything
@@ -286,19 +286,19 @@ class TestSeeding:
         assert not torch.equal(weights[0], weights[2])
 
 
+def channels_last(setting, model, kind, device):
+    resolved, device = Resolved(), torch.device(device)
+    rewrites, before = Rewrites(channels_last=setting), Resolved()
+    apply_rewrites(
+        model, rewrites, kind=kind, device=device, cancelled_biases=None, before=before, resolved=resolved
+    )
+    return resolved.channels_last
+
+
 class TestChannelsLast:
     def test_weights_are_stored_so(self):
-        model, resolved = conv_net(), Resolved()
-        apply_rewrites(
-            model,
-            Rewrites(channels_last=True),
-            kind="image",
-            device=CPU,
-            cancelled_biases=None,
-            before=Resolved(),
-            resolved=resolved,
-        )
-        assert resolved.channels_last
+        model = conv_net()
+        assert channels_last(True, model, "image", "cpu")
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
     @pytest.mark.parametrize(
@@ -313,11 +313,11 @@ class TestChannelsLast:
         ],
     )
     def test_auto(self, model, kind, device, expected):
-        assert resolve_channels_last("auto", model, kind, torch.device(device)) is expected
+        assert channels_last("auto", model, kind, device) is expected
 
     def test_a_setting_wins(self):
-        assert resolve_channels_last(True, nn.Linear(2, 2), "features", CPU) is True
-        assert resolve_channels_last(False, conv_net(), "image", CPU) is False
+        assert channels_last(True, nn.Linear(2, 2), "features", "cpu") is True
+        assert channels_last(False, conv_net(), "image", "cpu") is False
 
 
 class Broken(torch.autograd.Function):

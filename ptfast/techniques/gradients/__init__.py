@@ -22,16 +22,6 @@ class Gradients(Section):
     """Log the global norm of the gradients before clipping as `grad_norm`."""
 
 
-def panel(gradients: Gradients) -> dict[str, object]:
-    """How gradients are clipped and logged."""
-    adaptive = gradients.clip_adaptive
-    return {
-        "clip norm": gradients.clip_norm,
-        "clip value": gradients.clip_value,
-        "clip adaptive": f"{adaptive:g} of a unit's weights" if adaptive else None,
-    }
-
-
 _gradients = partial(Technique, kind="training")
 
 TECHNIQUES: tuple[Technique, ...] = (
@@ -106,6 +96,10 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="gradients",
     acts={"add_optimizer": ("clipping.build_clipper",)},
-    panel=panel,
+    panel=lambda gradients: {
+        "clip norm": gradients.clip_norm,
+        "clip value": gradients.clip_value,
+        "clip adaptive": gradients.clip_adaptive and f"{gradients.clip_adaptive:g} of a unit's weights",
+    },
     techniques=TECHNIQUES,
 )

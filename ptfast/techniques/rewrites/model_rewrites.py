@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,11 @@ def apply_rewrites(
     """
     resolved.channels_last = False if sharded else before.channels_last
     if resolved.channels_last is None:
-        resolved.channels_last = resolve_channels_last(rewrites.channels_last, model, kind, device)
+        resolved.channels_last = rewrites.channels_last is True
+        if rewrites.channels_last == "auto" and kind == "image" and device.type in ("cpu", "cuda"):
+            # It usually pays where most convolutions are ungrouped.
+            ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
+            resolved.channels_last = 2 * sum(ungrouped) > len(ungrouped)
     if resolved.channels_last:
         # Convolution kernels read all channels of a pixel together, so the default layout is converted back
         # and forth around each of them.
@@ -57,16 +61,6 @@ def apply_rewrites(
     drop_biases(model, resolved.dropped_biases)
     if rewrites.chunked_loss:
         apply_chunked_head(model, task)
-
-
-def resolve_channels_last(
-    setting: bool | Literal["auto"], model: nn.Module, kind: str, device: torch.device
-) -> bool:
-    """Return the setting, or for `auto` True if it usually pays: images, most convolutions ungrouped."""
-    if setting != "auto":
-        return setting
-    ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
-    return kind == "image" and device.type in ("cpu", "cuda") and 2 * sum(ungrouped) > len(ungrouped)
 
 
 def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:
