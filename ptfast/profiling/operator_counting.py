@@ -58,9 +58,6 @@ class Operators(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __iter__(self) -> Iterator[Operator]:
-        return iter(self.found.values())
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
@@ -171,7 +168,7 @@ class StepCounter:
             with look.operators, watched(run, look):
                 yield look.weighed(batches)
             self.counted = found = self.counted or Counted([], 0, 0, 0)
-            found.operators += look.operators
+            found.operators += look.operators.found.values()
             found.steps += 1
             found.kept_bytes += look.kept_bytes
             found.batch_bytes += look.batch_bytes

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ptfast import data, models, optim, tasks
+from ptfast import data, models, optim
 from ptfast.core.protocols import TASKS
 from ptfast.core.sections.section import call_with
 from ptfast.data import decoding, loaders, sampling, transforms
@@ -81,7 +81,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         **rows(sampling, curriculum),
         **call_with(data.panel, facts),
         **rows(transforms),
-        **call_with(tasks.panel, facts),
+        "label smoothing": sections["task"].options.get("label_smoothing") or None,
         **rows(models, decoding),
         "resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None,
     }

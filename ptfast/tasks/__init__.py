@@ -23,11 +23,6 @@ class TaskSection(Section):
     """Keywords of the task's constructor, some of them targets to build."""
 
 
-def panel(task: TaskSection) -> dict[str, object]:
-    """Techniques that make the targets softer."""
-    return {"label smoothing": task.options.get("label_smoothing") or None}
-
-
 def build_task(name: str, info: DataInfo, **options: Any) -> Task:
     """Construct the task of a run.
 

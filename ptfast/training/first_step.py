@@ -50,12 +50,16 @@ SWITCHES = {
 """By the value of `debug` that turns it on properly."""
 
 
+@dataclass(eq=False, repr=False)
 class OutputCheck:
     """`forward` of `model`, which raises if `task.misfit` finds that its outputs do not fit the targets."""
 
-    def __init__(self, forward: Any, model: Any, task: Any, data: Any, where: str) -> None:
-        self.forward, self._model, self._task, self._data, self._where = forward, model, task, data, where
-        self.outputs: Any = None
+    forward: Any
+    _model: Any
+    _task: Any
+    _data: Any
+    _where: str
+    outputs: Any = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         self.outputs = outputs = self.forward(*args, **keywords)

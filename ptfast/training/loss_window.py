@@ -114,17 +114,11 @@ class LossWindow:
         """Open the next window."""
         self.put_back((self.loss_sum.zero_(), 0))
 
-    @property
-    def inspects_gradients(self) -> bool:
-        """True if gradients are to be looked at in the last step before the host looks up."""
-        run = self._run
-        if takes_own_steps(run.task):
-            return False  # it leaves no gradients to look at
-        return not self._named_unreached or run.log_norm or run.ranks.distributed
-
     def inspect_gradients(self) -> None:
         """Keep the norm of the gradients, and the names of parameters without one; the host does not wait."""
         run = self._run
+        if takes_own_steps(run.task):
+            return  # it leaves no gradients to look at
         if run.ranks.distributed:
             run.forward.check_gradients()
         if run.log_norm:

@@ -62,7 +62,7 @@ class Trainer:
         parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)
         clip, fp16, ema, batchnorm, window = run.clip, self.fp16, run.ema, self.batchnorm, self.window
         on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
-        inspected_step = last_step - 1 if window.inspects_gradients else -1
+        inspected_step = last_step - 1  # the host looks up after it
         run.forward.train()
         for step, batch in zip(range(progress.step, last_step), batches, strict=False):
             if self.optimizers is None:

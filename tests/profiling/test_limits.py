@@ -28,7 +28,7 @@ RESNET = (*DIGITS, "model=resnet_digits", "model.depth=8", "model.width=4")
 def counted_flops(step: Any) -> int:
     with Operators() as operators:
         step()
-    return sum(flops(operator) * operator.count for operator in operators)
+    return sum(flops(operator) * operator.count for operator in operators.found.values())
 
 
 def test_the_operations_of_products_convolutions_and_attention_are_those_of_their_formulas() -> None:
@@ -49,7 +49,7 @@ def test_operators_are_told_apart_by_shape() -> None:
     with Operators() as operators:
         for size in (2, 2, 3):
             torch.ones(size).add(1).view(-1)
-    found = {(o.name, o.outputs.shape): o.count for o in operators}
+    found = {(o.name, o.outputs.shape): o.count for o in operators.found.values()}
     assert found["add", (2,)] == 2
     assert found["add", (3,)] == 1
 
