@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import linecache
 import re
 import sys
@@ -215,7 +216,9 @@ class SlowSwitches:
 
         def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
             result = turn_on(*args, **keywords)
-            for frame, line in traceback.walk_stack(None) if SWITCHES[debug].is_on() else ():
+            for frame, line in (
+                traceback.walk_stack(inspect.currentframe()) if SWITCHES[debug].is_on() else ()
+            ):
                 file = frame.f_code.co_filename
                 if "/torch/_" in file:
                     break  # torch's compiler has turned it on
