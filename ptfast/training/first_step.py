@@ -216,9 +216,9 @@ class SlowSwitches:
 
         def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
             result = turn_on(*args, **keywords)
-            for frame, line in (
-                traceback.walk_stack(inspect.currentframe()) if SWITCHES[debug].is_on() else ()
-            ):
+            if not SWITCHES[debug].is_on():
+                return result
+            for frame, line in traceback.walk_stack(inspect.currentframe()):
                 file = frame.f_code.co_filename
                 if "/torch/_" in file:
                     break  # torch's compiler has turned it on
