@@ -75,6 +75,7 @@ class Applicability:
     """`yes`, perhaps with where, or `no` with the reason."""
 
 
+@dataclass
 class ThisMachine:
     """The needs of techniques that this machine meets, looked up when first asked for.
 
@@ -82,13 +83,12 @@ class ThisMachine:
         root: where the files of the system are.
     """
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
+    root: Path = Path("/")
 
     @cached_property
     def device(self) -> str:
         """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only where there may be a GPU."""
-        if sys.platform == "linux" and not any((self._root / file).exists() for file in _GPU_FILES):
+        if sys.platform == "linux" and not any((self.root / file).exists() for file in _GPU_FILES):
             return "cpu"
         return devices.device_type("auto")
 

@@ -54,6 +54,7 @@ class BatchPlan:
 
     def __init__(self, size: int | None, sizes: Stages, last: str = "keep") -> None:
         self.size, self.sizes, self.batch_size = size, sizes, sizes.values[-1]
+        self.grows = len(sizes.values) > 1
         self.last, self._drops, self._pads = last, last == "drop", last == "pad"
         stages = zip(sizes.values, pairwise(sizes.starts), strict=False)
         self._before = [0]
@@ -67,10 +68,6 @@ class BatchPlan:
             stage = bisect_right(self._before, target) - 1
             parts = self._parts(target - self._before[stage], sizes.values[stage])
             self._firsts.append(sizes.starts[stage] + parts)
-
-    @property
-    def grows(self) -> bool:
-        return len(self.sizes.values) > 1
 
     def order(self, epoch: int) -> NDArray[np.int64] | None:
         """The order of an epoch's samples that `batch` refers to; None if any will do."""

@@ -108,13 +108,6 @@ def lack_of_compiler(device: str) -> Unsupported | None:
     return None
 
 
-def lack_of_cuda_graphs(device: str) -> Unsupported | None:
-    """Return the reason why steps cannot be recorded in CUDA graphs on a device of that type."""
-    if device == "cuda":
-        return None
-    return Unsupported(f"CUDA graphs need a CUDA device, and this is {device}", "Use compile=model")
-
-
 def lack_of_float8(device: str) -> Unsupported | None:
     """Return the reason why a device of that type cannot multiply float8."""
     hint = "Use precision=bf16 alone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -157,26 +158,27 @@ class MapSource(BaseSource):
 
     def crops(self, indices: Indices, boxes: Boxes, size: int, mirrored: Indices) -> Tensor:
         """A box of each of the images `indices`, scaled to one size: uint8 (batch, size, size, channels)."""
-
-        def crop(place: int) -> Tensor:
-            return resized_crop(self.original(indices[place]), boxes[place], bool(mirrored[place]), size)
-
-        return torch.stack(in_threads(len(indices), crop))
+        pieces = in_threads(
+            len(indices),
+            lambda i: resized_crop(self.original(indices[i]), boxes[i], bool(mirrored[i]), size),
+        )
+        return torch.stack(pieces)
 
     def pixel_sums(self, indices: Indices) -> tuple[int, Tensor, Tensor] | None:
         """Count, sums and sums of squares of pixels, per channel; None if they were never summed up."""
         return None
 
 
+@dataclass(eq=False, repr=False)
 class TensorSource(MapSource):
     """Samples held in memory; images as uint8 (samples, height, width, channels)."""
 
+    inputs: Tensor
+    targets: Tensor
+    images: bool = field(default=False, kw_only=True)
     columns = ("inputs", "targets")
     storage = "memory"
     repeatable = True
-
-    def __init__(self, inputs: Tensor, targets: Tensor, *, images: bool = False) -> None:
-        self.inputs, self.targets, self.images = inputs, targets, images
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, Tensor]:
         index = as_tensor(indices)

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+@dataclass
 class Csv:
     """The same records as a table, one column a figure.
 
@@ -90,11 +92,10 @@ class Csv:
         path: file name, relative to the run directory.
     """
 
-    def __init__(self, path: str = "metrics.csv") -> None:
-        self._name = path
+    path: str = "metrics.csv"
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
-        self._path = run_dir / self._name
+        self._path = run_dir / self.path
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns = list(PLACE)
         self._rewrite(read_records(run_dir / METRICS_FILE))

@@ -38,16 +38,11 @@ def gpu_for_nvjpeg(data: DataSection, device: str) -> PtfastError | None:
     return MachineError("E005", what, key="data.decoder", value="nvjpeg", suggestion=hint)
 
 
-def panel(data: DataSection, skips_unreadable: bool) -> dict[str, object]:
-    """Who decodes, and what becomes of files that cannot be read."""
-    return {
-        "decoding": "JPEG by the GPU, other files by the CPU" if _by_gpu(data) else None,
-        "corrupt files": "skipped" if skips_unreadable else None,
-    }
-
-
 FAMILY = Family(
     rules=(crops_for_nvjpeg,),
     machine_rules=(gpu_for_nvjpeg,),
-    panel=panel,
+    panel=lambda data, skips_unreadable: {
+        "decoding": "JPEG by the GPU, other files by the CPU" if _by_gpu(data) else None,
+        "corrupt files": "skipped" if skips_unreadable else None,
+    },
 )

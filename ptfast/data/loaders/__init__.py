@@ -10,7 +10,6 @@ from typing import Literal
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, Family, Natural, OrAuto, Section, Technique, Unused
 from ptfast.data import DataSection
 from ptfast.data.sampling import Sampling
@@ -95,14 +94,6 @@ def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastEr
         if isinstance(number, int) and number > max(FEW, FEW_PER_CORE * cores):
             what = f"this machine has {cores} cores"
             yield MachineError("E005", what, key=key, value=number, suggestion=f"Use {key}={fewer}")
-
-
-def panel(resolved: Resolved) -> dict[str, object]:
-    """How batches come to the device."""
-    return {
-        "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
-        "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
-    }
 
 
 _loader = partial(Technique, kind="exact", off=("dataloader=plain",), alternatives="dataloader")
@@ -294,6 +285,9 @@ FAMILY = Family(
     ),
     acts={"build_loaders": ("build_loaders.build_train_loader", "loading.open_side_stream")},
     free_keys=tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead")),
-    panel=panel,
+    panel=lambda resolved: {
+        "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
+        "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
+    },
     techniques=TECHNIQUES,
 )

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
 from ptfast.core.sections.targets import Target
 from ptfast.data import DataSection
@@ -68,11 +67,6 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
     if data.shuffle_buffer is not None:
         what = f"contradicts data.shuffle_buffer={data.shuffle_buffer}"
         yield ConfigError("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")
-
-
-def panel(resolved: Resolved) -> dict[str, object]:
-    """The order of the samples and the padding of sequences, for the panel."""
-    return {"sampling": resolved.sampling, "padding": resolved.padding}
 
 
 _LINES = (
@@ -196,6 +190,6 @@ FAMILY = Family(
         ),
     ),
     acts={"build_plan": ("length_buckets.LengthPlan",), "build_loaders": ("sample_orders.build_order",)},
-    panel=panel,
+    panel=lambda resolved: {"sampling": resolved.sampling, "padding": resolved.padding},
     techniques=TECHNIQUES,
 )

@@ -88,8 +88,7 @@ def seeded(seed: int) -> Iterator[None]:
 class OwnGenerators:
     """States of the global generators for a stream, apart from what the training draws in between."""
 
-    def __init__(self) -> None:
-        self._own: Any = None
+    _own: Any = None
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -142,11 +143,18 @@ class _OwnOrder:
         self._target, self._size = target, facts["num_samples"]
         self._facts, self._sampler = facts, None
         if inspect.isclass(function):
-            self._sampler: Any = self._called(lambda: target.build(**facts), "its constructor")
+            with self._calling("its constructor"):
+                self._sampler: Any = target.build(**facts)
 
     def __call__(self, seed: int, epoch: int) -> Indices:
-        with seeded(counter_draws.key(seed, epoch, counter_draws.ORDER)):
-            given = self._called(lambda: self._drawn(seed, epoch), f"in epoch {epoch} it")
+        draws = seeded(counter_draws.key(seed, epoch, counter_draws.ORDER))
+        with draws, self._calling(f"in epoch {epoch} it"):
+            if self._sampler is None:
+                given = self._target.build(seed=seed, epoch=epoch, **self._facts)
+            else:
+                if hasattr(self._sampler, "set_epoch"):
+                    self._sampler.set_epoch(epoch)
+                given = list(self._sampler)
         try:
             order = np.asarray(given)
         except ValueError:
@@ -159,16 +167,11 @@ class _OwnOrder:
             self.refuse(f"names sample {strange[0]}, and they are numbered from 0 to {self._size - 1:,}")
         return order.astype(np.int64)
 
-    def _drawn(self, seed: int, epoch: int) -> Any:
-        if self._sampler is None:
-            return self._target.build(seed=seed, epoch=epoch, **self._facts)
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        return list(self._sampler)
-
-    def _called(self, action: Callable[[], Any], when: str) -> Any:
+    @contextlib.contextmanager
+    def _calling(self, when: str) -> Iterator[None]:
+        """Refuse the function or sampler if it raises."""
         try:
-            return action()
+            yield
         except PtfastError:
             raise
         except Exception as error:

@@ -142,13 +142,13 @@ def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
         yield held.pop()
 
 
+@dataclass
 class _Noticing:
     """A worker info that notices when its `id` or `num_workers` is read."""
 
-    seed = 0
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.asked = dataset, False
+    dataset: Any
+    seed: int = 0
+    asked: bool = False
 
     @property
     def id(self) -> int:

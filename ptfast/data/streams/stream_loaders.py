@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -87,12 +88,12 @@ def build_stream_batches(
     return kind(streams, pools, prepare, reason)
 
 
+@dataclass
 class Marks:
     """The start of each pass, by step: with it a resumed run reads no more than one pass again."""
 
-    def __init__(self, readers: int) -> None:
-        self.readers = readers
-        self._found: list[tuple[int, Mark]] = [(0, Mark())]
+    readers: int
+    _found: list[tuple[int, Mark]] = field(default_factory=lambda: [(0, Mark())])
 
     def note(self, step: int, mark: Mark) -> None:
         if mark != self._found[-1][1]:

@@ -148,8 +148,9 @@ CHECKED = 16
 class Digest:
     """A running checksum of samples."""
 
-    def __init__(self) -> None:
-        self._found, self._first, self._varied = 0, None, False
+    _found = 0
+    _first: int | None = None
+    _varied = False
 
     def add(self, samples: Iterable[Any]) -> int:
         """The checksum with these samples; 0 as long as all are equal, which identifies nothing."""

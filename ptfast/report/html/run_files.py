@@ -25,6 +25,8 @@ class RunFiles:
         self.name = "/".join(run_dir.absolute().parts[-2:])
         """The last two parts of the path: `resnet_digits/20261120-101112-ab12`."""
         self.records = read_records(run_dir / METRICS_FILE)
+        steps = (record.get("step") for record in self.records)
+        self.last_step: float = max(filter(is_finite, steps), default=0)
         self.summary = read_json(run_dir / SUMMARY)
         self.environment = read_json(run_dir / ENVIRONMENT)
         self.examples = read_json(run_dir / EXAMPLES)
@@ -59,10 +61,6 @@ class RunFiles:
             for points in splits.values():
                 points.sort(key=lambda point: point[0])
         return curves
-
-    @property
-    def last_step(self) -> float:
-        return max((step for record in self.records if is_finite(step := record.get("step"))), default=0)
 
     def figures(self, split: str) -> dict[str, Any]:
         """Figures of `train`, `val`, `test` or `best`: the summary's, or else the last ones logged."""

@@ -57,12 +57,7 @@ CURVES = {
 
 def write_report(run_dir: Path) -> Path:
     """Write RUN_DIR/report.html from the files beside it; a missing file leaves out its part."""
-    path = run_dir / REPORT_FILE
-    write_text(path, _render(RunFiles(run_dir)))
-    return path
-
-
-def _render(run: RunFiles) -> str:
+    run = RunFiles(run_dir)
     title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
     facts = run.environment
     versions = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
@@ -70,7 +65,7 @@ def _render(run: RunFiles) -> str:
     versions += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
     if commit := facts.get("git_commit"):
         versions.append(f"commit {str(commit)[:10]}")
-    body = [header(title, run.status, str(run.run_dir.absolute()), " · ".join(versions))]
+    body = [header(title, run.status, str(run_dir.absolute()), " · ".join(versions))]
     if error := run.summary.get("error"):
         body.append(f'<p class="card error">{escape(str(error))}</p>')
     body.append(_tiles(run))
@@ -91,7 +86,7 @@ def _render(run: RunFiles) -> str:
         controls = curve_controls(last_step, knots)
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
     # The figures of `test` come last.
-    files = sorted((run.run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
+    files = sorted((run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
     tables = [content for file in files if (content := read_json(file)).get("metrics")]
     body += [
         *map(_metric_section, tables),
@@ -101,7 +96,9 @@ def _render(run: RunFiles) -> str:
         _settings(run),
     ]
     script = SCRIPT_FILE.read_text() if charts else ""
-    return page(f"{title} ({run.status})", "\n".join(filter(None, body)), script)
+    path = run_dir / REPORT_FILE
+    write_text(path, page(f"{title} ({run.status})", "\n".join(filter(None, body)), script))
+    return path
 
 
 def _tiles(run: RunFiles) -> str:

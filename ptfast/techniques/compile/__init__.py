@@ -50,8 +50,11 @@ def compiler(compile: Compile, device: str) -> PtfastError | None:
     if compile.mode == "none":
         return None
     device = devices.usable_type(device)
-    graphs = devices.lack_of_cuda_graphs(device) if compile.mode == "reduce_overhead" else None
-    return devices.cannot_run(devices.lack_of_compiler(device) or graphs, "compile", compile.mode)
+    lack = devices.lack_of_compiler(device)
+    if lack is None and compile.mode == "reduce_overhead" and device != "cuda":
+        what = f"CUDA graphs need a CUDA device, and this is {device}"
+        lack = devices.Unsupported(what, "Use compile=model")
+    return devices.cannot_run(lack, "compile", compile.mode)
 
 
 _TRIAL = ("model=resnet_digits", "model.width=4", "model.depth=8", "optimizer=sgd")
