@@ -37,17 +37,17 @@ class Display:
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
         """Show what is switched on and what it resolved to; `loud` lines are warnings that stand out."""
-        self.note(title)
+        self._print(title)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            self.note(f"  {name:<{width}}  {value}")
+            self._print(f"  {name:<{width}}  {value}")
         for text in loud:
             self.warn(text)
 
     @contextlib.contextmanager
     def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
         """Show that something long is running for as long as the context is open, `left_s` at most."""
-        self.note(f"{text} ..." + ("" if left_s is None else f" eta {clock(left_s)}"))
+        self._print(f"{text} ..." + ("" if left_s is None else f" eta {clock(left_s)}"))
         yield
 
     def start(
@@ -73,30 +73,34 @@ class Display:
         if now < self._next_line_s:
             return
         self._next_line_s = now + min(30.0, max(1.0, (now - self._start_s) / 60))
-        self.note("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
+        self._print("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
 
     def evaluation(
         self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
     ) -> None:
         """One line on an evaluation."""
-        self.note(f"{self._where(step, epoch)}  {split:<4}  {listed(figures)}{'  best' if is_best else ''}")
+        self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(figures)}{'  best' if is_best else ''}")
+
+    def note(self, text: str) -> None:
+        """One line that is good to know."""
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """One line that needs attention."""
-        self.note(f"warning: {text}", style="yellow")
+        self._print(f"warning: {text}", style="yellow")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The closing summary, from what summary.json holds."""
         self.close()
         self.panel(*closing(summary), style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
         if command := summary.get("resume"):
-            self.note(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
+            self._print(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
 
     def close(self) -> None:
         """Leave the terminal as it was. Safe to call twice, and after a crash."""
 
-    def note(self, text: str, *, copied: bool = False, style: str = "") -> None:
-        """Print one line; a terminal shows it in a `style` of rich, and does not break one to be `copied`."""
+    def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
+        """Print a line; a terminal shows it in a `style` of rich, and does not break it if it is `copied`."""
         if self._stream is None:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

@@ -341,7 +341,7 @@ class LiveDisplay(Display):
                 line.append("  ").append(shown[name], style="bold" if name == "loss" else "")
         yield line
 
-    def note(self, text: str, *, copied: bool = False, style: str = "") -> None:
+    def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
         from rich.text import Text
 
         # What the terminal itself breaks is copied as one line.
