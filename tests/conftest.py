@@ -49,12 +49,17 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _sources_read_once() -> Iterator[None]:
-    """Parse each source file of ptfast and torch once: every check of a config asks for keywords."""
+    """Parse sources of ptfast and torch, and list shipped groups, once: every config asks for them again."""
     from ptfast.config.checks import target_keywords
+    from ptfast.config.files import paths
 
-    read = target_keywords._source_names
+    read, groups = target_keywords._source_names, paths.groups
     remembered = functools.cache(read)
+    shipped = functools.cache(lambda root: groups())
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            paths, "groups", lambda: groups() if paths.has_own() else [*shipped(paths.builtin_root())]
+        )
         patch.setattr(
             target_keywords,
             "_source_names",

@@ -17,6 +17,7 @@ import pytest
 from bad_configs import Case
 from bad_data import IMAGES, OWN, BadData
 from conftest import RunPtfast
+from hurried_lines import HURRIED
 from refusals import Capture, Patch, assert_refused, assert_says, train_once, tree
 
 from ptfast.cli import command_line
@@ -30,7 +31,7 @@ def test_configs(case: Case, capsys: Capture, monkeypatch: Patch) -> None:
     refuse(case, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in bad_configs.HURRIED.items()])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in HURRIED.items()])
 def test_hurried_command_lines(case: Case, capsys: Capture, monkeypatch: Patch) -> None:
     refuse(case, capsys, monkeypatch)
 

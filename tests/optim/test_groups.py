@@ -1,4 +1,4 @@
-"""Parameter groups: equal to torch with groups made by hand, frozen parameters that nothing moves."""
+"""Parameter groups: equal to torch with groups made by hand, scaled rates, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 import torch
 from config_trees import check, refused, to_tree
 from optimizers import OURS, take_steps
-from running import build_run, records, same_bits, summary, train, training_state, weights
+from running import build_run, records, same_bits, train
 from torch import nn
 
 from ptfast.config.read import load_config, read_config
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.protocols import Callback
 from ptfast.core.sections.targets import Target
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
@@ -28,19 +27,6 @@ from ptfast.training.fit import fit
 
 CPU = torch.device("cpu")
 SMALL = ("model.hidden=[16,8]", "batch_size=128", "log_every=4", "saving.every=1000steps")
-
-
-class Notes(Callback):
-    """Notes after every step the weights and what takes a gradient."""
-
-    def __init__(self) -> None:
-        self.weights: list[dict[str, torch.Tensor]] = []
-        self.trained: list[set[str]] = []
-
-    def on_step(self, run: Any, step: int) -> None:
-        named = dict(run.model.named_parameters())
-        self.weights.append({name: p.detach().clone() for name, p in named.items()})
-        self.trained.append({name for name, p in named.items() if p.requires_grad})
 
 
 def entry(match: str, **keys: Any) -> ParameterGroup:
@@ -204,22 +190,6 @@ def test_layers_that_are_not_there() -> None:
         assert caught.value.key == f"optimizer.{next(iter(asked))}"
 
 
-def test_all_below_the_last_layer_waits(in_tmp: Path) -> None:
-    by_name = '[{match: "layers.1.*", trains_from: 2steps}, {match: "layers.3.*", trains_from: 2steps}]'
-    runs = [
-        build_run(in_tmp / key, *SMALL, "steps=4", f"optimizer.{key}={value}")
-        for key, value in (("backbone_from", "50%"), ("groups", by_name))
-    ]
-    notes = Notes()
-    runs[0].callbacks.append(notes)
-    assert [fit(run) for run in runs] == ["finished", "finished"]
-    assert notes.trained == [{"layers.5.weight", "layers.5.bias"}] * 2 + [{*notes.weights[0]}] * 2
-    assert same_bits(*(run.model.state_dict() for run in runs))
-    with pytest.raises(ConfigError, match="is no step of 4") as caught:
-        build_run(in_tmp / "late", *SMALL, "steps=4", "optimizer.backbone_from=9steps")
-    assert caught.value.key == "optimizer.backbone_from"
-
-
 @pytest.mark.parametrize(
     ("name", "rule", "lr", "decay"),
     [
@@ -308,84 +278,6 @@ def test_nothing_asked_is_one_group_in_the_models_order(in_tmp: Path) -> None:
     assert [id(p) for p in group["params"]] == [id(p) for p in run.model.parameters()]
     assert "lr_scale" not in group
     assert run.freezing is None
-
-
-@pytest.mark.parametrize("optimizer", ["sgd_cifar", "adamw", "lamb", "muon", "novograd", "adafactor"])
-def test_frozen_parameters_stand_still_and_thaw(in_tmp: Path, optimizer: str) -> None:
-    groups = (
-        '[{match: "layers.1.*", trains_from: 3steps}, {match: "layers.3.*", trains_until: 5steps},'
-        ' {match: "layers.5.bias", trains_until: 0}]'
-    )
-    words = (*SMALL, "steps=8", f"optimizer={optimizer}", "ema.decay=0.5", "gradients.clip_norm=1")
-    run = build_run(in_tmp / "a", *words, f"optimizer.groups={groups}", "optimizer.weight_decay=0.1")
-    notes = Notes()
-    run.callbacks.append(notes)
-    start = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    assert fit(run) == "finished"
-    moved = [
-        {name for name in start if not torch.equal(after[name], before[name])}
-        for before, after in zip([start, *notes.weights], notes.weights, strict=False)
-    ]
-    first, middle, last = {"layers.1.weight", "layers.1.bias"}, {"layers.3.weight", "layers.3.bias"}, set()
-    last = {"layers.5.weight"}
-    assert moved == notes.trained == [middle | last] * 3 + [first | middle | last] * 2 + [first | last] * 3
-    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    assert id(run.model.get_parameter("layers.5.bias")) not in held
-
-
-def test_batch_norm_of_a_frozen_layer_goes_on_measuring(in_tmp: Path) -> None:
-    words = ("model=resnet_digits", "steps=1", "batch_size=32", "log_every=1")
-    run = build_run(in_tmp / "a", *words, 'optimizer.groups=[{match: "norm.*", trains_until: 0}]')
-    norm = run.model.get_submodule("norm")
-    before = {name: value.clone() for name, value in norm.state_dict().items()}
-    fit(run)
-    same = {name for name, value in norm.state_dict().items() if torch.equal(value, before[name])}
-    assert same == {"weight", "bias"}
-
-
-def test_backward_ends_where_the_front_is_frozen(in_tmp: Path) -> None:
-    groups = '[{match: "layers.[13].*", trains_until: 0}]'
-    run = build_run(in_tmp / "a", *SMALL, "steps=1", f"optimizer.groups={groups}")
-    outputs = run.forward(torch.zeros(2, 1, 8, 8))
-    # Of the whole graph, only the last layer's own node is left.
-    nodes, seen = [outputs.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
-    assert sum(type(node).__name__ == "AddmmBackward0" for node in seen) == 1
-
-
-def test_a_run_resumed_across_an_unfreeze_ends_with_the_same_bits(in_tmp: Path) -> None:
-    groups = '[{match: "layers.1.*", trains_from: 6steps}, {match: "*.bias", trains_until: 10steps}]'
-    rhythm = ("model.hidden=[16,8]", "model.dropout=0.2", "batch_size=128", "steps=13", "log_every=4")
-    words = (*rhythm, "saving.every=1steps", "saving.keep=20", f"optimizer.groups={groups}", "ema.decay=0.5")
-    words = (*words, "gradients.log_norm=true", "optimizer=sgd_cifar")
-    assert train(*words, "run.dir=whole") == 0
-    for step in (5, 6, 10):
-        state = f"run.resume=whole/saved/step-{step}"
-        assert train(*words, state, f"run.dir=from{step}") == 0
-        folder = Path(f"from{step}")
-        assert same_bits(weights(folder), weights(Path("whole")))
-        assert same_bits(training_state(folder), training_state(Path("whole")))
-    assert summary(Path("whole"))["steps"] == 13
-    assert all("grad_norm" in line for line in records(Path("whole")) if line["split"] == "train")
-
-
-@pytest.mark.parametrize(
-    ("groups", "said"),
-    [
-        ('[{match: "*", trains_from: 3steps}]', "no parameter trains at step 0"),
-        ('[{match: "*.bias", trains_from: 3steps, trains_until: 2steps}]', "is no step of"),
-        ('[{match: "*.bias", trains_from: 30steps}]', "is no step of"),
-        ('[{match: "*", trains_until: 0}]', "every parameter is frozen"),
-    ],
-)
-def test_windows_that_train_nothing(in_tmp: Path, groups: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        build_run(in_tmp / "a", *SMALL, "steps=8", f"optimizer.groups={groups}")
-    assert (caught.value.code, caught.value.key) == ("C011", "optimizer.groups")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd_cifar", "adamw", "lamb"])
