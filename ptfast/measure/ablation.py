@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from ptfast.config.catalogue import CATALOGUE
@@ -26,8 +25,9 @@ from ptfast.measure.experiment.plan import (
     draw_blocks,
     fit,
 )
-from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
+from ptfast.measure.experiment.verdicts import Effect, judge
 from ptfast.measure.experiment.warm_parent import LEAST_TURNS
+from ptfast.measure.worth import Worth, in_threes, optimizer_log_odds
 from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
@@ -38,52 +38,11 @@ POOR_FIT = 2.0
 GAIN = 0.005
 """Smallest expected gain of a switch that is picked."""
 LEAST_BLOCKS = 3
-OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
-OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "optimizer=", "backend.threads=")
-"""Techniques that stay out of the plan, as those that change the training do: they start processes, compile,
-or change a step so much that other switches act differently beside them."""
+OPTIMIZER_S = 0.8
+"""Seconds of the steps that show what part an optimizer takes of them."""
 NOTHING = "it changes nothing here"
 REFUSED = "it cannot be set beside the pick"
 SEED = 0
-PER_STEP = ("reduced", "training")
-"""Classes whose faster steps need not reach the same loss sooner."""
-
-
-@dataclass
-class Worth:
-    """The findings on one technique."""
-
-    technique: Technique
-    effect: Effect | None = None
-    """On the speed, averaged over the other switches; None if it was not measured."""
-    expected: float = 0.0
-    """Expected log ratio, less what it owes to luck."""
-    verdict: Verdict = "cannot tell"
-    why: str = ""
-    """Why it was not measured."""
-    memory_bytes: float | None = None
-    """Change of the peak."""
-    loss_drift: float | None = None
-    """Change of the mean loss over the first steps, as a part."""
-    is_apart: bool = False
-    """Measured beside the pick, not in the plan."""
-    log_ratios: list[float] = field(default_factory=list)
-    """Of runs beside the pick, block by block."""
-
-    @property
-    def verdict_text(self) -> str:
-        """The verdict in words; techniques that change the result are only faster per step."""
-        per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
-        return f"{self.verdict} per step" if per_step else self.verdict
-
-    def note(self, measured: TrialResult, base: TrialResult | None) -> None:
-        """Note why a run with it failed, or by how much its first losses differ from those of `base`."""
-        self.why = measured.why
-        loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
-        if loss is not None and of_base:
-            self.loss_drift = loss / of_base - 1
-            if not math.isfinite(loss):
-                self.why = "it diverges"
 
 
 @dataclass
@@ -104,6 +63,8 @@ class Ablation:
         self.findings: list[Worth] = []
         self.apart: list[Worth] = []
         """Those that are measured beside the pick."""
+        self.log_odds: list[float] = []
+        """Of the pick's optimizer: the part that it takes of a step, in each run beside another."""
         self.process_sd: float | None = None
         """How much two processes of one config differ, as a part."""
         self.factors: list[Factor] = []
@@ -145,7 +106,7 @@ class Ablation:
                     finding.why = NOTHING
             except PtfastError as error:
                 finding.why = str(error.what)
-            finding.is_apart = not finding.why and _is_outside(finding.technique)
+            finding.is_apart = not finding.why and finding.is_outside
         # What may be picked comes first, if the budget does not reach all.
         self.apart = [finding for finding in self.findings if finding.is_apart]
         self.apart.sort(key=lambda finding: finding.technique.kind == "training")
@@ -168,15 +129,13 @@ class Ablation:
 
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds for looking at those of the plan, and for the fewest blocks after that."""
-        num_looks = sum(not _is_outside(technique) for technique in techniques)
+        num_looks = sum(not Worth(technique).is_outside for technique in techniques)
         return num_looks * self._look_s + 2 * LEAST_BLOCKS * self._block_s
 
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
         start_s = self.laboratory.left_s
-        # A block of three and their baseline takes as long as a block of the plan.
-        num_blocks = -(-len(self.apart) // 3)
-        apart_s = min(APART * start_s, 2 * num_blocks * self._block_s)
+        apart_s = min(APART * start_s, 2 * sum(map(self._seconds_of, in_threes(self.apart))))
         self._measure_plan(CONFIRM * start_s + apart_s)
         self._measure_apart(CONFIRM * start_s)
         self._confirm()
@@ -189,10 +148,14 @@ class Ablation:
         return sorted(found, key=lambda pair: -pair[1].log_ratio)
 
     def _measure_plan(self, reserve_s: float) -> None:
-        """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart."""
+        """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart.
+
+        In any case there is time left for the optimizers, once, and the shortest confirmation.
+        """
         if not self.factors:
             return
         laboratory, enough = self.laboratory, blocks_to_tell_apart(self.factors)
+        optimizers_s = sum(self._seconds_of(each) for each in in_threes(self.apart) if each[0].sets_optimizer)
 
         def words_of(run: Run) -> list[str]:
             levels = zip(self._members, run, strict=True)
@@ -200,7 +163,9 @@ class Ablation:
 
         is_allowed = cache(lambda run: _tree_or_none(words_of(run)) is not None)
         for block in draw_blocks(self.factors, SEED, is_allowed):
-            least_s = reserve_s if len(self.blocks) >= enough else LEAST_BLOCKS * laboratory.block_s
+            least_s = LEAST_BLOCKS * laboratory.block_s + optimizers_s
+            if len(self.blocks) >= enough:
+                least_s = reserve_s
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
             with self._status(f"measuring block {len(self.blocks) + 1} of {len(self.factors)} factors"):
@@ -229,24 +194,31 @@ class Ablation:
         self._judge()
 
     def _measure_apart(self, reserve_s: float) -> None:
-        """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain."""
+        """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain.
+
+        The first round may take time from the confirmation, of which `reserve_s` is kept later.
+        """
         for finding in self.apart:
             if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
                 finding.why = REFUSED
-        rounds = [finding for finding in self.apart if not finding.why]
-        while rounds and self.laboratory.left_s - 1.2 * self.laboratory.block_s > reserve_s:
-            chunk, rounds = rounds[:3], rounds[3:] + rounds[:3]
+        chunks = in_threes([finding for finding in self.apart if not finding.why])
+        kept_s = [min(reserve_s, LEAST_BLOCKS * self._block_s)] * len(chunks)
+        while chunks and self.laboratory.left_s - self._seconds_of(chunks[0]) > (kept_s or [reserve_s])[0]:
+            chunk, kept_s = chunks.pop(0), kept_s[1:]
             beside = [[], *([each.technique] for each in chunk)]
+            words = [self._words([*self.picked, *each]) for each in beside]
             with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
-                found = self.laboratory.measure([self._words([*self.picked, *each]) for each in beside])
-            base = found[0].time
-            for finding, measured in zip(chunk, found[1:], strict=True):
-                finding.note(measured, found[0])
-                if base is not None and measured.time is not None:
-                    finding.log_ratios.append(base - measured.time)
-            rounds = [each for each in rounds if not each.why]
+                if chunk[0].sets_optimizer:
+                    pick, *found = self.laboratory.look(words, warm_s=OPTIMIZER_S)
+                    self.log_odds += [] if pick.why else [optimizer_log_odds(pick)]
+                else:
+                    pick, *found = self.laboratory.measure(words)
+            for finding, measured in zip(chunk, found, strict=True):
+                finding.note_beside(measured, pick)
+            if chunk := [each for each in chunk if not each.why]:
+                chunks.append(chunk)
         for finding in self.apart:
-            finding.why = finding.why or ("" if finding.log_ratios else NOT_REACHED)
+            finding.why = finding.why or ("" if finding.beside else NOT_REACHED)
         self._judge()
         gains = [
             (each, effect)
@@ -308,9 +280,8 @@ class Ablation:
             sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_pick)) / dof)
         self.process_sd = math.sqrt(2) * sd or None
         for finding in self.apart:
-            if finding.log_ratios and sd:
-                se = sd * math.sqrt(2 / len(finding.log_ratios))
-                finding.effect = Effect(statistics.fmean(finding.log_ratios), se, dof)
+            if finding.beside and sd:
+                finding.estimate_beside(self.log_odds, sd, dof)
         verdicts = judge([finding.effect for finding in self.findings])
         for finding, verdict in zip(self.findings, verdicts, strict=True):
             finding.verdict = "not applicable" if finding.why else verdict
@@ -360,6 +331,12 @@ class Ablation:
         given = _tree(self.arguments)
         return any(_tree_or_none(merge(self.arguments, each.on)) == given for each in kin)
 
+    def _seconds_of(self, chunk: Sequence[Worth]) -> float:
+        """The time that techniques take beside the pick in one block."""
+        if chunk[0].sets_optimizer:
+            return (len(chunk) + 1) * (self._look_s + OPTIMIZER_S)
+        return max(self._block_s, 1.1 * self.laboratory.block_s)
+
     def _status(self, text: str) -> AbstractContextManager[None]:
         return terminal_display().status(text, self.laboratory.left_s)
 
@@ -370,12 +347,6 @@ class Ablation:
 def _switched_on(techniques: Sequence[Technique]) -> list[str]:
     """Overrides that switch on these techniques and nothing else."""
     return merge(PLAIN, [word for technique in techniques for word in technique.on])
-
-
-def _is_outside(technique: Technique) -> bool:
-    if technique.family in OUTSIDE_FAMILIES or technique.kind == "training" or "compiler" in technique.needs:
-        return True
-    return any(word.startswith(OUTSIDE_KEYS) for word in technique.on)
 
 
 def _tree(words: Sequence[str]) -> dict[str, object]:

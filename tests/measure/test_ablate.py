@@ -36,7 +36,9 @@ SPEEDS = {
     "gradients.accumulate=4": 0.8,
 }
 """Planted: how much faster a run with these words trains."""
-ONLY = "fused-optimizer-step,foreach-optimizer-step,channels-last,bfloat16-autocast,gradient-accumulation"
+ONLY = (
+    "fused-optimizer-step,foreach-optimizer-step,channels-last,bfloat16-autocast,gradient-accumulation,muon"
+)
 
 
 class Planted(Laboratory):
@@ -74,6 +76,8 @@ class Planted(Laboratory):
         if "preset=plain" not in words:
             speed = self.given_speed
         facts = {"meets": ["images", "convolutions", "batchnorm"], "loss": 2.0, "peak_memory_bytes": 2**30}
+        # Muon's step takes half of the time, and another optimizer's a fifth.
+        facts["optimizer"] = (0.5 if "optimizer=muon" in words else 0.2) * self._draws.gauss(1, 0.01)
         time = math.log(1e-3 / speed) + self._draws.gauss(0, 0.01)
         return TrialResult(tuple(words), time if request.timed_s else None, "", facts)
 
@@ -104,6 +108,9 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     # Trained beside the pick, not in the plan.
     assert found["gradient accumulation"]["is_apart"]
     assert found["gradient accumulation"]["verdict"] == "slower"
+    # Only an optimizer's own step counts, so its interval is narrow.
+    low, high = found["muon"]["effect"]["interval"]
+    assert 0.6 < low < 0.5 / 0.8 < high < 0.65
     shown = capsys.readouterr().out
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert list(rows).index("bfloat16 autocast") < list(rows).index("fused optimizer step")

@@ -29,7 +29,7 @@ def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         segments = Segments(TrialRank(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks()))
         segments.warm_up(0.1)
-        return segments.train(0.1)
+        return segments.train(10, 1)
 
     slow = figures("slow", *POINTS, "data.read_s=0.01", "dataloader=plain")
     assert slow["samples_per_s"] < 100

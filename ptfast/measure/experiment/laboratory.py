@@ -79,12 +79,15 @@ class Laboratory:
         """Seconds of the budget that are left."""
         return self.budget_s - (time.monotonic() - self._start_s)
 
-    def look(self, configs: Sequence[Sequence[str]], *, asks: bool = False) -> list[TrialResult]:
-        """Build each config once and train its first steps, without measuring its time.
+    def look(
+        self, configs: Sequence[Sequence[str]], *, warm_s: float = 0.0, asks: bool = False
+    ) -> list[TrialResult]:
+        """Build each config once and train two steps, or for `warm_s` seconds, but in no turns.
 
         With `asks`, the facts of each hold `data`, too: what decides which loaders make sense.
         """
-        return self._request(Request([list(words) for words in configs], timed_s=0.0, warm_s=0.0, asks=asks))
+        configs = [list(words) for words in configs]
+        return self._request(Request(configs, timed_s=0.0, warm_s=warm_s, asks=asks))
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare.

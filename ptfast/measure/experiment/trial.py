@@ -220,6 +220,8 @@ class Segments:
         self.trainer = Trainer(run)
         self.step_s = 0.0
         """Of the last warm-up."""
+        self.lead_steps = 0
+        """Steps before each segment that do not count: on prefetched batches, and to warm caches."""
         self._num_tokens: Tensor | None = None
         self._memory: tuple[int, str] | None = None
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
@@ -227,7 +229,7 @@ class Segments:
         # Steps whose batches may be prefetched when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
         of_workers = -(-run.resolved.workers * trial.config.dataloader.prefetch // per_rank)
-        self._prefetched_steps = self._lead_steps = of_workers + run.resolved.read_ahead
+        self._prefetched_steps = of_workers + run.resolved.read_ahead
         kinds = [type(module) for module in run.model.modules()]
         needs: dict[Need, bool] = {
             "images": run.info.kind == "image",
@@ -250,12 +252,14 @@ class Segments:
         Losses are read after each step: the mean of the first two tells apart runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
+        in_optimizer = [self.run.clock.ledger()["optimizer"]]
         # This compiles.
         self._batches = self.trainer.warm_up(self._batches)
         while True:
             start_s = time.perf_counter()
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
+            in_optimizer.append(self.run.clock.ledger()["optimizer"])
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
             if len(times) >= LEAST_STEPS and elapsed_s > most_s:
                 break
@@ -263,26 +267,29 @@ class Segments:
                 half = (len(times) + 1) // 2
                 if statistics.median(times[half:]) >= STEADY * statistics.median(times[1:half]):
                     break
-        self.step_s = statistics.median(times[len(times) // 2 :])
-        self._lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
+        steady = len(times) // 2
+        self.step_s = statistics.median(times[steady:])
+        self.lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
         self._rest()
         is_alone = self.run.device.type == "cpu" and self.run.ranks.num_ranks == 1
         is_quick = is_alone and self._prefetched_steps < 2
         return {
+            "steps": len(times),
             "step_s": self.step_s,
+            "lead_steps": self.lead_steps,
+            "optimizer": (in_optimizer[-1] - in_optimizer[steady]) / sum(times[steady:]),
             "least_turn_s": max(self.step_s, 0.0 if is_quick else LONG_TURN_S),
             "loss": statistics.fmean(losses[:LEAST_STEPS]),
             "compiles": self.run.compilation is not None,
         }
 
-    def train(self, seconds: float) -> dict[str, Any]:
-        """Figures of about `seconds` of training, after steps on prefetched batches that do not count."""
+    def train(self, num_steps: int, lead_steps: int) -> dict[str, Any]:
+        """Figures of `num_steps` of training, after others that do not count."""
         run, progress, clock = self.run, self.run.progress, self.run.clock
-        num_steps = max(1, round(seconds / max(self.step_s, 1e-6)))
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
-        if self._lead_steps:
-            self._take(self._lead_steps)
+        if lead_steps:
+            self._take(lead_steps)
         self._num_tokens = None
         samples, waited_s = progress.samples, clock.ledger()["data"]
         before = ProcessorTimes.read()

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -62,20 +63,21 @@ class Request:
     timed_s: float = 1.0
     """Seconds of training that are timed, in `LEAST_TURNS` or more, there and back; 0 for none."""
     turn_s: float = 0.05
-    """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better."""
+    """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better. All
+    trials of a block take as many steps in a turn, on the same batches where their configs allow."""
     seed: int = 0
     """Seed of the shift of each process's heap."""
-    warm_s: float = 1.0
+    warm_s: float = 0.6
     asks: bool = False
     """Report properties of the data, too."""
 
 
-def _ask(trial: Processes, found: dict[str, Any], what: str, seconds: float = 0.0) -> None:
+def _ask(trial: Processes, found: dict[str, Any], what: str, *arguments: float) -> None:
     """Add the first rank's answer to what was found; `error` holds the reason where a rank has failed."""
     for _, connection in trial:
         # A failed rank has already answered.
         with contextlib.suppress(ConnectionError):
-            connection.send((what, seconds))
+            connection.send((what, *arguments))
     answers: list[dict[str, Any]] = []
     for process, connection in trial:
         answer = {"error": f"took more than {ANSWER_S:.0f} s"}
@@ -107,8 +109,8 @@ class WarmParent:
         found: list[dict[str, Any]] = [{} for _ in request.configs]
         trials: dict[int, Processes] = {}
 
-        def ask(index: int, what: str, seconds: float = 0.0) -> None:
-            _ask(trials[index], found[index], what, seconds)
+        def ask(index: int, what: str, *arguments: float) -> None:
+            _ask(trials[index], found[index], what, *arguments)
             if "error" in found[index]:
                 end_ranks(trials.pop(index))
 
@@ -122,13 +124,18 @@ class WarmParent:
                 ask(index, "warm", request.warm_s)
                 if request.asks and index in trials:
                     ask(index, "data")
-            turn_s = max([request.turn_s, *(found[index]["least_turn_s"] for index in trials)])
-            num_turns = (
-                2 * max(round(request.timed_s / turn_s / 2), LEAST_TURNS // 2) if request.timed_s else 0
-            )
-            for turn in range(min(num_turns, MOST_TURNS)):
-                for index in sorted(trials, reverse=turn % 2 == 1):
-                    ask(index, "train", turn_s)
+            if request.timed_s and trials:
+                warm = [found[index] for index in trials]
+                num_steps = max(
+                    round(max(request.turn_s, each["least_turn_s"]) / each["step_s"]) for each in warm
+                )
+                lead_steps, at_step = (max(each[name] for each in warm) for name in ("lead_steps", "steps"))
+                turn_s = num_steps * statistics.fmean(each["step_s"] for each in warm)
+                num_turns = 2 * max(round(request.timed_s / turn_s / 2), LEAST_TURNS // 2)
+                for turn in range(min(num_turns, MOST_TURNS)):
+                    for index in sorted(trials, reverse=turn % 2 == 1):
+                        behind = 0 if turn else at_step - found[index]["steps"]
+                        ask(index, "train", num_steps, lead_steps + behind)
         finally:
             for trial in trials.values():
                 end_ranks(trial)
@@ -157,11 +164,19 @@ class WarmParent:
         is_named = loader.kind != "auto" and (loader.kind != "workers" or loader.workers != "auto")
         # Loaders given by name share one dataset that is read, and one whose samples are held.
         how = str(loader.kind in HELD) if is_named else repr(loader)
-        key = json.dumps(sections | {"loader": how})
-        if key not in self._data:
+        padding = sections.pop("batching")
+        key, of_images = (json.dumps(sections | {"loader": how, "padding": p}) for p in (padding, None))
+        data = self._data.get(key) or self._data.get(of_images)
+        if data is None:
             choose = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
-            self._data[key] = load_data(config, Ranks(), choose)
-        data = self._data[key]
+            data = self._data[key] = load_data(config, Ranks(), choose)
+            if data.info.kind == "image" and data.choice is not None:
+                # What `auto` has decoded serves the loader that it chose, too; images are not padded.
+                chosen = str(data.choice.kind in HELD)
+                self._data |= {
+                    of_images: data,
+                    json.dumps(sections | {"loader": chosen, "padding": None}): data,
+                }
         if not is_named:
             return data
         workers = int(loader.workers) if loader.kind == "workers" else 0
@@ -177,11 +192,11 @@ def _train_on_request(
     try:
         segments = Segments(TrialRank(config, folder, join(place, config), data))
         while True:
-            what, seconds = connection.recv()
+            what, *arguments = connection.recv()
             if what == "warm":
-                connection.send(segments.facts | segments.warm_up(seconds))
+                connection.send(segments.facts | segments.warm_up(*arguments))
             elif what == "train":
-                connection.send(segments.train(seconds))
+                connection.send(segments.train(*arguments))
             else:
                 train = (data or load_data(config)).train
                 connection.send({"data": {"device": segments.run.device.type, **_facts_of(train)}})

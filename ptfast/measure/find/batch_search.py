@@ -223,10 +223,11 @@ def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, An
         with memory_to_spare(run.device) if checked_fully else contextlib.nullcontext():
             segments.warm_up(seconds / 2)
             first_peak = peak_memory_bytes(run.device.type)
-            windows = [segments.train(seconds / WINDOWS) for _ in range(WINDOWS)]
+            num_steps = max(1, round(seconds / WINDOWS / segments.step_s))
+            windows = [segments.train(num_steps, segments.lead_steps) for _ in range(WINDOWS)]
             if checked_fully:
                 try_out(run)
-                segments.train(0.0)
+                segments.train(1, 0)
     rates = [window["samples_per_s"] for window in windows]
     return {
         "samples_per_s": statistics.median(rates),

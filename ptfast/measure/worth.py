@@ -1,0 +1,112 @@
+"""What an ablation finds on one technique."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ptfast.core.sections.section import Technique
+from ptfast.measure.experiment.laboratory import TrialResult
+from ptfast.measure.experiment.verdicts import Effect, Verdict
+
+OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
+OPTIMIZER = "optimizer="
+OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "backend.threads=", OPTIMIZER)
+"""Techniques that stay out of the plan, as those that change the training do: they start processes, compile,
+or change a step so much that other switches act differently beside them."""
+PER_STEP = ("reduced", "training")
+"""Classes whose faster steps need not reach the same loss sooner."""
+
+
+@dataclass
+class Worth:
+    """The findings on one technique."""
+
+    technique: Technique
+    effect: Effect | None = None
+    """On the speed, averaged over the other switches; None if it was not measured."""
+    expected: float = 0.0
+    """Expected log ratio, less what it owes to luck."""
+    verdict: Verdict = "cannot tell"
+    why: str = ""
+    """Why it was not measured."""
+    memory_bytes: float | None = None
+    """Change of the peak."""
+    loss_drift: float | None = None
+    """Change of the mean loss over the first steps, as a part."""
+    is_apart: bool = False
+    """Measured beside the pick, not in the plan."""
+    beside: list[float] = field(default_factory=list)
+    """Of each run beside the pick: the log ratio of speeds; of an optimizer's, the part that it takes of a
+    step, as log odds."""
+
+    @property
+    def verdict_text(self) -> str:
+        """The verdict in words; techniques that change the result are only faster per step."""
+        per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
+        return f"{self.verdict} per step" if per_step else self.verdict
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it stays out of the plan."""
+        technique = self.technique
+        if technique.family in OUTSIDE_FAMILIES or technique.kind == "training":
+            return True
+        return "compiler" in technique.needs or any(word.startswith(OUTSIDE_KEYS) for word in technique.on)
+
+    @property
+    def sets_optimizer(self) -> bool:
+        return any(word.startswith(OPTIMIZER) for word in self.technique.on)
+
+    def note(self, measured: TrialResult, base: TrialResult | None) -> None:
+        """Note why a run with it failed, or by how much its first losses differ from those of `base`."""
+        self.why = measured.why
+        loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
+        if loss is not None and of_base:
+            self.loss_drift = loss / of_base - 1
+            if not math.isfinite(loss):
+                self.why = "it diverges"
+
+    def note_beside(self, measured: TrialResult, pick: TrialResult) -> None:
+        """Note a run with it beside the pick, of a block with a run of the pick alone."""
+        self.note(measured, pick)
+        if self.sets_optimizer and not measured.why:
+            self.beside.append(optimizer_log_odds(measured))
+        elif measured.time is not None and pick.time is not None:
+            self.beside.append(pick.time - measured.time)
+
+    def estimate_beside(self, pick: Sequence[float], sd: float, dof: float) -> None:
+        """Estimate the effect from the runs beside the pick, between whose processes times differ by `sd`.
+
+        An optimizer changes one phase of a step. What part it takes shows in a single process, whatever the
+        speed of that; as wholes, two processes of one config differ more than most optimizers do.
+
+        Args:
+            pick: log odds of the pick's own optimizer, in as many runs.
+        """
+        if not self.sets_optimizer:
+            se = sd * math.sqrt(2 / len(self.beside))
+            self.effect = Effect(statistics.fmean(self.beside), se, dof)
+        elif pick:
+            if len(pick) > 2:
+                sd, dof = max((sd, dof), (statistics.stdev(pick), len(pick) - 1.0))
+            of_pick, own = (1 / (1 + math.exp(-statistics.fmean(each))) for each in (pick, self.beside))
+            se = sd * math.hypot(of_pick / math.sqrt(len(pick)), own / math.sqrt(len(self.beside)))
+            self.effect = Effect(math.log((1 - own) / (1 - of_pick)), se, dof)
+
+
+def optimizer_log_odds(measured: TrialResult) -> float:
+    """The logarithm of a run's time in the optimizer's step over the time outside."""
+    part = min(max(measured.facts["optimizer"], 1e-4), 1 - 1e-4)
+    return math.log(part / (1 - part))
+
+
+def in_threes(findings: Sequence[Worth]) -> list[list[Worth]]:
+    """Techniques measured in one block with the pick: optimizers first, then others."""
+    found: list[list[Worth]] = []
+    for sets_optimizer in (True, False):
+        kin = [each for each in findings if each.sets_optimizer == sets_optimizer]
+        found += [kin[start : start + 3] for start in range(0, len(kin), 3)]
+    return found
