@@ -63,7 +63,7 @@ class Laboratory:
         timed_s, turn_s: of every trial, as in a Request.
     """
 
-    def __init__(self, *, budget_s: float, timed_s: float = 1.0, turn_s: float = 0.05) -> None:
+    def __init__(self, *, budget_s: float, timed_s: float = 0.7, turn_s: float = 0.05) -> None:
         self.budget_s, self.timed_s, self.turn_s = budget_s, timed_s, turn_s
         self.blocks: list[list[TrialResult]] = []
         self.num_again = 0

@@ -60,7 +60,7 @@ class Request:
 
     configs: list[list[str]]
     """Arguments of each trial."""
-    timed_s: float = 1.0
+    timed_s: float = 0.7
     """Seconds of training that are timed, in `LEAST_TURNS` or more, there and back; 0 for none."""
     turn_s: float = 0.05
     """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better. All
