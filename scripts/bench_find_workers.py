@@ -1,17 +1,17 @@
-"""Hold the choice of `ptfast find workers` for slow and for fast data to the best of all loaders.
+"""Hold the choice of `ptfast find workers` to the best of all loaders, in six set-ups.
 
-A sample of the slow data takes 20 ms to come, which are spent waiting, as for a disk or a network far away;
-one of the fast data comes at once. The network takes 40 ms a step: it waits for them, as a host waits for a
-GPU, or with `--network mlp` it computes and takes the cores that loading would have. `ptfast find workers`
-chooses a loader for each. Then every loader of a grid trains by itself by `ptfast train`, in interleaved
-rounds, and what was chosen is held against the best of the grid.
+    python scripts/bench_find_workers.py --images FOLDER --texts FOLDER [--rounds 3] [--only slow ...]
 
-    python scripts/bench_find_workers.py [--rounds 3] [--seconds 6] [--workers 0 1 2 4 8 12 16] [--only slow]
+`slow` takes 20 ms a sample, spent waiting as for a disk far away, and its network waits 40 ms a step, as a
+host does for a GPU; `neighbour` reads files while another process keeps a core busy. FOLDERs are those of
+`data=imagefolder` and of `+recipe=text_sst2`. For each set-up the command chooses a loader; then every loader
+of a grid trains by itself by `ptfast train`, in interleaved rounds, and the choice is held against the best.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,43 +29,44 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH_SIZE, NUM_SAMPLES, NUM_FEATURES = 16, 20_000, 64
-DATA = {"slow": 0.02, "fast": 0.0}
-"""Seconds that a sample takes to come."""
-WORDS = (
-    "data=custom",
-    "data._target_=bench_find_workers.Planted",
-    "data.val=0",
-    f"batch_size={BATCH_SIZE}",
-    "device=cpu",
+NUM_SAMPLES, NUM_FEATURES = 20_000, 64
+READ_S, STEP_S = 0.02, 0.04
+"""Seconds of a slow sample, and of a step of the network that waits."""
+FILES = (
+    "data=imagefolder",
+    "data.root={images}",
+    "model=mlp",
+    "model.hidden=[64]",
+    "batch_size=64",
+    "augment=none",
 )
-NETWORKS = {
-    "waiting": ("model=custom", "model._target_=bench_find_workers.Waiting"),
-    "mlp": ("model=mlp", "model.hidden=[4096,4096]"),
+SETUPS = {
+    "files": FILES,
+    "memory": ("+recipe=resnet_digits",),
+    "pack": tuple(word.replace("{images}", "{pack}") for word in FILES),
+    "slow": (
+        *("data=custom", "data._target_=bench_find_workers.Slow", "data.val=0", "batch_size=16"),
+        *("model=custom", "model._target_=bench_find_workers.Waiting"),
+    ),
+    "text": ("+recipe=text_sst2", "data.root={texts}"),
+    "neighbour": FILES,
 }
-STEP_S = 0.04
-"""Seconds of a step of the network that waits."""
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
-    "OMP_NUM_THREADS": "1",
-}
+KINDS = {"files": ("memory",), "neighbour": ("memory",), "pack": ("packed", "memory"), "text": ("memory",)}
+"""Kinds of the grid besides `plain` and `workers`."""
+WORKERS = {"slow": (1, 2, 4, 8, 12, 16)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
 
 
-class Planted(Dataset[Any]):
-    """Random points, each of which takes `read_s` seconds to come."""
+class Slow(Dataset[Any]):
+    """Points that take their time to come."""
 
     num_classes = 2
-
-    def __init__(self, read_s: float) -> None:
-        self.read_s = read_s
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        if self.read_s:
-            time.sleep(self.read_s)
+        time.sleep(READ_S)
         return torch.full((NUM_FEATURES,), float(index % 7)), index % 2
 
 
@@ -85,10 +87,10 @@ class Row(NamedTuple):
     """A loader of the grid."""
 
     kind: str
-    workers: int
-    prefetch: int
+    workers: int = 0
+    prefetch: int = 0
+    threads: int = 0
     read_ahead: bool = False
-    threads: int = 1
 
     @property
     def words(self) -> list[str]:
@@ -106,14 +108,14 @@ def find(words: list[str], folder: Path) -> dict[str, Any]:
     return json.loads((folder / "found" / "workers.json").read_text())
 
 
-def rate(words: list[str], row: Row, expected: float, seconds: float, folder: Path) -> float:
+def rate(words: list[str], row: Row, steps_per_s: float, seconds: float, folder: Path) -> float:
     """Samples per second of `ptfast train`, its first logged stretch left out.
 
     Args:
-        expected: about what will come out, for the length of the run.
+        steps_per_s: about what will come out, for the length of the run.
     """
     # Workers hand over in bursts: a stretch is of whole rounds.
-    stretch = max(2, row.workers) * max(1, round(seconds / 4 * expected / BATCH_SIZE / max(2, row.workers)))
+    stretch = max(2, row.workers) * max(1, round(seconds / 4 * steps_per_s / max(2, row.workers)))
     length = [f"steps={5 * stretch}", f"log_every={stretch}steps", "run.dir=run"]
     command = [sys.executable, "-m", "ptfast", "train", *words, *row.words, *length]
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -123,55 +125,78 @@ def rate(words: list[str], row: Row, expected: float, seconds: float, folder: Pa
     return statistics.harmonic_mean(record["samples_per_s"] for record in stretches[1:])
 
 
-def compare(data: str, arguments: argparse.Namespace) -> None:
-    """Choose for one of the datasets, measure the grid, and print both."""
-    words = [*WORDS, *NETWORKS[arguments.network], f"data.read_s={DATA[data]}"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        print(f"\n{data}: {1e3 * DATA[data]:g} ms a sample, batches of {BATCH_SIZE}", flush=True)
-        start = time.perf_counter()
-        found = find(words, folder)
-        took_s = time.perf_counter() - start
-        chosen = Row(**{name: found["chosen"][name] for name in Row._fields})
-        chosen = chosen._replace(prefetch=chosen.prefetch or 2, threads=chosen.threads or 1)
-        grid = [Row("workers" if count else "plain", count, 2) for count in arguments.workers]
-        grid = list(dict.fromkeys([*grid, chosen]))
-        trials = (trial for block in found["blocks"] for trial in block if not trial["why"])
-        seen = {trial["workers"]: trial["samples_per_s"] for trial in trials}
-        rates: dict[Row, list[float]] = {row: [] for row in grid}
-        for _ in range(arguments.rounds):
-            for row in grid:
-                near = min(seen, key=lambda count: abs(count - row.workers))
-                rates[row].append(rate(words, row, seen[near], arguments.seconds, folder))
-        medians = {row: statistics.median(found) for row, found in rates.items()}
-        best = max(medians, key=lambda row: medians[row])
-        print(f"\n{data}, by ptfast train:  loader  workers  prefetch  samples/s  of the best")
-        for row, value in medians.items():
-            low, high = min(rates[row]), max(rates[row])
-            mark = "  chosen" if row == chosen else ""
-            print(
-                f"  {row.kind + ', read ahead' * row.read_ahead:<20} {row.workers:>3} {row.prefetch:>3}"
-                f"  {value:>8,.0f} [{low:,.0f} to {high:,.0f}]  {value / medians[best]:.3f}{mark}"
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep a core busy meanwhile."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def compare(name: str, words: list[str], rounds: int, seconds: float, folder: Path) -> None:
+    """Choose for one of the set-ups, measure the grid, and print both."""
+    start = time.perf_counter()
+    found = find(words, folder)
+    took_s = time.perf_counter() - start
+    chosen = Row(**{field: found["chosen"][field] for field in Row._fields})
+    grid = [Row("workers", count, 2, 1) for count in WORKERS.get(name, (1, 2, 4))]
+    grid = list(dict.fromkeys([Row("plain"), *map(Row, KINDS.get(name, ())), *grid, chosen]))
+    trials = [trial for block in found["blocks"] for trial in block if not trial["why"]]
+    rates: dict[Row, list[float]] = {row: [] for row in grid}
+    for _ in range(rounds):
+        for row in grid:
+            near = min(
+                trials, key=lambda trial: (trial["kind"] != row.kind, abs(trial["workers"] - row.workers))
             )
-        ratio = medians[chosen] / medians[best]
-        text = f"{chosen.workers} workers chosen in {took_s:.0f} s, {ratio:.3f} of the best of the grid"
-        print(f"{data}: {text}")
+            rates[row].append(rate(words, row, 1 / near["step_s"], seconds, folder))
+    medians = {row: statistics.median(found) for row, found in rates.items()}
+    best = max(medians, key=lambda row: medians[row])
+    print(f"\n{name}, by ptfast train:  loader  workers  samples/s  of the best")
+    for row, value in medians.items():
+        low, high = min(rates[row]), max(rates[row])
+        spread = f"{value:>9,.0f} [{low:,.0f} to {high:,.0f}]  {value / medians[best]:.3f}"
+        kind = row.kind + ", read ahead" * row.read_ahead
+        print(f"  {kind:<20} {row.workers:>3} {spread}{'  chosen' if row == chosen else ''}")
+    ratio, rivals = medians[chosen] / medians[best], len(found["rivals"])
+    unsure = f", cannot tell it from {rivals} others" if rivals else ""
+    label = chosen.kind if not chosen.workers else f"{chosen.workers} workers"
+    print(
+        f"{name}: {label} chosen in {took_s:.0f} s, {ratio:.3f} of the best of the grid{unsure}", flush=True
+    )
 
 
 def main() -> None:
-    """Compare for both datasets."""
+    """Compare in every set-up, or those named."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of the grid")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4, 8, 12, 16])
-    parser.add_argument("--network", choices=NETWORKS, default="waiting")
-    parser.add_argument("--only", choices=DATA, help="one of the two datasets")
-    arguments = parser.parse_args()
-    for data in [arguments.only] if arguments.only else DATA:
-        compare(data, arguments)
-    print(f"\nmedians of {arguments.rounds} interleaved rounds; {machine()}, torch {torch.__version__}")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement of the grid")
+    parser.add_argument("--only", choices=SETUPS, nargs="+", default=list(SETUPS))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        places = {
+            "{images}": asked.images.absolute(),
+            "{texts}": asked.texts.absolute(),
+            "{pack}": folder / "images",
+        }
+        for setup in asked.only:
+            words = list(SETUPS[setup])
+            for word, place in places.items():
+                words = [each.replace(word, str(place)) for each in words]
+            if setup == "pack":
+                command = [sys.executable, "-m", "ptfast", "pack", str(asked.images), str(folder / "images")]
+                subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+            (folder / setup).mkdir()
+            with busy_core() if setup == "neighbour" else contextlib.nullcontext():
+                compare(setup, words, asked.rounds, asked.seconds, folder / setup)
+    print(f"\nmedians of {asked.rounds} interleaved rounds; {machine()}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":
