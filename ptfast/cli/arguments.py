@@ -177,7 +177,11 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
 
 
 def seconds(text: str) -> float:
-    """The seconds that a text such as `5m` means; a bare number is seconds."""
+    """The seconds that a text such as `5m` means; a bare number is seconds.
+
+    Raises:
+        ValueError: it is no length of time, or none above 0.
+    """
     from ptfast.core.durations import Duration
 
     value = Duration.parse(text, "seconds").seconds

@@ -121,7 +121,11 @@ class LayerwiseOptimizer(Optimizer):
         return LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch; parameters must be whole and floating-point."""
+        """Add a group, as in torch.
+
+        Raises:
+            ValueError: a parameter is a shard, or not of floating-point numbers.
+        """
         super().add_param_group(param_group)
         self._plans.clear()
         for layer in self.param_groups[-1]["params"]:

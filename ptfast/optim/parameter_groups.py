@@ -122,7 +122,11 @@ class Grouping:
                 raise ConfigError("C005", what, key=key, value=entry.name)
 
     def freeze(self) -> None:
-        """Freeze what never trains, before the model is wrapped for ranks; C011 if nothing is left."""
+        """Freeze what never trains, before the model is wrapped for ranks.
+
+        Raises:
+            ConfigError: C011 if no parameter is left to train.
+        """
         frozen = [parameter for asked, parameter in self._parameters() if asked.frozen]
         for parameter in frozen:
             parameter.requires_grad_(False)

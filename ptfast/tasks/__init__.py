@@ -53,7 +53,11 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
 
 
 def collate_of(name: str) -> Callable[[list[Any]], Any] | None:
-    """The static method `collate` of a user's task, which makes a batch of samples; None without one."""
+    """The static method `collate` of a user's task, which makes a batch of samples; None without one.
+
+    Raises:
+        ConfigError: C017 if it is a method of another kind.
+    """
     factory = _find(name, name) if "." in name else None
     collate = getattr(factory, "collate", None)
     if collate is not None and inspect.isfunction(inspect.getattr_static(factory, "collate")):

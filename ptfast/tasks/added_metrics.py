@@ -53,7 +53,11 @@ class Added:
         return Added(self._own.to(device), added, labels=self._labels)
 
     def update(self, *given: Any, **named: Any) -> None:
-        """Add a batch; C017 for an added metric that does not take it."""
+        """Add a batch.
+
+        Raises:
+            ConfigError: C017 for an added metric that does not take it.
+        """
         self._own.update(*given, **named)
         as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
         for name, metric in self._added.items():

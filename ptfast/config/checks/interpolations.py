@@ -98,7 +98,11 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
-    """Refuse a value whose `${...}` is no interpolation."""
+    """Check that every `${...}` in a value is an interpolation.
+
+    Raises:
+        ConfigError: C008 at `key` if one is not.
+    """
     try:
         parse(text)
     except GrammarParseError as error:

@@ -32,7 +32,11 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
 
 
 def check_out(folder: Path | None) -> None:
-    """Refuse a folder that cannot be written to, before a command's long part."""
+    """Check that a folder can be written to, before a command's long part.
+
+    Raises:
+        MachineError: E001 for `--out` if it cannot.
+    """
     if folder is None:
         return
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

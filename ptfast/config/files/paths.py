@@ -138,7 +138,11 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
 
 
 def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None = None) -> Path:
-    """The `recipe_file`, or a refusal (C003) of one that does not exist."""
+    """The `recipe_file` of a name.
+
+    Raises:
+        ConfigError: C003 at `place` if there is none, with the nearest name.
+    """
     if file := recipe_file(name, folder):
         return file
     known = list(options(RECIPES))

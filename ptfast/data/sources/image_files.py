@@ -206,7 +206,11 @@ class HeldImages(ImageSource):
         return self._pixels[index]
 
     def in_one_size(self) -> TensorSource:
-        """The same as one tensor."""
+        """The same images as one tensor.
+
+        Raises:
+            ConfigError: C011 if they have more than one size.
+        """
         shapes = {pixels.shape for pixels in self._pixels}
         if len(shapes) > 1:
             what = f"images lie on the device in one size, and these have {len(shapes):,}"

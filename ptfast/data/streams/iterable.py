@@ -73,7 +73,11 @@ class IterableSource(BaseSource):
 
     @property
     def shared_by(self) -> Sharing:
-        """Who shares the dataset out: its `readers`, its `ranks`, or nobody (`none`)."""
+        """Who shares the dataset out: its `readers`, its `ranks`, or nobody (`none`).
+
+        Raises:
+            DataError: D008 if it states something else.
+        """
         stated = getattr(self.dataset, "shared_by", None)
         if stated is None:
             return "readers" if self.first[1] else "none"
@@ -115,7 +119,11 @@ class IterableSource(BaseSource):
 
     @cached_property
     def first(self) -> tuple[Any, bool]:
-        """The first sample, and whether the dataset asked who reads it."""
+        """The first sample, and whether the dataset asked who reads it.
+
+        Raises:
+            DataError: D002 if there is no sample, D008 for an error of the dataset.
+        """
         info = _Noticing(self.dataset)
         with OwnGenerators().in_place(), _answering(info):
             sample = next(self.read(0), None)

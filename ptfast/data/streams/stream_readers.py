@@ -163,7 +163,11 @@ class Digest:
 
 
 def check_same(digests: Sequence[int], name: str, step: int) -> None:
-    """Refuse a dataset that all ranks read as one stream if it differs: samples would be lost unnoticed."""
+    """Check that a dataset which all ranks read as one stream is the same on each: samples would be lost.
+
+    Raises:
+        DataError: D008 if it differs.
+    """
     if len(set(digests)) <= 1:
         return
     what = f"{name} yields different samples on each rank (in step {step + 1}), and does not say why"
@@ -172,7 +176,11 @@ def check_same(digests: Sequence[int], name: str, step: int) -> None:
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Refuse a dataset that should share itself out over readers, all of whom have read the same."""
+    """Check that a dataset which shares itself out over readers gives each something else.
+
+    Raises:
+        DataError: D008 if all have read the same.
+    """
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (
