@@ -343,7 +343,7 @@ def test_cuda_graphs(mode: str, in_tmp: Path) -> None:
 
 def test_accumulation_gives_up_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Compilation("max_autotune", "cpu", accumulates=True).options["mode"].endswith("no-cudagraphs")
-    monkeypatch.setattr("ptfast.core.devices.lack_of_cuda_graphs", lambda device: None)
+    monkeypatch.setattr("ptfast.techniques.compile.compilation.compiler", lambda section, device: None)
     with pytest.raises(ConfigError, match="overwrites the gradients"):
         Compilation("reduce_overhead", "cpu", accumulates=True)
 
