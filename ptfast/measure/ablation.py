@@ -26,8 +26,8 @@ from ptfast.measure.experiment.plan import (
     fit,
 )
 from ptfast.measure.experiment.verdicts import Effect, judge
-from ptfast.measure.experiment.warm_parent import LEAST_TURNS
-from ptfast.measure.worth import Worth, in_threes, optimizer_log_odds
+from ptfast.measure.experiment.warm_parent import LEAST_TURNS, Request
+from ptfast.measure.worth import Worth, estimate_optimizers, in_threes, optimizer_log_odds
 from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
@@ -39,7 +39,7 @@ GAIN = 0.005
 """Smallest expected gain of a switch that is picked."""
 LEAST_BLOCKS = 3
 OPTIMIZER_S = 0.8
-"""Seconds of the steps that show what part an optimizer takes of them."""
+"""Seconds to train to measure an optimizer's share of a step."""
 NOTHING = "it changes nothing here"
 REFUSED = "it cannot be set beside the pick"
 SEED = 0
@@ -64,7 +64,7 @@ class Ablation:
         self.apart: list[Worth] = []
         """Those that are measured beside the pick."""
         self.log_odds: list[float] = []
-        """Of the pick's optimizer: the part that it takes of a step, in each run beside another."""
+        """Of the share of a step of the pick's optimizer, one for each run beside others."""
         self.process_sd: float | None = None
         """How much two processes of one config differ, as a part."""
         self.factors: list[Factor] = []
@@ -93,7 +93,7 @@ class Ablation:
             each.raise_failure()
         self.plain = found[0]
         timed_s = max(self.laboratory.timed_s, LEAST_TURNS * self.plain.facts.get("least_turn_s", 0.0))
-        self._block_s = 4 * (self._look_s + timed_s)
+        self._block_s = 4 * (self._look_s + Request.warm_s + timed_s)
         return self.plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
@@ -107,7 +107,7 @@ class Ablation:
             except PtfastError as error:
                 finding.why = str(error.what)
             finding.is_apart = not finding.why and finding.is_outside
-        # What may be picked comes first, if the budget does not reach all.
+        # After optimizers, which are quick, what may be picked comes first: the budget may not reach all.
         self.apart = [finding for finding in self.findings if finding.is_apart]
         self.apart.sort(key=lambda finding: finding.technique.kind == "training")
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
@@ -140,6 +140,8 @@ class Ablation:
         self._measure_apart(CONFIRM * start_s)
         self._confirm()
         self._judge()
+        for finding in self.apart:
+            finding.why = finding.why or (NOT_REACHED if finding.effect is None else "")
 
     @property
     def measured(self) -> list[tuple[Worth, Effect]]:
@@ -150,7 +152,7 @@ class Ablation:
     def _measure_plan(self, reserve_s: float) -> None:
         """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart.
 
-        In any case there is time left for the optimizers, once, and the shortest confirmation.
+        Time is left in any case for the optimizers, once, and for the shortest confirmation.
         """
         if not self.factors:
             return
@@ -196,21 +198,24 @@ class Ablation:
     def _measure_apart(self, reserve_s: float) -> None:
         """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain.
 
-        The first round may take time from the confirmation, of which `reserve_s` is kept later.
+        The first round may use time reserved for the confirmation; later ones leave `reserve_s`.
         """
         for finding in self.apart:
             if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
                 finding.why = REFUSED
         chunks = in_threes([finding for finding in self.apart if not finding.why])
-        kept_s = [min(reserve_s, LEAST_BLOCKS * self._block_s)] * len(chunks)
-        while chunks and self.laboratory.left_s - self._seconds_of(chunks[0]) > (kept_s or [reserve_s])[0]:
-            chunk, kept_s = chunks.pop(0), kept_s[1:]
+        least_s = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s)
+        kept_s = [least_s] * len(chunks)
+        while chunks:
+            chunk, keeps_s = chunks.pop(0), kept_s.pop() if kept_s else max(least_s, reserve_s)
+            if self.laboratory.left_s - self._seconds_of(chunk) < keeps_s:
+                continue
             beside = [[], *([each.technique] for each in chunk)]
             words = [self._words([*self.picked, *each]) for each in beside]
             with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
-                if chunk[0].sets_optimizer:
-                    pick, *found = self.laboratory.look(words, warm_s=OPTIMIZER_S)
-                    self.log_odds += [] if pick.why else [optimizer_log_odds(pick)]
+                if self._by_share(chunk):
+                    pick, *found = self.laboratory.look(words, timed_s=OPTIMIZER_S)
+                    self.log_odds += optimizer_log_odds(pick)
                 else:
                     pick, *found = self.laboratory.measure(words)
             for finding, measured in zip(chunk, found, strict=True):
@@ -279,9 +284,13 @@ class Ablation:
         else:
             sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_pick)) / dof)
         self.process_sd = math.sqrt(2) * sd or None
-        for finding in self.apart:
-            if finding.beside and sd:
-                finding.estimate_beside(self.log_odds, sd, dof)
+        beside = [finding for finding in self.apart if finding.beside]
+        optimizers = [finding for finding in beside if finding.sets_optimizer and self.log_odds]
+        if optimizers:
+            estimate_optimizers(optimizers, self.log_odds, sd, dof)
+        for finding in beside if sd else ():
+            if finding not in optimizers:
+                finding.estimate_beside(sd, dof)
         verdicts = judge([finding.effect for finding in self.findings])
         for finding, verdict in zip(self.findings, verdicts, strict=True):
             finding.verdict = "not applicable" if finding.why else verdict
@@ -333,9 +342,13 @@ class Ablation:
 
     def _seconds_of(self, chunk: Sequence[Worth]) -> float:
         """The time that techniques take beside the pick in one block."""
-        if chunk[0].sets_optimizer:
-            return (len(chunk) + 1) * (self._look_s + OPTIMIZER_S)
+        if self._by_share(chunk):
+            return (len(chunk) + 1) * (self._look_s + 1.3 * OPTIMIZER_S)
         return max(self._block_s, 1.1 * self.laboratory.block_s)
+
+    def _by_share(self, chunk: Sequence[Worth]) -> bool:
+        """Return True for optimizers, if this run tells which part of a step they take."""
+        return chunk[0].sets_optimizer and bool(self.plain and self.plain.facts.get("tells_shares"))
 
     def _status(self, text: str) -> AbstractContextManager[None]:
         return terminal_display().status(text, self.laboratory.left_s)

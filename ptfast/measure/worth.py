@@ -39,8 +39,8 @@ class Worth:
     is_apart: bool = False
     """Measured beside the pick, not in the plan."""
     beside: list[float] = field(default_factory=list)
-    """Of each run beside the pick: the log ratio of speeds; of an optimizer's, the part that it takes of a
-    step, as log odds."""
+    """One value for each run beside the pick: the log ratio of speeds, or for an optimizer the log odds of
+    its share of a step."""
 
     @property
     def verdict_text(self) -> str:
@@ -72,35 +72,46 @@ class Worth:
     def note_beside(self, measured: TrialResult, pick: TrialResult) -> None:
         """Note a run with it beside the pick, of a block with a run of the pick alone."""
         self.note(measured, pick)
-        if self.sets_optimizer and not measured.why:
-            self.beside.append(optimizer_log_odds(measured))
-        elif measured.time is not None and pick.time is not None:
-            self.beside.append(pick.time - measured.time)
+        if measured.time is None or pick.time is None:
+            return
+        share = optimizer_log_odds(measured) if self.sets_optimizer else []
+        self.beside += share or [pick.time - measured.time]
 
-    def estimate_beside(self, pick: Sequence[float], sd: float, dof: float) -> None:
-        """Estimate the effect from the runs beside the pick, between whose processes times differ by `sd`.
-
-        An optimizer changes one phase of a step. What part it takes shows in a single process, whatever the
-        speed of that; as wholes, two processes of one config differ more than most optimizers do.
-
-        Args:
-            pick: log odds of the pick's own optimizer, in as many runs.
-        """
-        if not self.sets_optimizer:
-            se = sd * math.sqrt(2 / len(self.beside))
-            self.effect = Effect(statistics.fmean(self.beside), se, dof)
-        elif pick:
-            if len(pick) > 2:
-                sd, dof = max((sd, dof), (statistics.stdev(pick), len(pick) - 1.0))
-            of_pick, own = (1 / (1 + math.exp(-statistics.fmean(each))) for each in (pick, self.beside))
-            se = sd * math.hypot(of_pick / math.sqrt(len(pick)), own / math.sqrt(len(self.beside)))
-            self.effect = Effect(math.log((1 - own) / (1 - of_pick)), se, dof)
+    def estimate_beside(self, sd: float, dof: float) -> None:
+        """Estimate the effect from runs beside the pick, if times of processes differ by `sd`."""
+        se = sd * math.sqrt(2 / len(self.beside))
+        self.effect = Effect(statistics.fmean(self.beside), se, dof)
 
 
-def optimizer_log_odds(measured: TrialResult) -> float:
-    """The logarithm of a run's time in the optimizer's step over the time outside."""
-    part = min(max(measured.facts["optimizer"], 1e-4), 1 - 1e-4)
-    return math.log(part / (1 - part))
+def optimizer_log_odds(measured: TrialResult) -> list[float]:
+    """The log odds of the optimizer's share of a step in a run; empty where it is unknown."""
+    shares = measured.facts.get("optimizers")
+    if not shares:
+        return []
+    share = min(max(statistics.median(shares), 1e-4), 1 - 1e-4)
+    return [math.log(share / (1 - share))]
+
+
+def estimate_optimizers(findings: Sequence[Worth], pick: Sequence[float], sd: float, dof: float) -> None:
+    """Estimate the effects of optimizers from their shares of a step.
+
+    An optimizer changes one phase of a step. Its share can be measured within one process, so that most of
+    the difference between two processes cancels.
+
+    Args:
+        pick: log odds of the share of the pick's own optimizer, one for each run.
+        sd, dof: of the logarithm of whole steps, which stand in where no optimizer ran twice.
+    """
+    runs = [pick, *(each.beside for each in findings)]
+    if (own_dof := sum(len(each) - 1 for each in runs)) > 1:
+        dof = own_dof
+        squares = sum((value - statistics.fmean(each)) ** 2 for each in runs for value in each)
+        sd = math.sqrt(squares / dof)
+    of_pick = 1 / (1 + math.exp(-statistics.fmean(pick)))
+    for finding in findings:
+        own = 1 / (1 + math.exp(-statistics.fmean(finding.beside)))
+        se = sd * math.hypot(of_pick / math.sqrt(len(pick)), own / math.sqrt(len(finding.beside)))
+        finding.effect = Effect(math.log((1 - own) / (1 - of_pick)), se, dof)
 
 
 def in_threes(findings: Sequence[Worth]) -> list[list[Worth]]:

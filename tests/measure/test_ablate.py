@@ -77,7 +77,8 @@ class Planted(Laboratory):
             speed = self.given_speed
         facts = {"meets": ["images", "convolutions", "batchnorm"], "loss": 2.0, "peak_memory_bytes": 2**30}
         # Muon's step takes half of the time, and another optimizer's a fifth.
-        facts["optimizer"] = (0.5 if "optimizer=muon" in words else 0.2) * self._draws.gauss(1, 0.01)
+        share = 0.5 if "optimizer=muon" in words else 0.2
+        facts |= {"tells_shares": True, "optimizers": [share * self._draws.gauss(1, 0.01) for _ in range(2)]}
         time = math.log(1e-3 / speed) + self._draws.gauss(0, 0.01)
         return TrialResult(tuple(words), time if request.timed_s else None, "", facts)
 

@@ -21,7 +21,7 @@ from ptfast.measure.experiment.plan import (
     hadamard,
     turn_means,
 )
-from ptfast.measure.experiment.warm_parent import Request
+from ptfast.measure.experiment.warm_parent import Request, plan_turns
 
 
 @pytest.mark.parametrize("least", [2, 4, 5, 12, 13, 20, 36, 45])
@@ -68,6 +68,16 @@ def simulate(
         ]
         times.append(turn_means([[time + draws.gauss(0, 0.01) for time in own] for _ in range(4)]))
     return blocks, times
+
+
+def test_turns_are_on_the_same_batches_or_equally_long() -> None:
+    def warm(step_s: float, steps: int, lead_steps: int) -> dict[str, float]:
+        return {"step_s": step_s, "least_turn_s": step_s, "lead_steps": lead_steps, "steps": steps}
+
+    request = Request([], turn_s=0.05)
+    assert plan_turns(request, [warm(0.01, 9, 1), warm(0.02, 5, 0)]) == [(5, 1, 0), (5, 1, 4)]
+    # A step of the one takes as long as 300 of the other.
+    assert plan_turns(request, [warm(0.09, 5, 0), warm(0.0003, 900, 1)]) == [(1, 0, 0), (167, 1, 0)]
 
 
 def test_one_level_has_no_effect() -> None:

@@ -80,14 +80,14 @@ class Laboratory:
         return self.budget_s - (time.monotonic() - self._start_s)
 
     def look(
-        self, configs: Sequence[Sequence[str]], *, warm_s: float = 0.0, asks: bool = False
+        self, configs: Sequence[Sequence[str]], *, timed_s: float = 0.0, asks: bool = False
     ) -> list[TrialResult]:
-        """Build each config once and train two steps, or for `warm_s` seconds, but in no turns.
+        """Build each config once and train two steps; then for `timed_s` seconds, if any, in few turns.
 
         With `asks`, the facts of each hold `data`, too: what decides which loaders make sense.
         """
-        configs = [list(words) for words in configs]
-        return self._request(Request(configs, timed_s=0.0, warm_s=warm_s, asks=asks))
+        configs, warm_s = [list(words) for words in configs], timed_s / 3
+        return self._request(Request(configs, timed_s, least_turns=2, warm_s=warm_s, asks=asks))
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare.
@@ -96,7 +96,7 @@ class Laboratory:
         """
         start_s = time.monotonic()
         seed = len(self.blocks) + self.num_again
-        request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed)
+        request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed=seed)
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
         systems = [each.facts["systems"] for each in found if each.facts.get("systems")]

@@ -221,9 +221,10 @@ class Segments:
         self.step_s = 0.0
         """Of the last warm-up."""
         self.lead_steps = 0
-        """Steps before each segment that do not count: on prefetched batches, and to warm caches."""
+        """Untimed steps before each segment, which use up prefetched batches and warm the caches."""
         self._num_tokens: Tensor | None = None
         self._memory: tuple[int, str] | None = None
+        self._is_alone = run.device.type == "cpu" and run.ranks.num_ranks == 1
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may be prefetched when a segment begins.
@@ -241,6 +242,8 @@ class Segments:
             "environment": run_directory.environment([]),
             "resolved": asdict(run.resolved),
             "batch_size": run.batch_size,
+            # A GPU's phases are known of few steps, and those of a task's own step as a whole.
+            "tells_shares": self._is_alone and self.trainer.optimizers is None,
             "meets": [need for need, is_met in needs.items() if is_met],
             "build_s": time.perf_counter() - start_s,
             "built_bytes": peak_memory_bytes(run.device.type),
@@ -252,14 +255,12 @@ class Segments:
         Losses are read after each step: the mean of the first two tells apart runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
-        in_optimizer = [self.run.clock.ledger()["optimizer"]]
         # This compiles.
         self._batches = self.trainer.warm_up(self._batches)
         while True:
             start_s = time.perf_counter()
             losses.append(self._take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
-            in_optimizer.append(self.run.clock.ledger()["optimizer"])
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
             if len(times) >= LEAST_STEPS and elapsed_s > most_s:
                 break
@@ -267,17 +268,14 @@ class Segments:
                 half = (len(times) + 1) // 2
                 if statistics.median(times[half:]) >= STEADY * statistics.median(times[1:half]):
                     break
-        steady = len(times) // 2
-        self.step_s = statistics.median(times[steady:])
+        self.step_s = statistics.median(times[len(times) // 2 :])
         self.lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
         self._rest()
-        is_alone = self.run.device.type == "cpu" and self.run.ranks.num_ranks == 1
-        is_quick = is_alone and self._prefetched_steps < 2
+        is_quick = self._is_alone and self._prefetched_steps < 2
         return {
             "steps": len(times),
             "step_s": self.step_s,
             "lead_steps": self.lead_steps,
-            "optimizer": (in_optimizer[-1] - in_optimizer[steady]) / sum(times[steady:]),
             "least_turn_s": max(self.step_s, 0.0 if is_quick else LONG_TURN_S),
             "loss": statistics.fmean(losses[:LEAST_STEPS]),
             "compiles": self.run.compilation is not None,
@@ -291,12 +289,12 @@ class Segments:
         if lead_steps:
             self._take(lead_steps)
         self._num_tokens = None
-        samples, waited_s = progress.samples, clock.ledger()["data"]
+        samples, spent_s = progress.samples, clock.ledger()
         before = ProcessorTimes.read()
         self._take(num_steps)
         after = ProcessorTimes.read()
-        waited_s, samples = clock.ledger()["data"] - waited_s, progress.samples - samples
-        wall_s = mean_over_ranks(after.wall_s - before.wall_s, run)
+        spent_s = {cause: now_s - spent_s[cause] for cause, now_s in clock.ledger().items()}
+        samples, wall_s = progress.samples - samples, mean_over_ranks(after.wall_s - before.wall_s, run)
         processor_s = sum_and_read([after.own_s - before.own_s], run.device, run.ranks)[0]
         if self._memory is None:
             workers = [process.pid for process in multiprocessing.active_children() if process.pid]
@@ -311,9 +309,11 @@ class Segments:
             "samples_per_s": samples / wall_s,
             "memory": self._memory,
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
-            "waiting": mean_over_ranks(waited_s, run) / wall_s,
+            "waiting": mean_over_ranks(spent_s["data"], run) / wall_s,
             "system": before.until(after, processor_s),
         }
+        if self.facts["tells_shares"]:
+            result["optimizer"] = spent_s["optimizer"] / wall_s
         self._rest()
         return result
 

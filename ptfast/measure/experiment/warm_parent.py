@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,8 @@ ANSWER_S = 120.0
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
 LEAST_TURNS, MOST_TURNS = 4, 24
+ALIKE = 2.5
+"""Trials whose steps differ in time by no more than this factor train on the same batches."""
 _REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
 """The prefix of an error's line, and the place of its key, which a trial's config does not have."""
 
@@ -61,10 +63,10 @@ class Request:
     configs: list[list[str]]
     """Arguments of each trial."""
     timed_s: float = 0.7
-    """Seconds of training that are timed, in `LEAST_TURNS` or more, there and back; 0 for none."""
+    """Seconds of training that are timed, in `least_turns` or more, there and back; 0 for none."""
     turn_s: float = 0.05
-    """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better. All
-    trials of a block take as many steps in a turn, on the same batches where their configs allow."""
+    """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better."""
+    least_turns: int = LEAST_TURNS
     seed: int = 0
     """Seed of the shift of each process's heap."""
     warm_s: float = 0.6
@@ -91,10 +93,34 @@ def _ask(trial: Processes, found: dict[str, Any], what: str, *arguments: float) 
             answer = {"error": f"its process {ended}"}
         answers.append(answer)
     answer = next((answer for answer in answers if "error" in answer), answers[0])
-    for name in ("time", "waiting", "system"):
+    for name in ("time", "waiting", "system", "optimizer"):
         if name in answer:
             found.setdefault(f"{name}s", []).append(answer.pop(name))
     found |= answer
+
+
+class Turn(NamedTuple):
+    """What a trial does in a turn."""
+
+    num_steps: int
+    lead_steps: int
+    """Untimed, before those."""
+    behind: int
+    """Untimed as well, once, to come to the batches that other trials have come to."""
+
+
+def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[Turn]:
+    """The turns of trials that are warm: on the same batches if their speeds are alike, else equally long."""
+    turns = [
+        Turn(max(1, round(max(request.turn_s, each["least_turn_s"]) / each["step_s"])), each["lead_steps"], 0)
+        for each in warm
+    ]
+    steps_s = [each["step_s"] for each in warm]
+    if max(steps_s) > ALIKE * min(steps_s):
+        return turns
+    num_steps, lead_steps, _ = map(max, zip(*turns, strict=True))
+    last_step = max(each["steps"] for each in warm)
+    return [Turn(num_steps, lead_steps, last_step - each["steps"]) for each in warm]
 
 
 class WarmParent:
@@ -125,17 +151,13 @@ class WarmParent:
                 if request.asks and index in trials:
                     ask(index, "data")
             if request.timed_s and trials:
-                warm = [found[index] for index in trials]
-                num_steps = max(
-                    round(max(request.turn_s, each["least_turn_s"]) / each["step_s"]) for each in warm
-                )
-                lead_steps, at_step = (max(each[name] for each in warm) for name in ("lead_steps", "steps"))
-                turn_s = num_steps * statistics.fmean(each["step_s"] for each in warm)
-                num_turns = 2 * max(round(request.timed_s / turn_s / 2), LEAST_TURNS // 2)
+                turns = dict(zip(trials, plan_turns(request, [found[i] for i in trials]), strict=True))
+                turn_s = statistics.fmean(turns[i].num_steps * found[i]["step_s"] for i in trials)
+                num_turns = 2 * max(round(request.timed_s / turn_s / 2), request.least_turns // 2)
                 for turn in range(min(num_turns, MOST_TURNS)):
                     for index in sorted(trials, reverse=turn % 2 == 1):
-                        behind = 0 if turn else at_step - found[index]["steps"]
-                        ask(index, "train", num_steps, lead_steps + behind)
+                        num_steps, lead_steps, behind = turns[index]
+                        ask(index, "train", num_steps, lead_steps + (0 if turn else behind))
         finally:
             for trial in trials.values():
                 end_ranks(trial)
@@ -166,17 +188,15 @@ class WarmParent:
         how = str(loader.kind in HELD) if is_named else repr(loader)
         padding = sections.pop("batching")
         key, of_images = (json.dumps(sections | {"loader": how, "padding": p}) for p in (padding, None))
-        data = self._data.get(key) or self._data.get(of_images)
+        data = self._data.get(key) or (None if config.batching.pack else self._data.get(of_images))
         if data is None:
             choose = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
             data = self._data[key] = load_data(config, Ranks(), choose)
             if data.info.kind == "image" and data.choice is not None:
                 # What `auto` has decoded serves the loader that it chose, too; images are not padded.
-                chosen = str(data.choice.kind in HELD)
-                self._data |= {
-                    of_images: data,
-                    json.dumps(sections | {"loader": chosen, "padding": None}): data,
-                }
+                for loader_of in (how, str(data.choice.kind in HELD)):
+                    shared = sections | {"loader": loader_of, "padding": None}
+                    self._data.setdefault(json.dumps(shared), data)
         if not is_named:
             return data
         workers = int(loader.workers) if loader.kind == "workers" else 0
