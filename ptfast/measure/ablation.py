@@ -200,9 +200,17 @@ class Ablation:
 
         The first round may use time reserved for the confirmation; later ones leave `reserve_s`.
         """
-        for finding in self.apart:
-            if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
-                finding.why = REFUSED
+        bases = {True: self.picked, False: self.picked}
+
+        def is_refused(finding: Worth) -> bool:
+            beside = [*bases[finding.sets_optimizer], finding.technique]
+            return _tree_or_none(self._words(beside)) is None
+
+        if any(is_refused(finding) for finding in self.apart if finding.sets_optimizer):
+            # Not every optimizer takes the step kernel of the pick.
+            bases[True] = [technique for technique in self.picked if technique.family != "optimizer"]
+        for finding in filter(is_refused, self.apart):
+            finding.why = REFUSED
         chunks = in_threes([finding for finding in self.apart if not finding.why])
         least_s = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s)
         kept_s = [least_s] * len(chunks)
@@ -210,8 +218,8 @@ class Ablation:
             chunk, keeps_s = chunks.pop(0), kept_s.pop() if kept_s else max(least_s, reserve_s)
             if self.laboratory.left_s - self._seconds_of(chunk) < keeps_s:
                 continue
-            beside = [[], *([each.technique] for each in chunk)]
-            words = [self._words([*self.picked, *each]) for each in beside]
+            beside, base = [[], *([each.technique] for each in chunk)], bases[chunk[0].sets_optimizer]
+            words = [self._words([*base, *each]) for each in beside]
             with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
                 if self._by_share(chunk):
                     pick, *found = self.laboratory.look(words, timed_s=OPTIMIZER_S)
