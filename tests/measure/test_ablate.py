@@ -126,6 +126,14 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     assert len(receipt["weights"]) == 4 * len(receipt["plan"])
 
 
+def test_optimizers_without_the_step_kernel_of_the_pick(planted: type[Planted], in_tmp: Path) -> None:
+    planted.speeds = {"optimizer.foreach=true": 1.3}
+    receipt = ablated(in_tmp / "out")
+    assert receipt["pick"] == ["foreach optimizer step"]
+    found = {each["technique"]: each for each in receipt["findings"]}
+    assert found["muon"]["effect"]["ratio"] == pytest.approx(0.5 / 0.8, rel=0.03)
+
+
 def test_lower_precision_where_the_config_has_some(planted: type[Planted], in_tmp: Path) -> None:
     assert "bfloat16 autocast" in ablated(in_tmp / "out", "preset=fast")["pick"]
 
