@@ -164,8 +164,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="Other cores read, decode and augment the next batches during the training step.",
         claim="The training does not wait for its data, where cores are spare; the guide gives no figure.",
         source="PyTorch Performance Tuning Guide, 'Enable asynchronous data loading and augmentation'.",
-        measured="Samples of 20 ms for steps of 40 ms, on two cores: 381 samples/s with 8 workers and 44 "
-        "without. Samples that come at once: 372 to 376 with workers and 380 without.",
+        measured="Samples of 20 ms for steps of 40 ms, on two cores: 334 samples/s with 8 workers and 43 "
+        "without. resnet_digits, in memory: 7,180 to 7,930 with workers and 10,030 without.",
         command="python scripts/bench_find_workers.py",
         avoid="No core is free, or samples are already in memory: then handing batches over only costs time.",
         audit="num_workers=0 while the device waits for data.",
