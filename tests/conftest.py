@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
 import os
 import re
@@ -45,27 +44,6 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what libraries cache out of the home folder, in this process and in its children."""
     for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _sources_read_once() -> Iterator[None]:
-    """Parse sources of ptfast and torch, and list shipped groups, once: every config asks for them again."""
-    from ptfast.config.checks import target_keywords
-    from ptfast.config.files import paths
-
-    read, groups = target_keywords._source_names, paths.groups
-    remembered = functools.cache(read)
-    shipped = functools.cache(lambda root: groups())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            paths, "groups", lambda: groups() if paths.has_own() else [*shipped(paths.builtin_root())]
-        )
-        patch.setattr(
-            target_keywords,
-            "_source_names",
-            lambda path: remembered(path) if path.startswith(("ptfast.", "torch.")) else read(path),
-        )
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -160,10 +138,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have the garbage collector pass over what is loaded, all of torch, and seldom go through everything."""
+    """Have the garbage collector pass over what is loaded, all of torch."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 200)
 
 
 def _has_cuda() -> bool:

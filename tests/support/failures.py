@@ -15,5 +15,5 @@ def failures(check: Callable[[Case], None], cases: Iterable[Case]) -> list[str]:
         try:
             check(case)
         except Exception as error:
-            found.append(f"{case}: {type(error).__name__}: {error}")
+            found.append(f"{getattr(case, 'name', case)}: {type(error).__name__}: {error}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,8 +25,8 @@ class Forked:
 
     def __init__(self, act: Callable[[], int | None], env: Mapping[str, str] = {}) -> None:
         self.returncode: int | None = None
-        folder = Path(tempfile.mkdtemp())
-        self._said = [folder / "out", folder / "err"]
+        self._folder = Path(tempfile.mkdtemp())
+        self._said = [self._folder / "out", self._folder / "err"]
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
@@ -56,7 +57,9 @@ class Forked:
                 os.killpg(self.pid, signal.SIGKILL)
                 raise TimeoutError(f"still running after {timeout} s, and said {self._read()}")
             time.sleep(0.02)
-        return self._read()
+        said = self._read()
+        shutil.rmtree(self._folder)
+        return said
 
     def _read(self) -> tuple[str, str]:
         out, err = (path.read_text() for path in self._said)

@@ -51,7 +51,6 @@ def main(module: str, address: str, rank: int, num_ranks: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
     cases = import_module(module).cases
     gc.freeze()
-    gc.set_threshold(700, 10, 200)
     found = cases(Ranks(rank, rank, num_ranks, num_ranks))
     if rank == 0:
         torch.save(found, "cases.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -213,7 +214,7 @@ def _source_names(path: str) -> list[str] | None:
     place = Path(spec.submodule_search_locations[0], *parts)
     candidates = (place.with_name(f"{place.name}.py"), place / "__init__.py")
     file = next((file for file in candidates if file.is_file()), None)
-    for node in reversed(ast.parse(file.read_bytes()).body) if file else ():
+    for node in reversed(_parsed(file, file.stat().st_mtime_ns).body) if file else ():
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return _names_of(node, module)
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -221,6 +222,11 @@ def _source_names(path: str) -> list[str] | None:
                 if name == (alias.asname or alias.name):
                     return _source_names(f"{node.module}.{alias.name}")
     return None
+
+
+@functools.lru_cache
+def _parsed(file: Path, changed_ns: int) -> ast.Module:
+    return ast.parse(file.read_bytes())
 
 
 def _names_of(node: ast.ClassDef | ast.FunctionDef, module: str) -> list[str] | None:

@@ -72,13 +72,18 @@ def options(group: str) -> dict[str, Path]:
     """Option names of a group (or recipe names, for the group `recipe`) and their files, sorted."""
     found: dict[str, Path] = {}
     for root in reversed(roots()):
-        folder = root.recipes if group == RECIPES else root.conf / group
-        if folder.is_dir():
-            pattern = "**/*.yaml" if group == RECIPES else "*.yaml"
-            found |= {
-                file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.glob(pattern)
-            }
+        # The package's own files stay as they are; a config asks for them some fifty times.
+        found |= _shipped(root, group) if root == builtin_root() else _listed(root, group)
     return dict(sorted(found.items()))
+
+
+def _listed(root: Root, group: str) -> dict[str, Path]:
+    folder = root.recipes if group == RECIPES else root.conf / group
+    files = folder.glob("**/*.yaml" if group == RECIPES else "*.yaml")
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+_shipped = functools.cache(_listed)
 
 
 def recipe_file(name: str, folder: Path | None = None) -> Path | None:
