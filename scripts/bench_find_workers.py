@@ -161,7 +161,7 @@ def compare(name: str, words: list[str], rounds: int, seconds: float, folder: Pa
         kind = row.kind + ", read ahead" * row.read_ahead
         print(f"  {kind:<20} {row.workers:>3} {spread}{'  chosen' if row == chosen else ''}")
     ratio, rivals = medians[chosen] / medians[best], len(found["rivals"])
-    unsure = f", cannot tell it from {rivals} others" if rivals else ""
+    unsure = f", cannot tell it from {rivals} more" if rivals else ""
     label = chosen.kind if not chosen.workers else f"{chosen.workers} workers"
     print(
         f"{name}: {label} chosen in {took_s:.0f} s, {ratio:.3f} of the best of the grid{unsure}", flush=True

@@ -64,7 +64,7 @@ class Ablation:
         self.apart: list[Worth] = []
         """Those that are measured beside the pick."""
         self.log_odds: list[float] = []
-        """Of the share of a step of the pick's optimizer, one for each run beside others."""
+        """Of the share of a step that the pick's optimizer takes, one for each run beside others."""
         self.process_sd: float | None = None
         """How much two processes of one config differ, as a part."""
         self.factors: list[Factor] = []
@@ -212,11 +212,12 @@ class Ablation:
         for finding in filter(is_refused, self.apart):
             finding.why = REFUSED
         chunks = in_threes([finding for finding in self.apart if not finding.why])
-        least_s = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s)
-        kept_s = [least_s] * len(chunks)
+        kept_s, left_in_round = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s), len(chunks)
         while chunks:
-            chunk, keeps_s = chunks.pop(0), kept_s.pop() if kept_s else max(least_s, reserve_s)
-            if self.laboratory.left_s - self._seconds_of(chunk) < keeps_s:
+            if left_in_round == 0:
+                kept_s = max(kept_s, reserve_s)
+            chunk, left_in_round = chunks.pop(0), left_in_round - 1
+            if self.laboratory.left_s - self._seconds_of(chunk) < kept_s:
                 continue
             beside, base = [[], *([each.technique] for each in chunk)], bases[chunk[0].sets_optimizer]
             words = [self._words([*base, *each]) for each in beside]
@@ -240,8 +241,8 @@ class Ablation:
         ]
         if gains:
             best, effect = max(gains, key=lambda gain: gain[1].interval()[0])
-            group = best.technique.alternatives
-            kept = [each for each in self.picked if group is None or each.alternatives != group]
+            group, base = best.technique.alternatives, bases[best.sets_optimizer]
+            kept = [each for each in base if group is None or each.alternatives != group]
             self.picked = [*kept, best.technique]
             best.expected = effect.log_ratio
 

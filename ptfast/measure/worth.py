@@ -100,13 +100,16 @@ def estimate_optimizers(findings: Sequence[Worth], pick: Sequence[float], sd: fl
 
     Args:
         pick: log odds of the share of the pick's own optimizer, one for each run.
-        sd, dof: of the logarithm of whole steps, which stand in where no optimizer ran twice.
+        sd, dof: of the logarithm of whole steps, which stand in where no optimizer ran twice; without an `sd`
+            nothing is estimated then.
     """
     runs = [pick, *(each.beside for each in findings)]
     if (own_dof := sum(len(each) - 1 for each in runs)) > 1:
         dof = own_dof
         squares = sum((value - statistics.fmean(each)) ** 2 for each in runs for value in each)
         sd = math.sqrt(squares / dof)
+    elif not sd:
+        return
     of_pick = 1 / (1 + math.exp(-statistics.fmean(pick)))
     for finding in findings:
         own = 1 / (1 + math.exp(-statistics.fmean(finding.beside)))
@@ -115,7 +118,7 @@ def estimate_optimizers(findings: Sequence[Worth], pick: Sequence[float], sd: fl
 
 
 def in_threes(findings: Sequence[Worth]) -> list[list[Worth]]:
-    """Techniques measured in one block with the pick: optimizers first, then others."""
+    """Blocks of techniques to measure with the pick: optimizers first, then others."""
     found: list[list[Worth]] = []
     for sets_optimizer in (True, False):
         kin = [each for each in findings if each.sets_optimizer == sets_optimizer]

@@ -25,6 +25,7 @@ from ptfast.measure import ablate_run
 from ptfast.measure.ablate_run import COMPILES, choose
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.warm_parent import Request
+from ptfast.measure.worth import Worth, estimate_optimizers
 
 Capture = pytest.CaptureFixture[str]
 WORDS = ("model=resnet_digits", "model.width=4", "device=cpu")
@@ -132,6 +133,16 @@ def test_optimizers_without_the_step_kernel_of_the_pick(planted: type[Planted], 
     assert receipt["pick"] == ["foreach optimizer step"]
     found = {each["technique"]: each for each in receipt["findings"]}
     assert found["muon"]["effect"]["ratio"] == pytest.approx(0.5 / 0.8, rel=0.03)
+
+
+def test_shares_of_single_runs_tell_nothing_until_a_deviation_is_known() -> None:
+    finding = Worth(technique_named("muon"), beside=[0.1])
+    estimate_optimizers([finding], [0.2], sd=0.0, dof=1)
+    assert finding.effect is None
+    estimate_optimizers([finding], [0.2], sd=0.03, dof=4)
+    assert finding.effect is not None
+    low, high = finding.effect.interval()
+    assert low < 1 < high
 
 
 def test_lower_precision_where_the_config_has_some(planted: type[Planted], in_tmp: Path) -> None:

@@ -242,7 +242,7 @@ class Segments:
             "environment": run_directory.environment([]),
             "resolved": asdict(run.resolved),
             "batch_size": run.batch_size,
-            # A GPU's phases are known of few steps, and those of a task's own step as a whole.
+            # A GPU's clock times the phases of few steps, and a task's own step is a single phase.
             "tells_shares": self._is_alone and self.trainer.optimizers is None,
             "meets": [need for need, is_met in needs.items() if is_met],
             "build_s": time.perf_counter() - start_s,

@@ -106,7 +106,7 @@ class Turn(NamedTuple):
     lead_steps: int
     """Untimed, before those."""
     behind: int
-    """Untimed as well, once, to come to the batches that other trials have come to."""
+    """Untimed as well, before the first turn only, to catch up with the batches of other trials."""
 
 
 def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[Turn]:
