@@ -25,6 +25,7 @@ class Forked:
 
     def __init__(self, act: Callable[[], int | None], env: Mapping[str, str] = {}) -> None:
         self.returncode: int | None = None
+        self._ended = "", ""
         self._folder = Path(tempfile.mkdtemp())
         self._said = [self._folder / "out", self._folder / "err"]
         self.pid = os.fork()
@@ -57,9 +58,10 @@ class Forked:
                 os.killpg(self.pid, signal.SIGKILL)
                 raise TimeoutError(f"still running after {timeout} s, and said {self._read()}")
             time.sleep(0.02)
-        said = self._read()
-        shutil.rmtree(self._folder)
-        return said
+        if self._folder.exists():
+            self._ended = self._read()
+            shutil.rmtree(self._folder)
+        return self._ended
 
     def _read(self) -> tuple[str, str]:
         out, err = (path.read_text() for path in self._said)
