@@ -73,8 +73,10 @@ def ablate(
             if needed_s > laboratory.left_s:
                 raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
             ablation.look(techniques)
-            more = f"{len(ablation.apart)} more are measured beside the best of them"
-            say(f"{len(ablation.factors)} switches are set at once in every trial, {more}")
+            switches = (
+                "1 switch is" if len(ablation.factors) == 1 else f"{len(ablation.factors)} switches are"
+            )
+            say(f"{switches} set at once in every trial, and {len(ablation.apart)} measured beside the best")
             ablation.run()
         except KeyboardInterrupt:
             say("interrupted: this is what was found by then")
@@ -217,7 +219,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             noun = "run lies" if doubted == 1 else "runs lie"
             say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")
     if any(finding.is_apart for finding, _ in ablation.measured):
-        say("beside: measured in a block with the pick, not in the plan")
+        say("beside: measured with the pick, not in the plan; on a CPU, an optimizer by its share of a step")
     if any(finding.verdict_text.endswith("per step") for finding, _ in ablation.measured):
         say("faster per step: ptfast race measures if the same loss is reached sooner")
     if again := ablation.laboratory.num_again:

@@ -25,6 +25,7 @@ from ptfast.measure.experiment.plan import (
     draw_blocks,
     fit,
 )
+from ptfast.measure.experiment.trial import WARM_S, WARM_STEPS
 from ptfast.measure.experiment.verdicts import Effect, judge
 from ptfast.measure.experiment.warm_parent import LEAST_TURNS, Request
 from ptfast.measure.worth import Worth, estimate_optimizers, in_threes, optimizer_log_odds
@@ -92,8 +93,10 @@ class Ablation:
         for each in found:
             each.raise_failure()
         self.plain = found[0]
-        timed_s = max(self.laboratory.timed_s, LEAST_TURNS * self.plain.facts.get("least_turn_s", 0.0))
-        self._block_s = 4 * (self._look_s + Request.warm_s + timed_s)
+        step_s, turn_s = (self.plain.facts.get(name, 0.0) for name in ("step_s", "least_turn_s"))
+        warm_s = min(Request.warm_s, max(WARM_S, WARM_STEPS * step_s))
+        timed_s = max(self.laboratory.timed_s, LEAST_TURNS * turn_s)
+        self._block_s = 4 * (self._look_s + warm_s + timed_s)
         return self.plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
@@ -170,7 +173,7 @@ class Ablation:
                 least_s = reserve_s
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
-            with self._status(f"measuring block {len(self.blocks) + 1} of {len(self.factors)} factors"):
+            with self._status(f"measuring the plan: block {len(self.blocks) + 1}"):
                 self.runs.append(laboratory.measure([words_of(run) for run in block]))
             self.blocks.append(block)
         self.estimate()
