@@ -22,7 +22,7 @@ MARK = "<!-- Below: written by scripts/doc_tables.py -->"
 """The text above it on the page is written by hand."""
 FOR_RECIPES = {
     *("adamw_onecycle", "adamw_gpt", "adamw_gpt2", "adamw_text", "adamw_finetune", "sgd_imagenet"),
-    *("resnet_digits", "gpt2_124m"),
+    *("resnet_digits", "gpt2_124m", "muon_airbench94", "sgd_airbench96"),
 }
 """Options with a recipe's numbers, which the table of groups leaves out."""
 GROUP = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?: \([^()]*\))? ?)*)(.*) \|$")

@@ -21,12 +21,14 @@ TEXT = ("data=text_tsv", "data.root=FILES", "batch_size=8")
 RUNNING_TEXT = ("data=text_file", "data.path=FILES/text.txt", "data.context_length=16", "batch_size=8")
 SMALL = ("model=mlp", "model.hidden=[16]")
 WORDS = ("model=text_encoder", "model.width=16")
+AIRBENCH = ("model.widths=[4,8]", "model.whitening=3")
 TINY_GPT = ("model=gpt", "model.width=16", "model.depth=1")
 SEGMENTER = ("model=custom", "model._target_=stand_ins.Segmenter", "batch_size=8")
 FEW = ("data.val=20samples", "batch_size=10")
 """Of the digits: a residual network then has no last batch of one sample, and little to evaluate."""
 WITH: dict[str, Words] = {
     "data/cifar10": ("data.root=FILES/cifar10",),
+    "augment/airbench96": ("augment.cutout=4",),
     "data/cifar100": ("data.root=FILES/cifar100",),
     "data/imagefolder": ("data.root=FILES/images",),
     "data/mask_folder": ("data.root=FILES/masked", *SEGMENTER),
@@ -46,6 +48,8 @@ WITH: dict[str, Words] = {
     "model/timm": (*FEW, "model.name=resnet10t"),
     "model/torchvision": FEW,
     "model/custom": ("model._target_=stand_ins.Net",),
+    "model/airbench94": (*FEW, *AIRBENCH),
+    "model/airbench96": (*FEW, *AIRBENCH),
     "model/resnet9": (*FEW, "model.width=8"),
     **{f"model/resnet{name}": FEW for name in ("20", "32", "44", "56", "110", "_digits")},
 }

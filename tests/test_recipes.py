@@ -12,7 +12,10 @@ from ptfast.training.fit import fit
 
 TINY_BERT = ("model.dim=16", "model.hidden_dim=16", "model.n_layers=1", "model.n_heads=2")
 SMALL_IMAGES = ("data.image_size=32", "batch_size=8", "model.weights=null")
+TINY_CIFAR = ("data.root=FILES/cifar10", "batch_size=8", "model.widths=[4,8]")
 SMALL = {
+    "cifar_speedrun": TINY_CIFAR,
+    "cifar_speedrun_96": TINY_CIFAR,
     "distilbert_text": (
         *("data.root=FILES", "data.tokenizer=words", "model.name=distilbert", "model.weights=null"),
         *("batch_size=8", *TINY_BERT),

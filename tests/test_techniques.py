@@ -78,6 +78,8 @@ SAME_NUMBERS_ELSEWHERE = {
     "optimizer/adamw_gpt2": "optimizer/adamw",
     "optimizer/adamw_onecycle": "optimizer/adamw",
     "optimizer/adamw_text": "optimizer/adamw",
+    "optimizer/muon_airbench94": "optimizer/muon",
+    "optimizer/sgd_airbench96": "optimizer/sgd",
     "optimizer/sgd_cifar": "optimizer/sgd",
     "optimizer/sgd_imagenet": "optimizer/sgd",
 }

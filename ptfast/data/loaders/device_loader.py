@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,18 +19,23 @@ from ptfast.data.sampling.sampler import Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
-from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes
+from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes, reflected
 
 
 class ResidentImages:
     """Images on a device, with `padding` of the value `fill`, out of which batches are gathered and cropped.
 
-    They are (samples, height, width, channels), and uint8 except for masks. Mirroring takes no memory.
+    With `reflect`, images continue mirrored beyond their edges instead. They are (samples, height, width,
+    channels), and uint8 except for masks. Mirroring takes no memory.
     """
 
-    def __init__(self, images: Tensor, padding: int, fill: int = 0) -> None:
+    def __init__(self, images: Tensor, padding: int, fill: int = 0, *, reflect: bool = False) -> None:
         samples, height, width, channels = images.shape
-        if padding:
+        if reflect:
+            for dim, length in ((1, height), (2, width)):
+                index = as_tensor(reflected(length, padding)).to(images.device)
+                images = images.index_select(dim, index)
+        elif padding:
             padded = images.new_full((samples, height + 2 * padding, width + 2 * padding, channels), fill)
             padded[:, padding : padding + height, padding : padding + width] = images
             images = padded
@@ -134,13 +140,14 @@ class DeviceBatches(ChunkedBatches):
         inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
         width = 4 if source.images else inputs.element_size()
         super().__init__(sampler, prepare, inputs[0].numel() * width)
-        self._inputs = ResidentImages(inputs, augment.crop_padding) if source.images else inputs
+        padded = partial(ResidentImages, padding=augment.crop_padding, reflect=augment.reflects)
+        self._inputs = padded(inputs) if source.images else inputs
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
         self._target_shape = targets.shape[1:]
         self._targets: ResidentImages | Tensor = targets
         if augment.mask_fill is not None:
             masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
-            self._targets = ResidentImages(masks, augment.crop_padding, fill)
+            self._targets = padded(masks, fill=fill)
         self._epoch = -1
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:

@@ -25,6 +25,8 @@ class AugmentSection(Section):
 
     crop_padding: Natural = 0
     """Pixels of padding around an image before a random crop of its size."""
+    crop_padding_mode: Literal["constant", "reflect"] = "constant"
+    """`constant` pads with black, `reflect` with the pixels inside, mirrored at the edge."""
     flip: bool | Literal["alternating"] = False
     """Mirror half of the images, drawn anew every epoch; `alternating` turns each over every epoch."""
     resized_crop: tuple[Part, Part] | None = None
@@ -70,8 +72,9 @@ def one_way_of_cropping(augment: AugmentSection) -> PtfastError | None:
 def panel(augment: AugmentSection) -> dict[str, object]:
     """The random changes to images that are on."""
     parts, jitter = augment.resized_crop, ("brightness", "contrast", "saturation", "translation", "scaling")
+    reflected = "reflected " * (augment.crop_padding_mode == "reflect")
     images = {
-        f"crop after {augment.crop_padding} pixels of padding": augment.crop_padding,
+        f"crop after {augment.crop_padding} pixels of {reflected}padding": augment.crop_padding,
         "resized crop of {:.0%} to {:.0%}".format(*(parts or (0, 1))): parts,
         "alternating flip" if augment.flip == "alternating" else "flip": augment.flip,
         f"turn by up to {augment.rotation_degrees:g} degrees": augment.rotation_degrees,
@@ -117,7 +120,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="Jordan 2024, arXiv:2404.00498.",
         avoid="The mirror image means something else; in long runs the gain over random flips fades.",
         audit="RandomHorizontalFlip in a run of tens of epochs at most.",
-        about=("augment/alternating_flip",),
+        about=("augment/alternating_flip", "augment/airbench94"),
     ),
     _augment(
         name="cutout",
@@ -130,7 +133,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="DeVries, Taylor 2017, arXiv:1708.04552.",
         avoid="Short runs, which underfit anyway, and images whose class shows in one small place.",
         audit=_OVERFITTING,
-        about=("augment/cutout",),
+        about=("augment/cutout", "augment/airbench96"),
     ),
     _augment(
         name="colour jitter",
@@ -238,6 +241,12 @@ FAMILY = Family(
     name="augment",
     rules=(one_way_of_cropping,),
     unused=(
+        Unused(
+            ("augment.crop_padding_mode",),
+            lambda augment: augment.crop_padding > 0,
+            "without augment.crop_padding",
+            "augment.crop_padding=4",
+        ),
         Unused(
             ("augment.resized_ratio",),
             lambda augment: augment.resized_crop is not None,

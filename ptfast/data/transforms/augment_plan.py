@@ -56,7 +56,11 @@ class Augment(transforms.AugmentSection):
     @property
     def hides(self) -> bool:
         """True if some pixels may show nothing of the image."""
-        return self.crop_padding > 0 or self.bends or self.cutout > 0
+        return (self.crop_padding > 0 and not self.reflects) or self.bends or self.cutout > 0
+
+    @property
+    def reflects(self) -> bool:
+        return self.crop_padding > 0 and self.crop_padding_mode == "reflect"
 
     @property
     def colours(self) -> bool:
@@ -174,7 +178,8 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
     sides = info.input_shape[1:] if info.input_shape else ()
     for name in ("cutout", "crop_padding"):
-        if sides and (value := getattr(augment, name)) > min(sides):
+        most = min(sides, default=0) - (name == "crop_padding" and augment.reflects)
+        if sides and (value := getattr(augment, name)) > most:
             what = f"hides whole images of {sides[1]}x{sides[0]}"
             hint = f"Use augment.{name}={max(1, min(sides) // 4)}, say"
             raise ConfigError("C011", what, key=f"augment.{name}", value=value, suggestion=hint)

@@ -67,11 +67,11 @@ class MemoryBatches:
 
     def __init__(self, source: TensorSource, augment: Augment, holder: Holder | None = None) -> None:
         self._augment, self._targets = augment, source.targets
-        padding, mirrored = augment.crop_padding, bool(augment.flip)
-        self._windows = [RowWindows(source.inputs, padding, mirrored=mirrored, holder=holder)]
+        padding, more = augment.crop_padding, {"mirrored": bool(augment.flip), "reflect": augment.reflects}
+        self._windows = [RowWindows(source.inputs, padding, **more, holder=holder)]
         if augment.mask_fill is not None:
             masks, fill = planes(augment, source.targets)[..., None], augment.mask_fill
-            self._windows.append(RowWindows(masks, padding, mirrored=mirrored, fill=fill, holder=holder))
+            self._windows.append(RowWindows(masks, padding, **more, fill=fill, holder=holder))
         self._epoch, self._corners = -1, list[Indices]()
 
     def __call__(self, share: Share) -> Any:
@@ -104,7 +104,7 @@ def _crop_and_flip(
         images = torch.from_numpy(pixels)
     if not augment.crop_padding:
         return images
-    windows = RowWindows(images, augment.crop_padding, fill=fill)
+    windows = RowWindows(images, augment.crop_padding, fill=fill, reflect=augment.reflects)
     return windows.gather(windows.corners(np.arange(len(images)), top, left))
 
 
@@ -114,6 +114,7 @@ class RowWindows:
     Args:
         mirrored: keep mirrored copies behind the images, as slots `samples` to `2 * samples`.
         fill: the value of the padding.
+        reflect: pad with what lies inside, mirrored at the edges.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class RowWindows:
         *,
         mirrored: bool = False,
         fill: int = 0,
+        reflect: bool = False,
         holder: Holder | None = None,
     ) -> None:
         self._shape, self._dtype = images.shape[1:], images.numpy().dtype
@@ -132,6 +134,11 @@ class RowWindows:
             inside = (slice(None), slice(padding, padding + height), slice(padding, padding + width))
 
             def write(padded: Bytes) -> None:
+                if reflect:
+                    rows, columns = reflected(height, padding), reflected(width, padding)
+                    for copy, order in zip(padded, (columns, columns[::-1]), strict=False):
+                        np.take(np.take(pixels, rows, 1), order, 2, out=copy)
+                    return
                 if fill and padding:
                     padded[:] = images.new_full((images.shape[3],), fill).view(torch.uint8).numpy()
                 padded[0][inside] = pixels
@@ -159,6 +166,11 @@ class RowWindows:
     def gather(self, corners: Indices) -> Tensor:
         runs = self._runs[corners[:, None] + self._run_offsets]
         return torch.from_numpy(runs.view(self._dtype).reshape(len(corners), *self._shape))
+
+
+def reflected(length: int, padding: int) -> Indices:
+    """Where the pixels of a padded line come from, if it is mirrored at its ends."""
+    return np.pad(np.arange(length), padding, "reflect")
 
 
 def padded_bytes(augment: Augment, source: TensorSource) -> int:

@@ -12,7 +12,7 @@ import torch
 from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, train
 from test_augment import EVERYTHING
-from test_loaders import BOTH, NONE, colour, loader, same
+from test_loaders import BOTH, NONE, REFLECTED, colour, loader, same
 
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
@@ -25,7 +25,7 @@ ALL = {**BOTH, "cutout": 3, "brightness": 0.4, "contrast": 0.4, "rotation_degree
 SMALL = ("model.hidden=[16]", "batch_size=128", "steps=30", "log_every=5", "saving.every=10steps")
 
 
-@pytest.mark.parametrize("augment", [NONE, BOTH, {"crop_padding": 3}, {"flip": "alternating"}, ALL])
+@pytest.mark.parametrize("augment", [NONE, BOTH, REFLECTED, {"flip": "alternating"}, ALL])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_it_gives_the_batches_of_the_others(colour: Data, augment: dict[str, Any], channels_last: bool):
     words: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "micro_batches": 3}

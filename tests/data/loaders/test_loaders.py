@@ -28,6 +28,7 @@ from ptfast.data.transforms.augment_plan import Augment
 CPU = torch.device("cpu")
 NONE = {"crop_padding": 0, "flip": False}
 BOTH = {"crop_padding": 2, "flip": True}
+REFLECTED = {**BOTH, "crop_padding_mode": "reflect"}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def same(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
 
 @pytest.mark.parametrize("name", ["digits", "colour"])
 @pytest.mark.parametrize(
-    "augment", [NONE, BOTH, {"crop_padding": 0, "flip": True}, {"crop_padding": 3, "flip": False}]
+    "augment",
+    [NONE, BOTH, REFLECTED, {"crop_padding": 0, "flip": True}, {"crop_padding": 3, "flip": False}],
 )
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_every_kind_gives_the_same_bits(
@@ -120,10 +122,11 @@ def test_two_ranks_share_the_micro_batches_of_one(colour: Data):
     assert same(iter(alone), iter(joined)) == 10
 
 
-def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Data):
-    source, augment = colour.train, Augment(crop_padding=2, flip=True, seed=3)
+@pytest.mark.parametrize("wanted", [BOTH, REFLECTED])
+def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Data, wanted: dict[str, Any]):
+    source, augment = colour.train, Augment(**wanted, seed=3)
     assert isinstance(source, TensorSource)
-    batches = loader(colour, "memory", augment=BOTH, normalize=False, seed=3)
+    batches = loader(colour, "memory", augment=wanted, normalize=False, seed=3)
     for step in (0, 5, 9):
         (inputs, _), _ = next(batches.steps(step, step + 1)).micro_batches[0]
         (share,), _ = batches.batches.shares(step)
@@ -131,7 +134,8 @@ def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Dat
         assert len(set(zip(top, left, flipped, strict=True))) > 3
         for image, i, y, x, mirror in zip(inputs, share.indices, top, left, flipped, strict=True):
             expected = source.inputs[i].permute(2, 0, 1)
-            expected = torch.nn.functional.pad(expected.flip(2) if mirror else expected, (2, 2, 2, 2))
+            expected = expected.flip(2) if mirror else expected
+            expected = torch.nn.functional.pad(expected, (2, 2, 2, 2), augment.crop_padding_mode)
             expected = expected[:, y : y + 6, x : x + 10].float() * torch.tensor(1 / 255)
             assert torch.equal(image, expected)
 

@@ -89,6 +89,7 @@ class Streamed(IterableDataset[Any]):
 
 SPATIAL: dict[str, dict[str, Any]] = {
     "crop": {"crop_padding": 3},
+    "reflected crop": {"crop_padding": 3, "crop_padding_mode": "reflect"},
     "flip": {"flip": True},
     "alternating flip": {"flip": "alternating"},
     "affine": {"rotation_degrees": 30, "translation": 0.2, "scaling": 0.3},
