@@ -21,7 +21,7 @@ from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
-from ptfast.core.machine import ROOT, is_memory_error
+from ptfast.core.machine import ROOT, is_memory_error, others_cores, watch_others
 from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Kind
 from ptfast.core.tensors.trees import tensors_in
@@ -29,7 +29,6 @@ from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.traces import CallTrace, OperatorTrace, code_place, cuda_syncs
-from ptfast.measure.experiment.trial import ProcessorTimes
 from ptfast.measure.experiment.verdicts import Verdict
 from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
@@ -61,7 +60,6 @@ class Price:
     low_s: float | None = None
     high_s: float | None = None
     verdict: Verdict | None = None
-    """`faster` for the mended step is what a finding promises."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Finding:
     kind: Kind = "exact"
     """What mending it does to the result."""
     price: Price | None = None
-    """None if it was not measured."""
     trial: Trial | None = None
     """None if it cannot be tried in this process."""
     handled: bool = False
@@ -110,7 +107,8 @@ class AuditContext:
         switches = trainer.first_look.switches
         self.batch: Any = None
         """A micro-batch as the task takes it."""
-        self._shapes: set[Any] = set()
+        self.shapes: set[Any] = set()
+        """Of the inputs in all steps but the first."""
         self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
         with _noting_gradchecks(switches.found):
             self._batches = trainer.warm_up(self._batches)
@@ -120,12 +118,13 @@ class AuditContext:
             switches.look()
         self.aids = switches.found
         """Debugging aids of torch that are on, and where they were turned on."""
+        self.shapes.clear()
         self._time_steps()
         self.graph_breaks = _graph_breaks(run) - breaks_before
         """By reason; none where nothing is compiled."""
-        self.calls, self.syncs = CallTrace(run.device.type), dict[str, int]()
-        """Calls of `CALL_STEPS` steps, and waits for a CUDA device in as many, by place."""
-        waits = cuda_syncs() if run.device.type == "cuda" else nullcontext(self.syncs)
+        self.calls = CallTrace(run.device.type)
+        """Of `CALL_STEPS` steps, as are the waits for a CUDA device, by place."""
+        waits = cuda_syncs() if run.device.type == "cuda" else nullcontext(dict[str, int]())
         trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         trained: set[str] = set()
         with run.uncompiled(), ExitStack() as hooks:
@@ -138,9 +137,7 @@ class AuditContext:
             self._trace_operators()
         self.unused = [name for name in trainable if name not in trained]
         """Parameters that train and got no gradient in any step."""
-        self.evaluation = CallTrace(run.device.type)
-        """Of a batch that is evaluated."""
-        metrics = run.task.metrics().to(run.device)
+        self.evaluation, metrics = CallTrace(run.device.type), run.task.metrics().to(run.device)
         run.forward.eval()
         try:
             with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
@@ -148,7 +145,7 @@ class AuditContext:
         finally:
             run.forward.train()
         self.samples: SampleTrace | None = None
-        """None for a stream, which reading would consume, and for data in memory."""
+        """None for data in memory, and for a stream, which reading would consume."""
         if isinstance(source, MapSource) and source.storage != "memory":
             self.samples = trace_samples(source)
 
@@ -160,27 +157,22 @@ class AuditContext:
     def _noting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         for batch in batches:
             self.batch = batch.micro_batches[0].data
-            self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(self.batch)))
+            self.shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(self.batch)))
             yield batch
 
     def _time_steps(self) -> None:
-        run = self.run
-        self._shapes.clear()
-        before, throttled = ProcessorTimes.read(), _throttle_counts()
-        waited_s, start = run.clock.ledger()["data"], time.perf_counter()
+        throttled, ledger = _throttle_counts(), self.run.clock.ledger
+        watch_others()
+        waited_s, start = ledger()["data"], time.perf_counter()
         for num in range(MOST_STEPS):
             if num >= LEAST_STEPS and time.perf_counter() - start >= STEPS_S:
                 break
             self.take_step()
-        took_s, waited_s = time.perf_counter() - start, run.clock.ledger()["data"] - waited_s
-        after = ProcessorTimes.read()
-        outside = before.until(after, after.own_s - before.own_s)
-        self.shapes = set(self._shapes)
-        self.waiting = waited_s / took_s
+        self.waiting = (ledger()["data"] - waited_s) / (time.perf_counter() - start)
         """Share of the time spent waiting for a batch."""
-        self.others_cores: float = outside["others_cores"] or 0.0
+        self.others_cores = others_cores()
         """Cores that other processes took meanwhile; 0 if unknown."""
-        self.throttled = _throttle_counts() > throttled or _gpu_is_slowed(run.device)
+        self.throttled = _throttle_counts() > throttled or _gpu_is_slowed(self.run.device)
 
     def _trace_operators(self) -> None:
         calls = CallTrace(self.run.device.type)
@@ -194,7 +186,7 @@ class AuditContext:
         phases = Phases(enter, lambda phase: enter(""))
         try:
             with watched(self.run, phases), operators.naming_modules(), calls, operators:
-                self._trainer.train(self._batches, self.run.progress.step + 1)
+                self.take_step()
         except Exception as error:
             if isinstance(error, PtfastError) or is_memory_error(error):
                 raise
@@ -259,37 +251,32 @@ def _gpu_is_slowed(device: torch.device) -> bool:
 
 def trace_samples(source: MapSource) -> SampleTrace:
     """Fetch some samples from all over the data, as a loader does, and trace it."""
-    indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
-    source.fetch(indices[:1])
-    calls = CallTrace("cpu")
-    with _timing_decoders() as decoding, calls:
-        start = time.perf_counter()
-        source.fetch(indices)
-        seconds = time.perf_counter() - start
-    # Our own image files do nothing but decode.
-    decoding_s = seconds if isinstance(source, ImageFiles) else decoding[0]
-    return SampleTrace(len(indices), seconds, decoding_s, calls)
-
-
-@contextmanager
-def _timing_decoders() -> Iterator[list[float]]:
-    """Add up the seconds spent in PIL's and torchvision's decoders, if they are loaded."""
-    spent = [0.0]
-    image_file, io = sys.modules.get("PIL.ImageFile"), sys.modules.get("torchvision.io")
-    places: list[tuple[Any, str]] = [(image_file.ImageFile, "load")] if image_file else []
-    places += [(io, name) for name in ("decode_image", "decode_jpeg", "decode_png", "read_image") if io]
+    decoding_s = 0.0
 
     def timing(decode: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal decoding_s
             start = time.perf_counter()
             try:
                 return decode(*args, **kwargs)
             finally:
-                spent[0] += time.perf_counter() - start
+                decoding_s += time.perf_counter() - start
 
         return timed
 
+    indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
+    source.fetch(indices[:1])
+    image_file, io = sys.modules.get("PIL.ImageFile"), sys.modules.get("torchvision.io")
+    decoders: list[tuple[Any, str]] = [(image_file.ImageFile, "load")] if image_file else []
+    decoders += [(io, name) for name in ("decode_image", "decode_jpeg", "decode_png", "read_image") if io]
+    calls = CallTrace("cpu")
     with ExitStack() as stack:
-        for owner, name in places:
+        for owner, name in decoders:
             stack.enter_context(mock.patch.object(owner, name, timing(getattr(owner, name))))
-        yield spent
+        stack.enter_context(calls)
+        start = time.perf_counter()
+        source.fetch(indices)
+        seconds = time.perf_counter() - start
+    # Our own image files do nothing but decode.
+    decoding_s = seconds if isinstance(source, ImageFiles) else decoding_s
+    return SampleTrace(len(indices), seconds, decoding_s, calls)

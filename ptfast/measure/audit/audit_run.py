@@ -69,15 +69,15 @@ def audit(
     notes: list[str] = []
     trials: dict[str, Any] = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="ptfast-") as scratch:
-            run_dir = Path(scratch) / "run"
-            run_dir.mkdir()
-            with audit_context(config, run_dir, display) as context:
-                findings += run_checks(context)
-                if context.untraced:
-                    notes.append(f"operators could not be traced: {context.untraced}")
-                if budget_s:
-                    price_here(findings, budget_s, context.device_type, display)
+        with (
+            tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
+            audit_context(config, Path(scratch), display) as context,
+        ):
+            findings += run_checks(context)
+            if context.untraced:
+                notes.append(f"operators could not be traced: {context.untraced}")
+            if budget_s:
+                price_here(findings, budget_s, context.device_type, display)
         if budget_s and any(finding.overrides and not finding.handled for finding in findings):
             trials = price_by_override(findings, arguments, budget_s, display)
             if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
@@ -205,6 +205,11 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     """Print findings, in a table on a terminal and a line each elsewhere."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     found = [finding for finding in findings if not finding.handled]
     priced = [(each.price.seconds, each) for each in found if each.price is not None]
     groups = {
@@ -212,45 +217,29 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
         "without a price": [finding for finding in found if not finding.price],
         "handled by this config": [finding for finding in findings if finding.handled],
     }
+    look: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
     for title, group in groups.items():
-        if group and is_terminal(standard_output()):
-            _table(title, group)
-            continue
+        ruled = Table(title=f"{len(group)} {title}", title_style="bold", **look)
+        ruled.add_column("area")
+        ruled.add_column("finding, place, fix", overflow="fold")
         for each in group:
-            cost, mend = _words(each)
-            parts = [each.area, each.check, each.what, f"at {each.where}", cost, f"fix: {mend}"]
-            say("; ".join(filter(None, [*parts, "handled" * each.handled])))
+            mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend]))
+            cost = ""
+            if (price := each.price) is not None:
+                cost = f"{price.seconds * 1e3:.3g} ms a step"
+                if price.verdict in ("no difference", "cannot tell"):
+                    cost = price.verdict
+                elif price.low_s is not None and price.high_s is not None:
+                    cost += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
+            if is_terminal(standard_output()):
+                costs = (f"{cost}: " if cost else "", "yellow")
+                text = Text.assemble(costs, (each.what, "bold"), "\n", (each.where, "cyan"), "\n", mend)
+                ruled.add_row(each.area, text)
+            else:
+                parts = [each.area, each.check, each.what, f"at {each.where}", cost, f"fix: {mend}"]
+                say("; ".join(filter(None, [*parts, "handled" * each.handled])))
+        if ruled.row_count:
+            Console(highlight=False, markup=False, emoji=False).print(ruled)
     for note in notes:
         say(note)
     say(counted(len(found), "finding") if found else "nothing found that costs speed")
-
-
-def _words(finding: Finding) -> tuple[str, str]:
-    """The price of a finding, and how to mend it."""
-    mend = "; ".join(filter(None, [" ".join(finding.overrides), finding.mend]))
-    if (price := finding.price) is None:
-        return "", mend
-    if price.verdict in ("no difference", "cannot tell"):
-        return price.verdict, mend
-    cost = f"{price.seconds * 1e3:.3g} ms a step"
-    if price.low_s is not None and price.high_s is not None:
-        cost += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
-    return cost, mend
-
-
-def _table(title: str, findings: Sequence[Finding]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
-    ruled = Table(title=f"{len(findings)} {title}", title_style="bold", **look)  # type: ignore[arg-type]
-    ruled.add_column("area")
-    ruled.add_column("finding, place, fix", overflow="fold")
-    for finding in findings:
-        cost, mend = _words(finding)
-        costs = (f"{cost}: " if cost else "", "yellow")
-        text = Text.assemble(costs, (finding.what, "bold"), "\n", (finding.where, "cyan"), "\n", mend)
-        ruled.add_row(finding.area, text)
-    Console(highlight=False, markup=False, emoji=False).print(ruled)

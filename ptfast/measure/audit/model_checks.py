@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptfast.core.errors import name_some
 from ptfast.core.protocols import takes_own_steps
 from ptfast.core.units import counted
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides
@@ -58,8 +60,8 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     dropouts = {name: module for name, module in modules.items() if isinstance(module, _DROPOUTS)}
     if names := [name for name, module in dropouts.items() if module.p == 0]:
         what, mend = f"{counted(len(names), 'dropout layer')} with p=0", "nn.Identity() where p is 0"
-        sides = context.take_step, _replaced(run.model, names)(context.take_step)
-        yield Finding("dropout of zero", what, _listed(names), mend, trial=lambda: sides)
+        trial = partial(_step_without, context, names)
+        yield Finding("dropout of zero", what, name_some(names, NAMED), mend, trial=trial)
     for name, module in modules.items():
         if isinstance(module, nn.DataParallel):
             what = "nn.DataParallel copies the model in every step"
@@ -70,10 +72,10 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
         total = sum(parameters[name].numel() for name in context.unused)
         what = f"{counted(len(context.unused), 'parameter')} of {total:,} numbers got no gradient in any step"
         mend = "leave these layers out, or set requires_grad=False"
-        yield Finding("unused parameters", what, _listed(context.unused), mend)
+        yield Finding("unused parameters", what, name_some(context.unused, NAMED), mend)
     if names := [name for name, p in parameters.items() if "float64" in str(p.dtype)]:
         what = f"{counted(len(names), 'parameter')} in float64"
-        yield Finding("float64", what, _listed(names), "model.float()", kind="reduced")
+        yield Finding("float64", what, name_some(names, NAMED), "model.float()", kind="reduced")
     else:
         for place, count in operators.doubles.items():
             what = f"float64, {counted(count, 'operator')} in a forward pass"
@@ -102,7 +104,7 @@ def _check_biases(context: AuditContext) -> Iterator[Finding]:
             dropped = find_cancelled_biases(run.model, forward)
     if dropped:
         count = "1 bias" if len(dropped) == 1 else f"{len(dropped)} biases"
-        what, where = f"{count} that the BatchNorm behind subtracts again", _listed(dropped)
+        what, where = f"{count} that the BatchNorm behind subtracts again", name_some([*dropped], NAMED)
         mend, overrides = "bias=False in these layers", ("rewrites.bias_before_norm=false",)
         yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=handled)
 
@@ -127,7 +129,7 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
         kind = "a vocabulary" if width == info.vocab_size else "a width"
         what = f"{kind} of {width}, no multiple of {TILE}: which half-precision kernels pad"
         mend = f"{wider} in place of {width}"
-        yield Finding("widths beside tensor cores", what, _listed(names), mend, kind="training")
+        yield Finding("widths beside tensor cores", what, name_some(names, NAMED), mend, kind="training")
 
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
@@ -137,9 +139,9 @@ def _check_formulas(context: AuditContext) -> Iterator[Finding]:
         if weights.shape is not None and not weights.elsewhere:
             attentions[weights.place].append((weights.module, weights.shape))
     for place, calls in attentions.items():
-        modules = dict.fromkeys(module for module, _ in calls if module)
+        modules = list(dict.fromkeys(module for module, _ in calls if module))
         what = f"attention by a softmax between two products, {times(len(calls))} a step"
-        where = f"{place} ({_listed(modules)})" if modules else place
+        where = f"{place} ({name_some(modules, NAMED)})" if modules else place
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
         trial = partial(_sides, _attention, [shape for _, shape in calls], context.run.device)
         yield Finding("attention by hand", what, where, mend, kind="reordered", trial=trial)
@@ -198,25 +200,19 @@ def _gelu(shape: GeluShape, device: torch.device) -> Formula:
     return gelu, [inputs]
 
 
-@contextmanager
-def _replaced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Replace modules of `model` by `nn.Identity` inside."""
-    found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    before = [getattr(parent, name) for parent, name in found]
-    try:
-        for parent, name in found:
-            setattr(parent, name, nn.Identity())
-        yield
-    finally:
-        for (parent, name), module in zip(found, before, strict=True):
-            setattr(parent, name, module)
+def _step_without(context: AuditContext, names: Sequence[str]) -> Sides:
+    """A step as it is, and with `nn.Identity` in place of modules."""
+
+    def mended() -> None:
+        with ExitStack() as stack:
+            for name in names:
+                parent, _, own = name.rpartition(".")
+                modules = context.run.model.get_submodule(parent)._modules
+                stack.enter_context(mock.patch.dict(modules, {own: nn.Identity()}))
+            context.take_step()
+
+    return context.take_step, mended
 
 
 def times(count: float) -> str:
     return "once" if count == 1 else f"{count:g} times"
-
-
-def _listed(names: Any) -> str:
-    names = list(names)
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

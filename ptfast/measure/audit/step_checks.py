@@ -90,30 +90,25 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
         yield Finding("shapes under a search for kernels", what, key, "", (f"{key}=auto",), "reordered")
     if (what := _offset(context)) is not None:
         where = reader if context.samples is not None else "data"
-        mend, overrides = "", ("data.normalize=true",)
-        if config.data.normalize:
-            mend = (
-                "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
-            )
-            overrides = ()
+        own = "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
+        mend, overrides = (own, ()) if config.data.normalize else ("", ("data.normalize=true",))
         yield Finding("inputs not normalised", what, where, mend, overrides, "training")
 
 
 def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> Iterator[Finding]:
     """Samples that steps wait for, and arrays of samples that are copied."""
-    run, waiting, count = context.run, context.waiting, samples.num_samples
+    run, count = context.run, samples.num_samples
     per_step = run.batch_size / count
 
     def each(seconds: float) -> str:
         return duration(seconds / count) if seconds > 1 else f"{seconds / count * 1e3:.2g} ms"
 
-    if waiting >= WAITING:
+    if context.waiting >= WAITING:
         in_here = run.train_loader.kind in ("plain", "packed")
         if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
-            waits = f"{waiting:.0%} of a step waits for samples of {each(samples.seconds)}"
-            yield Finding(
-                "no workers", f"{waits}, and no worker reads ahead", reader, "", ("dataloader=workers",)
-            )
+            waits = f"{context.waiting:.0%} of a step waits for samples of {each(samples.seconds)}"
+            what = f"{waits}, and no worker reads ahead"
+            yield Finding("no workers", what, reader, "", ("dataloader=workers",))
         if samples.decoding_s >= DECODING * samples.seconds:
             what = f"decoding takes {each(samples.decoding_s)} a sample, anew in every epoch"
             mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
@@ -123,8 +118,8 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
         while dataset is not None and not names:
             for value in (getattr(dataset, name, None) for name in ("transform", "transforms")):
                 kinds = [type(part) for part in getattr(value, "transforms", [value])]
-                ours = [kind for kind in kinds if kind.__module__.startswith("torchvision.transforms")]
-                names = names or [kind.__name__ for kind in ours]
+                known = (kind for kind in kinds if kind.__module__.startswith("torchvision.transforms"))
+                names = names or [kind.__name__ for kind in known]
             dataset = getattr(dataset, "dataset", None)
         if names:
             what = f"transforms of one image at a time: {', '.join(names)}"
@@ -173,11 +168,9 @@ def _offset(context: AuditContext) -> str | None:
     channels = rows.transpose(0, 1).flatten(1) if rows.dim() > 1 else rows[None]
     means, deviations = channels.mean(1), channels.std(1, correction=0)
     spread = deviations > 0
-    if not bool(spread.any()):
-        return None
     means, deviations = means[spread], deviations[spread]
     off = (means.abs() > FAR * deviations) | (deviations < NARROW) | (deviations > WIDE)
-    if 2 * int(off.sum()) < len(off):
+    if not len(off) or 2 * int(off.sum()) < len(off):
         return None
     return f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
 
@@ -188,8 +181,8 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
     aids = tuple(place for places in context.aids.values() for place in places)
     for (read, place), calls in context.calls.reads.items():
         if not place.endswith(aids):
-            often, price = times(calls.count / CALL_STEPS), Price(calls.seconds / CALL_STEPS)
-            what = f"{read}: {often} a step, the host waits for the device"
+            what = f"{read}: {times(calls.count / CALL_STEPS)} a step, the host waits for the device"
+            price = Price(calls.seconds / CALL_STEPS)
             yield Finding("reads on the host", what, place, _MENDS.get(read, _ELSE), price=price)
     known = {place for _, place in context.calls.reads}
     for place, count in context.syncs.items():

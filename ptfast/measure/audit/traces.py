@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import sysconfig
@@ -9,7 +10,6 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -57,12 +57,11 @@ def code_place() -> str | None:
 
 def source_place(thing: Any) -> str:
     """Where a class or function is defined, as `file.py:12`; its name if it has no file."""
-    try:
+    with contextlib.suppress(OSError, TypeError):
         _, line = inspect.getsourcelines(thing)
-        file = _shown(inspect.getsourcefile(thing) or "<>")
-    except (OSError, TypeError):
-        file, line = None, 0
-    return f"{file}:{line}" if file else f"{thing.__module__}.{thing.__qualname__}"
+        if file := _shown(inspect.getsourcefile(thing) or "<>"):
+            return f"{file}:{line}"
+    return f"{thing.__module__}.{thing.__qualname__}"
 
 
 @cache
@@ -181,7 +180,7 @@ class CallTrace(TorchFunctionMode):
         return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def cuda_syncs() -> Iterator[dict[str, int]]:
     """Count by place what makes the host wait for a CUDA device, by torch's own debugging mode.
 
@@ -281,17 +280,18 @@ class OperatorTrace(DispatchMode):
         self.normalises, self.weighted = False, 0
         """Whether an operator normalises, and the number of products and convolutions with a parameter."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def naming_modules(self) -> Iterator[None]:
         """Keep track of the running module."""
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._stack.append(self._names.get(module, ""))
 
         def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._stack.pop()
 
-        entering = register_module_forward_pre_hook(
-            lambda module, _: self._stack.append(self._names.get(module, ""))
-        )
-        with entering, register_module_forward_hook(leave, always_call=True):
+        leaving = register_module_forward_hook(leave, always_call=True)
+        with register_module_forward_pre_hook(enter), leaving:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
