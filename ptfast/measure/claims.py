@@ -20,9 +20,9 @@ from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.section import Need
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
-from ptfast.measure.outputs import RECEIPT, make_folder
+from ptfast.measure.outputs import write_figures
 from ptfast.models.resnet_cifar import ResNetCifar
-from ptfast.report.terminal.display import say, table, terminal_display
+from ptfast.report.terminal.display import table, terminal_display
 
 Words = tuple[str, ...]
 Finding = Literal["confirmed", "refuted", "cannot tell", "not testable here"]
@@ -189,15 +189,13 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
         facts |= {"finding": finding, "measured": ratio, "why": why}
         receipts.append({**facts, "range": [claim.least, claim.most]})
     table(["technique", "claim", "against", "here", "finding"], cells)
-    folder = make_folder("claims", out)
     facts = {
         "command": ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"],
         "environment": run_directory.environment([]),
         "claims": receipts,
         "pairs": measured,
     }
-    run_directory.write_json(folder / RECEIPT, facts)
-    say(f"figures: {folder}")
+    write_figures("claims", out, None, facts)
     return code
 
 

@@ -39,10 +39,13 @@ def make_folder(what: str, out: Path | None, config: Config | None = None) -> Pa
     return folder
 
 
-def write_figures(config: Config, what: str, out: Path | None, facts: dict[str, Any]) -> Path:
-    """Write `WHAT.json`, the figures of a search, and return its folder."""
-    folder = make_folder(f"find-{what}", out, config)
-    run_directory.write_json(folder / f"{what}.json", facts)
+def write_figures(
+    what: str, out: Path | None, config: Config | None, facts: dict[str, Any], file: str = RECEIPT
+) -> Path:
+    """Write the figures of a command into its folder, say where they are, and return the folder."""
+    folder = make_folder(what, out, config)
+    run_directory.write_json(folder / file, facts)
+    say(f"figures: {folder}")
     return folder
 
 

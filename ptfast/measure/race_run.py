@@ -35,7 +35,7 @@ from ptfast.core.units import clock, duration
 from ptfast.measure.experiment.verdicts import judge
 from ptfast.measure.outputs import RECEIPT, check_outputs, make_folder, picture
 from ptfast.measure.race_results import Finish, Lead, RaceTarget, lead, read_finish
-from ptfast.report.terminal.display import is_terminal, say, standard_output, table, terminal_display
+from ptfast.report.terminal.display import say, table, terminal_display
 
 PICTURE = "race.png"
 _WORDS = {"faster": "sooner", "slower": "later"}
@@ -97,7 +97,7 @@ def race(
     }
     run_directory.write_json(folder / RECEIPT, facts)
     draw(folder / PICTURE, racing, f"{arms[0].config.recipe or 'train'}: {target}")
-    say(f"picture and figures: {folder}" if is_terminal(standard_output()) else f"folder {folder}")
+    say(f"figures: {folder}")
     return code
 
 

@@ -31,8 +31,8 @@ def search_among(
     if given, a whole run finds no room.
     """
 
-    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
-        keywords, results = arguments[5], []
+    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], str | None]:
+        keywords, results = arguments[4], []
         mode = None if arguments[2].checkpointing.mode == "none" else arguments[2].checkpointing.mode
         if mode is not None and "no_blocks" in limits:
             raise ReportedError("error[C011]: checkpointing=full: Mlp has no repeated blocks", 2)
@@ -40,7 +40,7 @@ def search_among(
         room = limits.get("spare" if keywords["checked_fully"] else "room", limits.get("room", sys.maxsize))
         for size in keywords["sizes"]:
             if size > limits.get("killed", sys.maxsize):
-                return results, 9
+                return results, "SIGKILL"
             if size > room * more:
                 return [*results, {"size": size, "no_room": "out of memory"}], None
             rate = rates.get(size, 1.0) * (1 if mode is None else 0.9)

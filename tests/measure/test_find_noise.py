@@ -199,9 +199,9 @@ def test_steps_samples_and_time_to_the_same_loss(tmp_path: Path) -> None:
 
 
 def child(monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any], fails: Exception | None = None) -> None:
-    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], int | None]:
+    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], str | None]:
         for result in results:
-            arguments[6](result)
+            arguments[5](result)
         if fails is not None:
             raise fails
         return list(results), None

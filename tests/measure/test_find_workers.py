@@ -190,11 +190,11 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked(capsys: pytest.Capture
     five = LoaderSetup("workers", 5, 3, 1)
     search = searched(Machine(fast, auto=five._replace(workers=3)), words=words)
     loader_finder._show(search)
-    marks = dict(re.findall(r"^(?:plain|workers) +(\d+) .*MiB *(.*)$", capsys.readouterr().out, re.MULTILINE))
-    assert marks["5"] == "as configured"
-    assert marks["3"] == "auto"
-    assert marks["4"] == "4 x GPUs"
-    assert marks["0"] == "chosen"
+    marks = dict(re.findall(r"^(plain|\d workers) .*MiB *(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert marks["5 workers"] == "as configured"
+    assert marks["3 workers"] == "auto"
+    assert marks["4 workers"] == "4 x GPUs"
+    assert marks["plain"] == "chosen"
 
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ def configs(*words: str) -> tuple[Composed, Config]:
 
 
 def test_a_process_that_is_killed_leaves_its_results(with_tests: None, tmp_path: Path) -> None:
-    measured = measure_once(die, *configs(), tmp_path / "a", 1, {"how": "signal"})
-    assert measured == ([{"begun": True}], signal.SIGKILL)
+    measured = measure_once(die, *configs(), tmp_path, {"how": "signal"})
+    assert measured == ([{"begun": True}], "SIGKILL")
 
 
 def test_a_lack_of_memory_is_a_result_and_ends_the_process(
@@ -72,12 +72,12 @@ def test_a_lack_of_memory_is_a_result_and_ends_the_process(
 def test_ranks_measure_together(with_tests: None, tmp_path: Path) -> None:
     two = configs("parallel=ddp", "parallel.nproc=2")
     seen: list[dict[str, Any]] = []
-    results, killed = measure_once(count, *two, tmp_path / "a", 2, {"by": 3}, seen.append)
+    results, killed = measure_once(count, *two, tmp_path, {"by": 3}, seen.append)
     assert results == seen == [{"total": 6.0}, {"batch_size": two[1].batch_size}]
     assert killed is None
-    results, _ = measure_once(die, *two, tmp_path / "b", 2, {"how": "memory"})
+    results, _ = measure_once(die, *two, tmp_path, {"how": "memory"})
     assert results[-1]["no_room"] == "no memory for a tensor"
-    killed = measure_once(die, *two, tmp_path / "c", 2, {"how": "signal"})
-    assert killed == ([{"begun": True}], signal.SIGKILL)
+    killed = measure_once(die, *two, tmp_path, {"how": "signal"})
+    assert killed == ([{"begun": True}], "SIGKILL")
     with pytest.raises(ReportedError, match=": of its own"):
-        measure_once(die, *two, tmp_path / "d", 2, {"how": "error"})
+        measure_once(die, *two, tmp_path, {"how": "error"})

@@ -25,7 +25,7 @@ from ptfast.measure.audit import model_checks, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Trial, audit_context
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
-from ptfast.measure.outputs import RECEIPT, check_outputs, label, make_folder, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
 
 ORDER = (0, 1, 1, 0)
@@ -95,7 +95,6 @@ def audit(
     finally:
         display.close()
     show(findings, notes)
-    folder = make_folder("audit", out, config)
     budget = f"--budget={budget_s:g}s" if budget_s else "--budget=0"
     command = redact(["ptfast", "audit", *arguments, budget, *["--strict"] * strict])
     receipts = [
@@ -104,8 +103,7 @@ def audit(
         for each in findings
     ]
     facts = {"command": command, "environment": run_directory.environment(command), **trials}
-    run_directory.write_json(folder / RECEIPT, {**facts, "notes": notes, "findings": receipts})
-    say(f"figures: {folder}")
+    write_figures("audit", out, config, {**facts, "notes": notes, "findings": receipts})
     if fix is not None:
         _write_fix(fix, config, arguments, findings)
     return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK

@@ -57,12 +57,26 @@ def draw_blocks(
     Two-level factors follow the columns of a Hadamard matrix, which are orthogonal; factors of more levels
     take all pairs of levels equally often. Rows are in random order; a run not allowed is drawn again.
     """
-    rng = random.Random(seed)
-    pairs = _pairs(factors, rng)
+    rng, matrix = random.Random(seed), hadamard(len(factors) + 1)
+    alternatives: dict[int, Iterator[tuple[int, ...]]] = {}
+    for index, factor in enumerate(factors):
+        if len(factor.levels) > 2:
+            levels = list(itertools.permutations(range(len(factor.levels)), 2))
+            rng.shuffle(levels)
+            alternatives[index] = itertools.cycle(levels)
     while True:
+        # One matrix after another, columns and signs drawn anew.
+        chosen = rng.sample(range(1, len(matrix)), len(factors))
+        flips = [rng.random() < 0.5 for _ in factors]
+        rows = list(range(len(matrix)))
+        rng.shuffle(rows)
         runs: list[Run] = []
-        for _ in range(2):
-            first, second = next(pairs)
+        for row in rows:
+            signs = (bool(matrix[row, column] > 0) for column in chosen)
+            first = [int(sign != flip) for sign, flip in zip(signs, flips, strict=True)]
+            second = [1 - level for level in first]
+            for index, pairs in alternatives.items():
+                first[index], second[index] = next(pairs)
             # Random levels of the pair are swapped until both runs are allowed.
             for _ in range(_REDRAWS):
                 pair = tuple(first), tuple(second)
@@ -74,31 +88,10 @@ def draw_blocks(
                 plain = tuple(0 for _ in factors)
                 pair = plain, plain
             runs += pair
-        rng.shuffle(runs)
-        yield tuple(runs)
-
-
-def _pairs(factors: Sequence[Factor], rng: random.Random) -> Iterator[tuple[list[int], list[int]]]:
-    """Fold-over pairs without end: the rows of one matrix after another, columns and signs drawn anew."""
-    matrix = hadamard(len(factors) + 1)
-    alternatives: dict[int, Iterator[tuple[int, ...]]] = {}
-    for index, factor in enumerate(factors):
-        if len(factor.levels) > 2:
-            levels = list(itertools.permutations(range(len(factor.levels)), 2))
-            rng.shuffle(levels)
-            alternatives[index] = itertools.cycle(levels)
-    while True:
-        columns = rng.sample(range(1, len(matrix)), len(factors))
-        flips = [rng.random() < 0.5 for _ in factors]
-        rows = list(range(len(matrix)))
-        rng.shuffle(rows)
-        for row in rows:
-            signs = (bool(matrix[row, column] > 0) for column in columns)
-            first = [int(sign != flip) for sign, flip in zip(signs, flips, strict=True)]
-            second = [1 - level for level in first]
-            for index, levels in alternatives.items():
-                first[index], second[index] = next(levels)
-            yield first, second
+            if len(runs) == 4:
+                rng.shuffle(runs)
+                yield tuple(runs)
+                runs = []
 
 
 def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:

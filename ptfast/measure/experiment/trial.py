@@ -9,6 +9,7 @@ import signal
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
-from ptfast.launch.launcher import reported_failure
+from ptfast.launch.launcher import reported_failure, resolve_num_ranks
 from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
@@ -69,7 +70,7 @@ SHORT_S = 0.05
 
 @dataclass
 class TrialRank:
-    """A rank of a measurement: `folder` is for the files of its runs, and `send` takes each result."""
+    """A rank of a measurement; `folder` is for the files of its runs."""
 
     config: Config
     folder: Path
@@ -147,24 +148,25 @@ def measure_once(
     measurement: Callable[..., None],
     composed: Composed,
     config: Config,
-    folder: Path,
-    num_ranks: int,
+    scratch: Path,
     keywords: dict[str, Any],
     on_result: OnResult = lambda _: None,
-) -> tuple[list[dict[str, Any]], int | None]:
-    """Measure a config in new processes.
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Measure a config in a new process for each of its ranks.
 
     Args:
         measurement: a function of a `TrialRank` and the keywords, which reports what it measures.
-        folder: of this measurement alone; made here.
+        scratch: folder for files of the processes.
         on_result: called with each result as it comes in.
 
     Returns:
-        The results, and the signal that ended a rank, if one did.
+        The results, and the name of the signal that ended a rank, if one did: the kernel kills a process for
+        which it has no memory.
     """
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=scratch))
     sys.stdout.flush()
     results: list[dict[str, Any]] = []
+    num_ranks = resolve_num_ranks(config)
     ranks = start_ranks(_measure, num_ranks, "spawn", measurement, config, folder, keywords)
     at_work, code = {connection: process for process, connection in ranks}, EXIT_OK
     try:
@@ -186,7 +188,7 @@ def measure_once(
         raise reported
     if code > 0 and not (results and "no_room" in results[-1]):
         raise ParallelError("P001", f"the search exited with {code} and gave no reason")
-    return results, -code if code < 0 else None
+    return results, signal.Signals(-code).name if code < 0 else None
 
 
 def _measure(
@@ -252,7 +254,7 @@ class Segments:
     def warm_up(self, most_s: float) -> dict[str, Any]:
         """Train until the time of a step no longer falls, for `most_s` seconds at most and 2 steps at least.
 
-        Losses are read after each step: the mean of the first two tells apart runs that train differently.
+        The mean loss of the first two steps tells apart runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
         # This compiles.
@@ -289,13 +291,14 @@ class Segments:
         if lead_steps:
             self._take(lead_steps)
         self._num_tokens = None
-        samples, spent_s = progress.samples, clock.ledger()
-        before = ProcessorTimes.read()
+        samples, spent_s, before = progress.samples, clock.ledger(), machine_times()
+        start_s, own_s = time.perf_counter(), processor_time_s()
         self._take(num_steps)
-        after = ProcessorTimes.read()
+        wall_s, own_s = time.perf_counter() - start_s, processor_time_s() - own_s
+        after = machine_times()
         spent_s = {cause: now_s - spent_s[cause] for cause, now_s in clock.ledger().items()}
-        samples, wall_s = progress.samples - samples, mean_over_ranks(after.wall_s - before.wall_s, run)
-        processor_s = sum_and_read([after.own_s - before.own_s], run.device, run.ranks)[0]
+        samples, wall_s = progress.samples - samples, mean_over_ranks(wall_s, run)
+        own_s = sum_and_read([own_s], run.device, run.ranks)[0]
         if self._memory is None:
             workers = [process.pid for process in multiprocessing.active_children() if process.pid]
             self._memory = memory_of([os.getpid(), *workers])
@@ -310,7 +313,7 @@ class Segments:
             "memory": self._memory,
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
             "waiting": mean_over_ranks(spent_s["data"], run) / wall_s,
-            "system": before.until(after, processor_s),
+            "system": cores_of_others(before, after, own_s, wall_s),
         }
         if self.facts["tells_shares"]:
             result["optimizer"] = spent_s["optimizer"] / wall_s
@@ -363,32 +366,20 @@ def mean_over_ranks(value: float, run: Run) -> float:
     return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)
 
 
-@dataclass(frozen=True)
-class ProcessorTimes:
-    """A reading of clocks, which takes about 0.2 ms; two of them tell what others took in between."""
+def cores_of_others(
+    before: tuple[float | None, float | None],
+    after: tuple[float | None, float | None],
+    own_s: float,
+    wall_s: float,
+) -> dict[str, float | None]:
+    """Cores that others took on average: processes here, and other virtual machines; None if unknown.
 
-    wall_s: float
-    own_s: float
-    """Processor time of this process and its children."""
-    busy_s: float | None
-    """Processor time of all processes on the CPUs that this one may use; None if unknown."""
-    steal_s: float | None
-    """Time that a hypervisor gave to others."""
-
-    @classmethod
-    def read(cls) -> ProcessorTimes:
-        busy_s, steal_s = machine_times()
-        return cls(time.perf_counter(), processor_time_s(), busy_s, steal_s)
-
-    def until(self, later: ProcessorTimes, own_s: float) -> dict[str, Any]:
-        """Cores that others took on average: processes here, and other virtual machines; None if unknown.
-
-        All processes of the measurement have taken `own_s` of processor time.
-        """
-        wall_s = max(later.wall_s - self.wall_s, 1e-9)
-        others = steal = None
-        if self.busy_s is not None and later.busy_s is not None:
-            others = max(later.busy_s - self.busy_s - own_s, 0.0) / wall_s
-        if self.steal_s is not None and later.steal_s is not None:
-            steal = (later.steal_s - self.steal_s) / wall_s
-        return {"others_cores": others, "steal_cores": steal}
+    Args:
+        before, after: what `machine_times` said.
+        own_s: processor time of all processes of the measurement in between.
+    """
+    busy_s, steal_s = (
+        None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)
+    )
+    others = None if busy_s is None else max(busy_s - own_s, 0.0) / wall_s
+    return {"others_cores": others, "steal_cores": None if steal_s is None else steal_s / wall_s}

@@ -74,14 +74,19 @@ class Request:
     """Report properties of the data, too."""
 
 
-def _ask(trial: Processes, found: dict[str, Any], what: str, *arguments: float) -> None:
-    """Add the first rank's answer to what was found; `error` holds the reason where a rank has failed."""
-    for _, connection in trial:
+def _ask(
+    trials: dict[int, Processes], found: list[dict[str, Any]], index: int, what: str, *arguments: float
+) -> None:
+    """Add the answer of a trial's first rank to what was found of it; if a rank has failed, end the trial.
+
+    `error` holds the reason then.
+    """
+    for _, connection in trials[index]:
         # A failed rank has already answered.
         with contextlib.suppress(ConnectionError):
             connection.send((what, *arguments))
     answers: list[dict[str, Any]] = []
-    for process, connection in trial:
+    for process, connection in trials[index]:
         answer = {"error": f"took more than {ANSWER_S:.0f} s"}
         try:
             if wait([connection], ANSWER_S):
@@ -95,8 +100,10 @@ def _ask(trial: Processes, found: dict[str, Any], what: str, *arguments: float) 
     answer = next((answer for answer in answers if "error" in answer), answers[0])
     for name in ("time", "waiting", "system", "optimizer"):
         if name in answer:
-            found.setdefault(f"{name}s", []).append(answer.pop(name))
-    found |= answer
+            found[index].setdefault(f"{name}s", []).append(answer.pop(name))
+    found[index] |= answer
+    if "error" in answer:
+        end_ranks(trials.pop(index))
 
 
 class Turn(NamedTuple):
@@ -106,7 +113,7 @@ class Turn(NamedTuple):
     lead_steps: int
     """Untimed, before those."""
     behind: int
-    """Untimed as well, before the first turn only, to catch up with the batches of other trials."""
+    """Untimed, before the first turn only: to catch up with the batches of other trials."""
 
 
 def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[Turn]:
@@ -134,12 +141,6 @@ class WarmParent:
         """The figures of each trial of a block: `times` are logarithms of seconds per token or sample."""
         found: list[dict[str, Any]] = [{} for _ in request.configs]
         trials: dict[int, Processes] = {}
-
-        def ask(index: int, what: str, *arguments: float) -> None:
-            _ask(trials[index], found[index], what, *arguments)
-            if "error" in found[index]:
-                end_ranks(trials.pop(index))
-
         try:
             for index, words in enumerate(request.configs):
                 try:
@@ -147,9 +148,9 @@ class WarmParent:
                 except PtfastError as error:
                     found[index] = _failure(error)
             for index in list(trials):
-                ask(index, "warm", request.warm_s)
+                _ask(trials, found, index, "warm", request.warm_s)
                 if request.asks and index in trials:
-                    ask(index, "data")
+                    _ask(trials, found, index, "data")
             if request.timed_s and trials:
                 turns = dict(zip(trials, plan_turns(request, [found[i] for i in trials]), strict=True))
                 turn_s = statistics.fmean(turns[i].num_steps * found[i]["step_s"] for i in trials)
@@ -157,7 +158,7 @@ class WarmParent:
                 for turn in range(min(num_turns, MOST_TURNS)):
                     for index in sorted(trials, reverse=turn % 2 == 1):
                         num_steps, lead_steps, behind = turns[index]
-                        ask(index, "train", num_steps, lead_steps + (0 if turn else behind))
+                        _ask(trials, found, index, "train", num_steps, lead_steps + (0 if turn else behind))
         finally:
             for trial in trials.values():
                 end_ranks(trial)
@@ -238,19 +239,14 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 def _facts_of(train: Source) -> dict[str, Any]:
     """Properties of the training data that decide which loaders make sense."""
-    stream = {"in_memory": False, "repeatable": False, "packed": False, "num_samples": None, "read_s": 0.0}
+    facts: dict[str, Any] = {"in_memory": False, "repeatable": False, "packed": False, "read_s": 0.0}
     if isinstance(train, IterableSource):
         shards = train.num_shards if train.shared_by != "none" else None
-        return stream | {"iterable": True, "num_shards": shards}
-    return {
-        "iterable": False,
-        "num_shards": None,
-        "packed": train.storage == "pack",
-        "in_memory": train.storage == "memory",
-        "repeatable": train.repeatable,
-        "num_samples": len(train),
-        "read_s": 0.0 if train.storage == "memory" else time_samples(train).seconds * len(train),
-    }
+        return facts | {"iterable": True, "num_shards": shards, "num_samples": None}
+    in_memory = train.storage == "memory"
+    facts |= {"iterable": False, "num_shards": None, "num_samples": len(train), "in_memory": in_memory}
+    read_s = 0.0 if in_memory else time_samples(train).seconds * len(train)
+    return facts | {"packed": train.storage == "pack", "repeatable": train.repeatable, "read_s": read_s}
 
 
 def main() -> None:

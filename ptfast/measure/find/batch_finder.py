@@ -97,7 +97,7 @@ def find_batch(
         facts["noise"] = asdict(forecast)
         if (advised := forecast.advise(search)) is not None:
             facts["chosen"], lr_ratio = advised
-    say(f"figures: {write_figures(config, 'batch', out, facts)}")
+    write_figures("find-batch", out, config, facts, "batch.json")
     if write is not None:
         _write(write, arguments, search, facts["chosen"], lr_ratio)
     return EXIT_OK
@@ -111,8 +111,7 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
     for mode in TRIED if start <= largest else ():
         if mode == search.mode:
             continue
-        tried = BatchSearch(search.composed, search.config, search.folder / mode, search.seconds, mode)
-        tried.folder.mkdir()
+        tried = BatchSearch(search.composed, search.config, search.folder, search.seconds, mode)
         say(f"with checkpointing={mode}:")
         try:
             tried.ascend(start, largest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +60,7 @@ class BatchSearch:
             section = section.model_copy(update=changes)
             config = config.model_copy(update={"checkpointing": section})
         self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
-        self.num_ranks = resolve_num_ranks(config)
-        self.parts = config.micro_batches or self.num_ranks * config.gradients.accumulate
+        self.parts = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
         self.checkpointing = checkpointing
         self.mode = section.mode
         self.seen: dict[int, list[dict[str, Any]]] = {}
@@ -71,22 +69,12 @@ class BatchSearch:
         """By size, why the data cannot be cut into such batches."""
         self.too_large: dict[str, Any] | None = None
         self.display = build_display()
-        self._num_processes = 0
 
     def run(
         self, measurement: Callable[..., None], keywords: dict[str, Any], on_result: OnResult
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Measure in a new process for each rank.
-
-        Returns the results, and the name of the signal that ended a process, if any: the kernel kills one for
-        which it has no memory.
-        """
-        self._num_processes += 1
-        folder = self.folder / str(self._num_processes)
-        results, killed = measure_once(
-            measurement, self.composed, self.config, folder, self.num_ranks, keywords, on_result
-        )
-        return results, None if killed is None else signal.Signals(killed).name
+        """Measure the config in new processes, as `measure_once` does."""
+        return measure_once(measurement, self.composed, self.config, self.folder, keywords, on_result)
 
     def median(self, size: int, figure: str = "samples_per_s") -> float:
         return statistics.median(result[figure] for result in self.seen[size])

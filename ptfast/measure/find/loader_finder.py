@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,13 +12,13 @@ from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.machine import available_memory, usable_cores
-from ptfast.core.units import duration, grouped, num_bytes
+from ptfast.core.units import counted, duration, grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.plan import Block, Factor, fit
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
-from ptfast.report.terminal.display import is_terminal, say, standard_output, table
+from ptfast.report.terminal.display import say, table
 
 RULE = 4
 """Workers of each rank by the rule of thumb, 4 for each GPU."""
@@ -33,8 +32,6 @@ FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
 """So many of the quickest, within this part of the best, are measured in so many blocks together."""
 HOLD_S = 60.0
 """Longest time to decode everything once."""
-NARROW = 100
-"""Terminals with fewer columns get a smaller table."""
 TURNS = 4
 
 
@@ -46,20 +43,23 @@ class LoaderSetup(NamedTuple):
     workers: int = 0
     """Processes of each rank."""
     prefetch: int = 0
-    """Micro-batches that each process reads ahead."""
     threads: int = 0
-    """Of each process."""
+    """Of each worker process."""
     read_ahead: bool = False
-    """A thread prepares the next batch."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Config values by key, those that this kind uses."""
         found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
-        if not self.workers:
-            return found
-        found |= {"dataloader.workers": self.workers, "dataloader.prefetch": self.prefetch}
-        return found | {"backend.worker_threads": self.threads}
+        if self.workers:
+            found |= {"dataloader.workers": self.workers, "dataloader.prefetch": self.prefetch}
+            found["backend.worker_threads"] = self.threads
+        return found
+
+    @property
+    def words(self) -> list[str]:
+        """The same as overrides."""
+        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
 
 
 PLAIN = LoaderSetup("plain")
@@ -109,7 +109,7 @@ def find_workers(
         "failed": {search.label(loader): why for loader, why in search.failed.items()},
         "data": search.data,
     }
-    say(f"figures: {write_figures(config, 'workers', out, facts)}")
+    write_figures("find-workers", out, config, facts, "workers.json")
     if write is not None:
         _write(write, search)
     return EXIT_OK
@@ -182,7 +182,6 @@ class LoaderSearch:
             fresh = fresh[count:]
 
     def _measure_block(self, loaders: Sequence[LoaderSetup]) -> None:
-        # Inputs that grow during training are measured at their full size.
         measured = self.laboratory.measure([self._words(loader) for loader in loaders])
         self.blocks.append(list(zip(loaders, measured, strict=True)))
         for loader, run in self.blocks[-1]:
@@ -197,8 +196,8 @@ class LoaderSearch:
         self.best = next(iter(self.ratios(PLAIN)))
 
     def _words(self, loader: LoaderSetup) -> list[str]:
-        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
-        return merge(self.arguments, ["curriculum=none", *own])
+        # Inputs that grow during training are measured at their full size.
+        return merge(self.arguments, ["curriculum=none", *loader.words])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than `base`."""
@@ -228,27 +227,16 @@ class LoaderSearch:
         """The median of a figure over the processes of a loader."""
         return statistics.median(facts[name] for facts in self.seen[loader])
 
-    def label(self, loader: LoaderSetup, *, counts: bool = True) -> str:
-        """Its kind, and what else differs from the config; `counts` if the number of workers is told."""
-        words = [loader.kind]
-        if loader.workers and counts:
-            words = [f"{loader.workers} worker{'s' * (loader.workers != 1)}"]
+    def label(self, loader: LoaderSetup) -> str:
+        """Its workers or its kind, and what else differs from the config."""
+        words = [counted(loader.workers, "worker") if loader.workers else loader.kind]
         if loader.workers and loader.prefetch != self.config.dataloader.prefetch:
             words.append(f"prefetch {loader.prefetch}")
         if loader.workers and loader.threads != self.config.backend.worker_threads:
-            words.append(f"{loader.threads} thread{'s' * (loader.threads != 1)}")
+            words.append(counted(loader.threads, "thread"))
         if loader.read_ahead:
             words.append("read ahead")
         return ", ".join(words)
-
-    def settings(self) -> dict[str, Any]:
-        """The values to set for the chosen loader, by key, without threads where neither side has any."""
-        found = self.chosen.values
-        if not (self.chosen.read_ahead or self.config.dataloader.read_ahead):
-            del found["dataloader.read_ahead"]
-        if self.chosen.threads == self.config.backend.worker_threads == 1:
-            del found["backend.worker_threads"]
-        return found
 
     def _other_kinds(self) -> Iterator[LoaderSetup]:
         """Kinds without workers besides `plain` that may suit this data and device."""
@@ -323,31 +311,29 @@ def _show(search: LoaderSearch) -> None:
     marks: dict[LoaderSetup, list[str]] = {search.chosen: ["chosen"]}
     for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
-    narrow = is_terminal(standard_output()) and shutil.get_terminal_size().columns < NARROW
-    _, memory_kind = search.seen[search.best][0]["memory"]
-    rows: list[dict[str, str]] = []
+    rows: list[list[str]] = []
     for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
         effect = effects.get(loader)
         rows.append(
-            {
-                "loader": search.label(loader, counts=narrow),
-                "workers": str(loader.workers),
-                "samples/s": f"{search.figure(loader, 'samples_per_s'):,.0f}",
-                "of the best": f"{effect.ratio if effect else 1:.2f}",
-                "95 %": "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
-                "waiting": f"{search.figure(loader, 'waiting'):.0%}",
-                f"memory ({memory_kind})": num_bytes(int(search.figure(loader, "memory_bytes"))),
-                "": ", ".join(marks.get(loader, [])),
-            }
+            [
+                search.label(loader),
+                f"{search.figure(loader, 'samples_per_s'):,.0f}",
+                f"{effect.ratio if effect else 1:.2f}",
+                "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
+                f"{search.figure(loader, 'waiting'):.0%}",
+                num_bytes(int(search.figure(loader, "memory_bytes"))),
+                ", ".join(marks.get(loader, [])),
+            ]
         )
-    headers = [name for name in rows[0] if not (narrow and name in ("workers", "waiting"))]
+    _, memory_kind = search.seen[search.best][0]["memory"]
+    headers = ["loader", "samples/s", "of the best", "95 %", "waiting", f"memory ({memory_kind})", ""]
     say()
-    table(headers, [[row[name] for name in headers] for row in rows])
+    table(headers, rows, optional=["waiting"])
     failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
     for line in [*failed, *search.notes, *_remarks(search)]:
         say(line)
-    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.settings().items())
-    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
+    rate = search.figure(search.chosen, "samples_per_s")
+    say(f"\nchosen: {' '.join(search.chosen.words)} at {rate:,.0f} samples/s")
 
 
 def _remarks(search: LoaderSearch) -> Iterator[str]:
@@ -375,4 +361,4 @@ def _write(file: Path, search: LoaderSearch) -> None:
     rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
     comment = [f"Loader for {label(search.config)}, found by ptfast find workers"]
     comment += [f"{search.label(search.chosen)}: {rate:,.0f} samples/s in {num_bytes(int(memory))}."]
-    write_recipe(file, others, search.settings(), comment)
+    write_recipe(file, others, search.chosen.values, comment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
-from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.trial import TrialRank, measure_once
 from ptfast.measure.find.range_test import (
     FACTOR,
@@ -29,7 +27,7 @@ from ptfast.measure.find.range_test import (
 )
 from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
 from ptfast.optim.parameter_groups import reference_lr
-from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
+from ptfast.report.terminal.display import build_display, say, standard_output, table
 from ptfast.training.build import build
 
 PICTURE = "lr.png"
@@ -67,8 +65,9 @@ def find_lr(
     check_outputs(out, write)
     keywords = {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps}
     facts = measure(composed, config, keywords)
-    name, folder, chosen = label(config), write_figures(config, "lr", out, facts), facts["chosen"]
-    _show(facts, folder, name)
+    name, chosen = label(config), facts["chosen"]
+    _show(facts, name)
+    folder = write_figures("find-lr", out, config, facts, "lr.json")
     if chosen is None:
         print(_advice(facts), file=sys.stderr)
         return EXIT_FINDINGS
@@ -92,11 +91,10 @@ def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dic
             results: list[dict[str, Any]] = []
             measure_lr(TrialRank(config, Path(name), Ranks(), send=results.append), **keywords)
             return results[0]
-        folder, num_ranks = Path(name) / "lr", resolve_num_ranks(config)
-        results, killed = measure_once(measure_lr, composed, config, folder, num_ranks, keywords)
+        results, killed = measure_once(measure_lr, composed, config, Path(name), keywords)
     if killed is not None:
-        what = f"a rank was killed by {signal.Signals(killed).name}"
-        raise ParallelError("P001", what, suggestion="The system's memory may have run out")
+        hint = "The system's memory may have run out"
+        raise ParallelError("P001", f"a rank was killed by {killed}", suggestion=hint)
     return results[0]
 
 
@@ -131,7 +129,7 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
     )
 
 
-def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
+def _show(facts: dict[str, Any], name: str) -> None:
     stream = standard_output()
     lrs, smoothed, found = facts["lrs"], facts["smoothed"], facts["suggestions"]
     columns, lines = shutil.get_terminal_size((80, 24))
@@ -150,7 +148,6 @@ def _show(facts: dict[str, Any], folder: Path, name: str) -> None:
     say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}")
     if facts["epochs"] and facts["epochs"] > 2:
         say("samples were reused more than twice, so the end of this curve is optimistic")
-    say(f"picture and figures: {folder}" if is_terminal(stream) else f"folder {folder}")
 
 
 def _advice(facts: dict[str, Any]) -> str:
