@@ -55,7 +55,6 @@ def ablate(
         budget_s: seconds for everything.
         only: measure no others.
         compiles: measure those that compile, too.
-        out: folder of receipt, picture and recipe; None for a new one under `run.root`.
     """
     check_outputs(out)
     if out is not None and out.is_dir():

@@ -70,8 +70,6 @@ class Ablation:
         """How much two processes of one config differ, as a part."""
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
-        self.runs: list[list[TrialResult]] = []
-        """The results of each block."""
         self.fitted = Fit([], [], 0.0, 1, [], [])
         self.picked: list[Technique] = []
         self.confirmed: Confirmation | None = None
@@ -174,17 +172,20 @@ class Ablation:
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
                 break
             with self._status(f"measuring the plan: block {len(self.blocks) + 1}"):
-                self.runs.append(laboratory.measure([words_of(run) for run in block]))
+                laboratory.measure([words_of(run) for run in block])
             self.blocks.append(block)
         self.estimate()
 
+    @property
+    def runs(self) -> list[list[TrialResult]]:
+        """The results of the plan, block by block."""
+        return self.laboratory.blocks[: len(self.blocks)]
+
     def estimate(self) -> None:
         """Estimate the effects and what to expect of each, and make the pick."""
-        self.fitted = fitted = fit(self.factors, self.blocks, [times_of(found) for found in self.runs])
-        memory_bytes = [
-            [each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in self.runs
-        ]
-        memory = fit(self.factors, self.blocks, memory_bytes)
+        self.fitted = fitted = fit(self.factors, self.blocks, list(map(times_of, self.runs)))
+        peaks = [[each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in self.runs]
+        memory = fit(self.factors, self.blocks, peaks)
         for place, (factor, level) in enumerate(columns(self.factors)):
             finding = self._members[factor][level - 1]
             finding.effect, finding.expected = fitted.effects[place], fitted.shrunk[place]

@@ -151,22 +151,22 @@ CLAIMS = (
 def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     """Compare every claim that can be tried here with blocked pairs of trials on data made for it.
 
-    They share `budget_s` evenly. Intervals hold all true ratios together in 95 % of cases. The receipt is
-    written to `out`, or to a new folder under `runs`.
+    They share `budget_s` evenly. Intervals hold all true ratios together in 95 % of cases.
     """
     check_out(out)
     machine, code = ThisMachine(), EXIT_OK
-    pairs: dict[int, Pair] = {}
-    lacks = [claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS]
+    lacks = {
+        claim: claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS
+    }
+    pairs: dict[Claim, Pair] = {}
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
     ):
-        for number, claim in enumerate(CLAIMS):
-            if not lacks[number]:
-                data = ["preset=plain", *filled_in(claim.workload, Path(scratch))]
-                without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
-                pairs[number] = Pair(claim.technique, without, with_it)
+        for claim in (claim for claim in CLAIMS if not lacks[claim]):
+            data = ["preset=plain", *filled_in(claim.workload, Path(scratch))]
+            without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
+            pairs[claim] = Pair(claim.technique, without, with_it)
         try:
             with terminal_display().status(f"comparing {len(pairs)} pairs of configs", laboratory.left_s):
                 measure_pairs(laboratory, [*pairs.values()])
@@ -174,27 +174,20 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
             code = EXIT_INTERRUPTED
     cells: list[list[str]] = []
     receipts: list[dict[str, Any]] = []
-    measured: list[dict[str, Any]] = []
-    for number, claim in enumerate(CLAIMS):
+    for claim in CLAIMS:
         finding: Finding = "not testable here"
-        ratio, why = "", lacks[number]
-        if number in pairs:
-            pair = pairs[number]
+        ratio, why, measured = "", lacks[claim], dict[str, Any]()
+        if (pair := pairs.get(claim)) is not None:
             (effect,), _ = judge_pairs([pair])
-            measured.append(pair.receipt(effect, "cannot tell"))
             finding, ratio, why = _compare(claim, pair, effect, len(pairs))
-        against = claim.against or claim.without
-        cells.append([claim.technique, claim.says, against, ratio or why, finding])
+            measured = pair.receipt(effect)
+        cells.append([claim.technique, claim.says, claim.against or claim.without, ratio or why, finding])
         facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
-        facts |= {"finding": finding, "measured": ratio, "why": why}
-        receipts.append({**facts, "range": [claim.least, claim.most]})
+        facts |= {"finding": finding, "measured": ratio, "range": [claim.least, claim.most]}
+        receipts.append({**facts, **measured, "why": why})
     table(["technique", "claim", "against", "here", "finding"], cells)
-    facts = {
-        "command": ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"],
-        "environment": run_directory.environment([]),
-        "claims": receipts,
-        "pairs": measured,
-    }
+    command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
+    facts = {"command": command, "environment": run_directory.environment([]), "claims": receipts}
     write_figures("claims", out, None, facts)
     return code
 

@@ -1,4 +1,8 @@
-"""Output of the measuring commands: figures, pictures, a recipe with what was found, a progress line."""
+"""Output of the measuring commands: figures, pictures, and a recipe with what was found.
+
+Commands take `out`, the folder of the figures, None for a new one under `run.root`, and `write`, the file of
+the recipe.
+"""
 
 from __future__ import annotations
 

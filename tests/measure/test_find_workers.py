@@ -27,7 +27,6 @@ FILES = {
     "packed": False,
     "in_memory": False,
     "repeatable": True,
-    "num_samples": 10_000,
     "read_s": 1.0,
     "device": "cpu",
 }

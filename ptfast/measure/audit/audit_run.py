@@ -61,7 +61,6 @@ def audit(
         budget_s: for measuring what findings cost; 0 measures none.
         strict: return 8 if something is found that the run does not mend itself.
         fix: file of the recipe.
-        out: folder of the receipt; None for a new one under `run.root`.
     """
     check_outputs(out, fix, FIX)
     display = build_display()
@@ -144,7 +143,9 @@ def price_by_override(
     effects, verdicts = judge_pairs(pairs)
     steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
     _put(findings, list(zip(tried, effects, steps_s, strict=True)), verdicts)
-    return {"budget_s": budget_s, "comparisons": list(map(Pair.receipt, pairs, effects, verdicts))}
+    receipts = [pair.receipt(effect) for pair, effect in zip(pairs, effects, strict=True)]
+    receipts = [each | {"verdict": verdict} for each, verdict in zip(receipts, verdicts, strict=True)]
+    return {"budget_s": budget_s, "comparisons": receipts}
 
 
 def _put(

@@ -23,8 +23,6 @@ from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
 TILE = 8
 """Tensor cores multiply half-precision tiles of so many columns (NVIDIA, Matrix Multiplication guide)."""
-DEEP = 10
-"""Layers with weights from which a net without normalisation counts as deep."""
 WIDTH_SHARE = 0.01
 """Layers with a smaller part of the model's weights are not worth another width."""
 NAMED = 3
@@ -45,7 +43,6 @@ MODEL_CHECKS = {
         "Parameters that train and get no gradient: they take memory, and make several ranks search for them."
     ),
     "float64": "Tensors of float64 in the forward pass, or parameters of it.",
-    "deep without normalisation": "Ten layers or more without normalisation, in a layer or by an operator.",
 }
 """What each check of this module finds."""
 
@@ -81,13 +78,6 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
             what = f"float64, {counted(count, 'operator')} in a forward pass"
             mend = "dtype=torch.float32 where it is made, or .float()"
             yield Finding("float64", what, place, mend, kind="reduced")
-    named_norm = any("norm" in type(each).__name__.lower() for each in modules.values())
-    normalises = operators.normalises or named_norm
-    if operators.weighted >= DEEP and not normalises and not context.untraced:
-        what = f"{operators.weighted} layers with weights, and no normalisation"
-        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
-        mend = f"{norms}; or clipping by layer: gradients=adaptive"
-        yield Finding("deep without normalisation", what, type(run.model).__name__, mend, kind="training")
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:

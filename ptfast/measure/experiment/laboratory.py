@@ -99,7 +99,7 @@ class Laboratory:
         request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed=seed)
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
-        systems = [each.facts["systems"] for each in found if each.facts.get("systems")]
+        systems = (each.facts["systems"] for each in found if "systems" in each.facts)
         rounds = list(zip(*systems, strict=False))
         disturbed = sum(
             any(
@@ -175,11 +175,9 @@ class Pair:
         runs = [block[place] for block in self.blocks for place in places]
         return statistics.median(run.facts[figure] for run in runs if figure in run.facts)
 
-    def receipt(self, effect: Effect | None, verdict: Verdict) -> dict[str, Any]:
-        low, high = effect.interval() if effect is not None else (None, None)
-        figures = {"speedup": effect and effect.ratio, "low": low, "high": high, "verdict": verdict}
-        runs = [[each.receipt() for each in block] for block in self.blocks]
-        return {"name": self.name, "why": self.why, **figures, "blocks": runs}
+    def receipt(self, effect: Effect | None) -> dict[str, Any]:
+        blocks = [[each.receipt() for each in block] for block in self.blocks]
+        return {"name": self.name, "why": self.why, "effect": effect and effect.receipt(), "blocks": blocks}
 
 
 def measure_pairs(laboratory: Laboratory, pairs: Sequence[Pair]) -> None:

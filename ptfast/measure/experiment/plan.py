@@ -189,8 +189,9 @@ def fit(
     full = rows[:, seen]
     num_blocks = int((there.sum(axis=1) > 1).sum())
     dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
+    places = np.flatnonzero(seen).tolist()
     of_factor: dict[int, list[int]] = {}
-    for index, place in enumerate(np.flatnonzero(seen)):
+    for index, place in enumerate(places):
         of_factor.setdefault(columns(factors)[place][0], []).append(index)
     groups, all_columns = [*of_factor.values()], full
     num_chosen, most = 0, max((len(rows) - num_blocks) // 3, *map(len, groups), 0)
@@ -198,7 +199,7 @@ def fit(
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
         # An interaction takes a degree of freedom from all, so more have to be left.
         num_chosen, most = len(groups), len(rows) - num_blocks - 2 * spare_dof
-        couples = _couples(factors, np.flatnonzero(seen), _least_squares(full, values)[0])
+        couples = _couples(groups, places, np.abs(_least_squares(full, values)[0]).tolist())
         products = [
             (levels[:, :, first].sum(axis=2) - 0.5) * (levels[:, :, second].sum(axis=2) - 0.5)
             for first, second in couples
@@ -216,7 +217,7 @@ def fit(
         known[there] = _huber(all_columns[:, used], values)[1]
     pairs = [(*couples[each - full.shape[1]], -float(slopes[each])) for each in used[full.shape[1] :]]
     effects: list[Effect | None] = [None] * len(seen)
-    for index, place in enumerate(np.flatnonzero(seen)):
+    for index, place in enumerate(places):
         effects[place] = Effect(-float(slopes[index]), float(errors[index]), float(degrees[index]))
     return Fit(effects, shrink(effects), sd, dof_left, known.ravel().tolist(), pairs)
 
@@ -262,21 +263,22 @@ def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[
     return np.concatenate(rows), np.concatenate(times)
 
 
-def _couples(factors: Sequence[Factor], seen: NDArray[np.int64], slopes: Floats) -> list[tuple[Term, Term]]:
-    """Pairs of terms of two factors, one of which has one of the largest effects."""
-    of_factor: dict[int, list[int]] = {}
-    for column in seen.tolist():
-        of_factor.setdefault(columns(factors)[column][0], []).append(column)
-    sizes = dict(zip(seen.tolist(), np.abs(slopes).tolist(), strict=True))
-    largest = sorted(of_factor, key=lambda factor: -max(sizes[each] for each in of_factor[factor]))[:LARGEST]
-    terms = {
-        factor: dict.fromkeys([tuple(found), *((each,) for each in found)])
-        for factor, found in of_factor.items()
-    }
+def _couples(
+    groups: Sequence[list[int]], places: Sequence[int], sizes: Sequence[float]
+) -> list[tuple[Term, Term]]:
+    """Pairs of terms of two factors, one of which has one of the largest effects.
+
+    A group holds the indices of a factor's columns in `places` and `sizes`.
+    """
+    largest = sorted(range(len(groups)), key=lambda factor: -max(sizes[index] for index in groups[factor]))
+    terms = [
+        dict.fromkeys([tuple(places[index] for index in group), *((places[index],) for index in group)])
+        for group in groups
+    ]
     return [
         pair
-        for index, factor in enumerate(largest)
-        for other in terms
+        for index, factor in enumerate(largest[:LARGEST])
+        for other in range(len(groups))
         if other not in largest[: index + 1]
         for pair in itertools.product(terms[factor], terms[other])
     ]

@@ -213,7 +213,6 @@ class Segments:
     """A run that trains in segments; it evaluates, saves and logs nothing, and calls no callbacks."""
 
     def __init__(self, trial: TrialRank) -> None:
-        start_s = time.perf_counter()
         self.run = run = build(
             trial.config, ranks=trial.ranks, folder=trial.folder, display=Display(), data=trial.data
         )
@@ -247,7 +246,6 @@ class Segments:
             # A GPU's clock times the phases of few steps, and a task's own step is a single phase.
             "tells_shares": self._is_alone and self.trainer.optimizers is None,
             "meets": [need for need, is_met in needs.items() if is_met],
-            "build_s": time.perf_counter() - start_s,
             "built_bytes": peak_memory_bytes(run.device.type),
         }
 
@@ -280,7 +278,6 @@ class Segments:
             "lead_steps": self.lead_steps,
             "least_turn_s": max(self.step_s, 0.0 if is_quick else LONG_TURN_S),
             "loss": statistics.fmean(losses[:LEAST_STEPS]),
-            "compiles": self.run.compilation is not None,
         }
 
     def train(self, num_steps: int, lead_steps: int) -> dict[str, Any]:

@@ -242,9 +242,9 @@ def _facts_of(train: Source) -> dict[str, Any]:
     facts: dict[str, Any] = {"in_memory": False, "repeatable": False, "packed": False, "read_s": 0.0}
     if isinstance(train, IterableSource):
         shards = train.num_shards if train.shared_by != "none" else None
-        return facts | {"iterable": True, "num_shards": shards, "num_samples": None}
+        return facts | {"iterable": True, "num_shards": shards}
     in_memory = train.storage == "memory"
-    facts |= {"iterable": False, "num_shards": None, "num_samples": len(train), "in_memory": in_memory}
+    facts |= {"iterable": False, "num_shards": None, "in_memory": in_memory}
     read_s = 0.0 if in_memory else time_samples(train).seconds * len(train)
     return facts | {"packed": train.storage == "pack", "repeatable": train.repeatable, "read_s": read_s}
 

@@ -56,7 +56,6 @@ def find_batch(
             while larger batches are still quicker.
         noise: train for `num_steps` optimizer steps, estimate the critical batch, and choose the size that
             should come to the same loss first.
-        out: folder of the figures; None for a new one under `run.root`.
         write: file of a recipe with the size, and the learning rate that goes with it.
     """
     if (tokens := config.batching.batch_tokens) is not None:
@@ -174,9 +173,8 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
         rows = []
         for size, results in sorted(search.seen.items()):
             name = f"{size:,}" + " *" * (search is best and size == chosen)
-            rate = search.median(size)
-            low, high = min(each["low"] for each in results), max(each["high"] for each in results)
-            speed = f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{rate / most:.2f}"
+            rate, rates = search.median(size), [rate for each in results for rate in each["rates"]]
+            speed = f"{rate:,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}", f"{rate / most:.2f}"
             # In a child that tried larger sizes before, the peak is theirs.
             memory = num_bytes(min(each["memory_bytes"] for each in results))
             rows.append([name, *speed, f"{1e3 * search.median(size, 'step_s'):,.1f}", memory])

@@ -220,8 +220,6 @@ def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, An
     return {
         "samples_per_s": statistics.median(rates),
         "rates": rates,
-        "low": min(rates),
-        "high": max(rates),
         "step_s": statistics.median(window["step_s"] for window in windows),
         "waiting": statistics.fmean(window["waiting"] for window in windows),
         "memory_bytes": max(first_peak, *(window["peak_memory_bytes"] for window in windows)),

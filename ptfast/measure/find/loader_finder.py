@@ -83,8 +83,6 @@ def find_workers(
     Args:
         most: worker processes of each rank.
         seconds: how long a process is measured.
-        out: folder of the figures; None for a new one under `run.root`.
-        write: file of a recipe with the loader.
 
     Raises:
         ReportedError: training without workers fails.

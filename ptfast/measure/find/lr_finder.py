@@ -53,8 +53,6 @@ def find_lr(
         lowest, highest: learning rates of the first and the last step.
         num_steps: optimizer steps between them.
         trial_steps: optimizer steps of each trial at a single rate.
-        out: folder of picture and figures; None for a new one under `run.root`.
-        write: file of the recipe with the chosen rate.
 
     Returns:
         0, or 8 if no rate trains; the figures are written anyway.
