@@ -33,6 +33,8 @@ class Ranks:
     local_rank: int = 0
     num_ranks: int = 1
     num_local_ranks: int = 1
+    grouped: bool = False
+    """A process group is made even for one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -41,8 +43,8 @@ class Ranks:
 
     @property
     def distributed(self) -> bool:
-        """True if there is more than one process."""
-        return self.num_ranks > 1
+        """True if ranks exchange data: there is more than one, or a group of one was asked for."""
+        return self.num_ranks > 1 or self.grouped
 
 
 def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,6 +74,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
 
     The files of `state_folder`, the state to resume, have been checked.
     """
+    ranks = replace(ranks, grouped=config.parallel.wrap_one_rank and config.parallel.strategy != "single")
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
     outcome = Outcome()

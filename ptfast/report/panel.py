@@ -36,7 +36,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if resolved.channels_last else ""
-    processes = f"{num_ranks} ranks" if run.ranks.distributed else "1 process"
+    processes = f"{num_ranks} ranks" if num_ranks > 1 else "1 process"
     threads = f"{resolved.threads} thread" + "s" * (resolved.threads > 1) + " each" * (num_ranks > 1)
     threads += f" ({resolved.threads_reason})" * bool(resolved.threads_reason)
     rate = f"{reference_lr(run.optimizer, 'initial_lr'):g}"

@@ -32,6 +32,8 @@ class Parallel(Section):
     """HOST:PORT where these machines meet: one of them, and a port that is free there."""
     timeout: WallTime = Duration(600, "seconds")
     """How long ranks wait for one another before the run fails."""
+    wrap_one_rank: bool = False
+    """One rank, too, trains through DDP or FSDP and its process group: tests that path on one device."""
     sync_batchnorm: bool = False
     """BatchNorm takes its statistics over all ranks."""
     gradient_as_bucket_view: bool = True
@@ -164,7 +166,7 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
 
 def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
     """How the ranks train together; no row for one process."""
-    if resolved.num_ranks == 1:
+    if resolved.num_ranks == 1 and not parallel.wrap_one_rank:
         asked = parallel.strategy
         alone = f"one process: {asked} has nothing to share out here"
         return {"parallel": None if asked == "single" else alone}
@@ -310,6 +312,7 @@ FAMILY = Family(
             "parallel.strategy", ("ddp",), "parallel.bucket_mb", "parallel.gradient_as_bucket_view"
         ),
         Unused.unless("parallel.strategy", ("fsdp",), "parallel.blocks"),
+        Unused.unless("parallel.strategy", ("ddp", "fsdp"), "parallel.wrap_one_rank"),
         Unused(
             ("parallel.rdzv",),
             lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
@@ -324,7 +327,7 @@ FAMILY = Family(
     free_keys=tuple(
         f"parallel.{name}"
         for name in (
-            *("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks"),
+            *("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks", "wrap_one_rank"),
             *("gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
         )
     ),

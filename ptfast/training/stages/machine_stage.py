@@ -75,7 +75,7 @@ def cut_batch(run: PartialRun) -> None:
     )
     for problem in ruled_out_by_ranks(
         config.parallel,
-        alone=ranks.num_ranks == 1,
+        alone=not ranks.distributed,
         accumulates=run.micro_batches > ranks.num_ranks,
         scales=run.precision.scaler is not None,
     ):

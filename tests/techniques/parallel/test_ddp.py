@@ -132,6 +132,38 @@ def test_two_processes_give_the_figures_of_one(
     assert [path.name for path in (folder / "saved").iterdir() if path.name.startswith(".")] == []
 
 
+def test_one_rank_in_a_group_trains_to_the_bits_of_a_single_process(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the ranks' path can be tested on one device. The engine has started a single process."""
+    words = ("model=resnet_digits", "model.width=4", "rewrites.channels_last=false", "device=cpu", "steps=4")
+    words = (
+        *words,
+        "batch_size=32",
+        "gradients.clip_norm=0.3",
+        "ema.decay=0.5",
+        "log_every=2",
+        "epochs=null",
+    )
+    assert train(*words, "run.dir=single") == 0
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for strategy, shown in (("ddp", "ddp, buckets of 25 MB"), ("fsdp", "fsdp, weights in 4 parts")):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+        grouped = (f"parallel={strategy}", "parallel.wrap_one_rank=true", f"run.dir={strategy}")
+        assert train(*words, *grouped) == 0
+        assert shown in capsys.readouterr().out
+        assert same_bits(weights(Path(strategy)), weights(Path("single")))
+        assert records(Path(strategy)) == records(Path("single"))
+
+
 @pytest.mark.slow
 def test_three_processes_go_on_to_the_same_bits(in_tmp: Path) -> None:
     words = ("model.hidden=[300,300]", "batch_size=96", "steps=24", "log_every=4", "parallel=ddp")
