@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import subprocess
@@ -227,5 +228,7 @@ def test_a_real_ablation_and_ctrl_c(in_tmp: Path) -> None:
     assert "interrupted" in rest
     receipt = json.loads(Path("out/measure.json").read_text())
     assert receipt["blocks"][0][0]["time"]
-    left = subprocess.run(["pgrep", "-f", f"warm_parent .* {process.pid}$"], capture_output=True, text=True)
-    assert not left.stdout
+    places = Path("/proc").glob("[0-9]*/cwd")
+    assert [place.parent.name for place in places if os.path.realpath(place) == str(in_tmp)] == [
+        str(os.getpid())
+    ]

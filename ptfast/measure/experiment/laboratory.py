@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +13,9 @@ from typing import Any
 from ptfast.config.files.frozen import redact
 from ptfast.core.errors import EXIT_BUG, MachineError, ReportedError
 from ptfast.measure.experiment.plan import fit_pairs, turn_means
+from ptfast.measure.experiment.trial import end_ranks, start_ranks
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
-from ptfast.measure.experiment.warm_parent import Request
+from ptfast.measure.experiment.warm_parent import Request, serve
 
 END_S = 5.0
 NOT_REACHED = "not reached: give a longer --budget"
@@ -71,7 +67,7 @@ class Laboratory:
         self.block_s = 0.0
         """Seconds of the last block."""
         self._start_s = time.monotonic()
-        self._process: subprocess.Popen[bytes]
+        self._process: Any
         self._connection: Connection
 
     @property
@@ -139,23 +135,14 @@ class Laboratory:
         return found
 
     def __enter__(self) -> Laboratory:
-        here, there = socket.socketpair()
-        command = [sys.executable, "-m", "ptfast.measure.experiment.warm_parent"]
-        # In a session of its own, Ctrl-C reaches it through this process alone.
-        command += [str(there.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True)
-        there.close()
-        self._connection = Connection(here.detach())
+        ((self._process, self._connection),) = start_ranks(serve, 1, "spawn")
         return self
 
     def __exit__(self, *_: object) -> None:
         # It ends its trials and removes its files.
         self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        self._process.kill()
-        self._process.wait()
-        self._connection.close()
+        self._process.join(END_S)
+        end_ranks([(self._process, self._connection)])
 
 
 @dataclass

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *argum
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks: Processes = []
-    # Children inherit blocked signals.
+    # It unblocks signals as it starts; children inherit those that are blocked.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         for rank in range(num_ranks):

@@ -1,7 +1,4 @@
-"""The process that trials are forked from: it has torch and the data, no thread and no CUDA context.
-
-`python -m ptfast.measure.experiment.warm_parent FD PARENT` serves requests over a socket: blocks of trials.
-"""
+"""The process that trials are forked from: it has torch and the data, no thread and no CUDA context."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, PtfastError, error_line, exit_code_of, one_line
-from ptfast.core.machine import die_with_parent, is_memory_error
+from ptfast.core.machine import is_memory_error
 from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
@@ -249,27 +246,21 @@ def _facts_of(train: Source) -> dict[str, Any]:
     return facts | {"packed": train.storage == "pack", "repeatable": train.repeatable, "read_s": read_s}
 
 
-def main() -> None:
-    """Serve requests until the other side is closed."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent)
+def serve(connection: Connection, place: Place | None) -> None:
+    """Measure the blocks that are requested over a connection, until the other side closes it."""
     # Processes and files are cleaned up even in the middle of a block.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit())
     # No thread pool: its threads would not survive a fork.
     torch.set_num_threads(1)
-    connection = Connection(descriptor)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
-        server = WarmParent(Path(folder))
+        parent = WarmParent(Path(folder))
         with contextlib.suppress(EOFError, ConnectionError, SystemExit):
             while True:
                 request = connection.recv()
                 try:
-                    connection.send(server.measure(request))
+                    connection.send(parent.measure(request))
                 except PtfastError as error:
                     connection.send(error)
     # Some libraries print pages when the interpreter exits normally.
     os._exit(EXIT_OK)
-
-
-if __name__ == "__main__":
-    main()

@@ -87,18 +87,17 @@ def find_batch(
         search, chosen = best
         _show(searches, search, chosen)
         forecast = forecast_noise(search, num_steps) if noise else None
+    advised = forecast and forecast.advise(search)
+    chosen, lr_ratio = advised or (chosen, None)
     facts: dict[str, Any] = {"chosen": chosen, "trials": search.seen, "too_large": search.too_large}
     if len(searches) > 1:
         modes = {each.mode: {"trials": each.seen, "too_large": each.too_large} for each in searches}
         facts |= {"checkpointing": search.mode, "modes": modes}
-    lr_ratio = None
     if forecast is not None:
         facts["noise"] = asdict(forecast)
-        if (advised := forecast.advise(search)) is not None:
-            facts["chosen"], lr_ratio = advised
     write_figures("find-batch", out, config, facts, "batch.json")
     if write is not None:
-        _write(write, arguments, search, facts["chosen"], lr_ratio)
+        _write(write, arguments, search, chosen, lr_ratio)
     return EXIT_OK
 
 
@@ -114,16 +113,14 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
         say(f"with checkpointing={mode}:")
         try:
             tried.ascend(start, largest)
+            found.append(tried)
         except ReportedError as error:
             say(f"left out: {error}")
             if not found:
-                return []
-            continue
-        found.append(tried)
-    if not found:
-        return []
-    best = max(found, key=lambda tried: max(map(tried.median, tried.seen), default=0.0))
-    if best.seen and (not search.seen or best.median(best.best()) > WORTH * search.median(search.best())):
+                break
+    best = max(found, key=lambda tried: max(map(tried.median, tried.seen), default=0.0), default=search)
+    to_beat = WORTH * search.median(search.best()) if search.seen else 0.0
+    if best.seen and best.median(best.best()) > to_beat:
         best.refine(start, largest)
     return found
 

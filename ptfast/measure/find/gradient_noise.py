@@ -316,8 +316,8 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     try:
         cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
         results, killed = search.run(train_for_noise, cut, on_result)
-        no_room = [f"out of memory: {result['no_room']}" for result in results if "no_room" in result]
-        ended = f"ended by {killed}" if killed else next(iter(no_room), None)
+        no_room = (f"out of memory: {result['no_room']}" for result in results if "no_room" in result)
+        ended = f"ended by {killed}" if killed else next(no_room, None)
     except (PtfastError, ReportedError) as error:
         ended = str(error)
     count = len(moments["loss"])
@@ -340,10 +340,11 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         say(f"the training for it ended early: {ended}")
     if forecast.points:
         say()
-        steps = ["{:,} to {:,}".format(*point["steps"]) for point in forecast.points]
-        losses = [f"{point['loss']:.4g}" for point in forecast.points]
-        scales = [str(point["scale"] or "too few steps") for point in forecast.points]
-        table(["steps", "loss", "noise scale"], list(zip(steps, losses, scales, strict=True)))
+        rows = [
+            ["{:,} to {:,}".format(*steps), f"{loss:.4g}", str(scale or "too few steps")]
+            for steps, loss, scale in (point.values() for point in forecast.points)
+        ]
+        table(["steps", "loss", "noise scale"], rows)
     if critical is None:
         say(f"{num_steps} steps are too few to tell the gradient noise from chance")
         return
@@ -353,23 +354,20 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         say(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
     say(f"critical batch: {critical} samples over the first {num_steps:,} of {forecast.total_steps:,} steps")
-    rows, advised = forecast.rows(search), forecast.advise(search)
+    advised, cells, times = forecast.advise(search), list[list[str]](), dict[int, Any]()
     say(f"\npredicted, to the loss of {forecast.loss:.4g}:")
-    cells = [
-        [
-            f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else ""),
-            f"{row['steps']:,.0f}",
-            f"{row['low']:,.0f} to {row['high']:,.0f}" if row["size"] != forecast.batch_size else "as seen",
-            f"{row['samples']:,.0f}",
-            duration(row["time_s"]) if row["time_s"] is not None else "-",
-        ]
-        for row in rows
-    ]
+    for row in forecast.rows(search):
+        size, took_s = row["size"], row["time_s"]
+        name = f"{size:,}" + (" *" if advised and size == advised[0] else "")
+        spread = f"{row['low']:,.0f} to {row['high']:,.0f}" if size != forecast.batch_size else "as seen"
+        took = "-" if took_s is None else duration(took_s)
+        cells.append([name, f"{row['steps']:,.0f}", spread, f"{row['samples']:,.0f}", took])
+        times[size] = took_s
     table(["batch", "steps", "spread", "samples", "time"], cells)
     if advised is None:
         say("none of these sizes was measured")
         return
-    (size, lr_ratio), times = advised, {row["size"]: row["time_s"] for row in rows}
+    size, lr_ratio = advised
     say(f"first at that loss: batch_size={size} in {duration(times[size])}")
     if (quickest := search.best()) != size:
         how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
