@@ -1,7 +1,7 @@
 """Write the tables of docs/ that follow from the code: scripts/doc_tables.py
 
-The tables of docs/techniques.md, from the catalogue, and of docs/audit.md, from its checks; where techniques
-act in docs/extending.md; new options in the table of docs/config.md.
+The tables of docs/techniques.md, from the catalogue; where techniques act in docs/extending.md; new options
+in the table of docs/config.md.
 """
 
 from __future__ import annotations
@@ -39,20 +39,6 @@ def techniques(text: str) -> str:
         family = row.startswith("| **") and row.split("**")[1]
         lines += ["", f"## {family}", "", header, rule] if family else [row]
     return "\n".join([before + mark, *lines, ""])
-
-
-def checks(text: str) -> str:
-    """`text` with everything below its mark written anew: a table of what `ptfast audit` checks."""
-    from ptfast.measure.audit.audit_run import AREAS
-
-    before, mark, _ = text.partition(MARK)
-    assert mark, f"audit.md has lost its mark {MARK}"
-    rows = [
-        f"| {area} | {check} | {finds} |"
-        for area, (_, checks) in AREAS.items()
-        for check, finds in checks.items()
-    ]
-    return "\n".join([before + mark, "", "| area | check | what it finds |", "|---|---|---|", *rows, ""])
 
 
 def stages(text: str) -> str:
@@ -99,7 +85,7 @@ def _with_new_options(line: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = {"techniques.md": techniques, "config.md": groups, "audit.md": checks, "extending.md": stages}
+    pages = {"techniques.md": techniques, "config.md": groups, "extending.md": stages}
     for page, written in pages.items():
         file = DOCS / page
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")

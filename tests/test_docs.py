@@ -290,8 +290,9 @@ def test_the_tables_of_techniques_are_the_catalogue() -> None:
 
 
 def test_the_table_of_the_audit_is_its_checks() -> None:
-    page = PAGES["docs/audit.md"]
-    assert doc_tables.checks(page) == page, "scripts/doc_tables.py writes it"
+    code = "".join(file.read_text() for file in (ROOT / "ptfast/measure/audit").glob("*_checks.py"))
+    rows = re.findall(r"^\| (?:model|data|loop|machine) \| ([^|]+) \| .+ \|$", PAGES["docs/audit.md"], re.M)
+    assert sorted(rows) == sorted(set(re.findall(r'Finding\(\s*"([^"]+)"', code)))
 
 
 def test_a_new_option_goes_into_the_table_of_groups(in_tmp: Path) -> None:

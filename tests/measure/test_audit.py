@@ -60,6 +60,7 @@ MODELS = {
     "parallel": ("data parallel", "inner"),
     "unused": ("unused parameters", "spare.weight, spare.bias"),
     "float64": ("float64", "line"),
+    "deep": ("deep without normalisation", "Net"),
     "item": ("reads on the host", "line"),
     "cpu": ("reads on the host", "line"),
     "branch": ("reads on the host", "line"),

@@ -21,8 +21,9 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.core.units import counted
 from ptfast.launch.rank_main import out_of_memory
-from ptfast.measure.audit import model_checks, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Trial, audit_context
+from ptfast.measure.audit.model_checks import check_model
+from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
@@ -37,13 +38,13 @@ SHARE = 0.2
 MOST_ROUNDS = 20
 FIX = "--fix"
 
-AREAS: dict[str, tuple[Callable[[AuditContext], Iterator[Finding]], dict[str, str]]] = {
-    "model": (model_checks.check_model, model_checks.MODEL_CHECKS),
-    "data": (step_checks.check_data, step_checks.DATA_CHECKS),
-    "loop": (step_checks.check_loop, step_checks.LOOP_CHECKS),
-    "machine": (step_checks.check_machine, step_checks.MACHINE_CHECKS),
+AREAS: dict[str, Callable[[AuditContext], Iterator[Finding]]] = {
+    "model": check_model,
+    "data": check_data,
+    "loop": check_loop,
+    "machine": check_machine,
 }
-"""By area, the function that looks at it, and its checks with what they find."""
+"""By area, the function that looks at it; docs/audit.md says what its checks find."""
 
 
 def audit(
@@ -111,8 +112,7 @@ def audit(
 def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
     """Yield what the checks find, area by area."""
     for area in areas:
-        check, _ = AREAS[area]
-        yield from (replace(finding, area=area) for finding in check(context))
+        yield from (replace(finding, area=area) for finding in AREAS[area](context))
 
 
 def price_here(findings: list[Finding], budget_s: float, device_type: str, display: Display) -> None:

@@ -23,6 +23,8 @@ from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
 
 TILE = 8
 """Tensor cores multiply half-precision tiles of so many columns (NVIDIA, Matrix Multiplication guide)."""
+DEEP = 10
+"""Layers with weights from which a net without normalisation counts as deep."""
 WIDTH_SHARE = 0.01
 """Layers with a smaller part of the model's weights are not worth another width."""
 NAMED = 3
@@ -30,21 +32,6 @@ Formula = tuple[Callable[..., Tensor], list[Tensor]]
 """A function that takes `fused`, and the tensors that it reads."""
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-MODEL_CHECKS = {
-    "bias before a norm": "A convolution or linear layer with a bias, whose output goes only to a BatchNorm.",
-    "widths beside tensor cores": (
-        "Channels, features or a vocabulary that are no multiple of 8, in half precision on a CUDA device."
-    ),
-    "attention by hand": "softmax(QK^T)V by operators of their own, whose weights nothing else reads.",
-    "gelu by hand": "GELU written out with erf or tanh, recognised by its output.",
-    "dropout of zero": "Dropout layers that train with p=0: each costs a Python call and does nothing.",
-    "data parallel": "nn.DataParallel, which copies the model to every GPU in every step, from one process.",
-    "unused parameters": (
-        "Parameters that train and get no gradient: they take memory, and make several ranks search for them."
-    ),
-    "float64": "Tensors of float64 in the forward pass, or parameters of it.",
-}
-"""What each check of this module finds."""
 
 
 def check_model(context: AuditContext) -> Iterator[Finding]:
@@ -78,6 +65,14 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
             what = f"float64, {counted(count, 'operator')} in a forward pass"
             mend = "dtype=torch.float32 where it is made, or .float()"
             yield Finding("float64", what, place, mend, kind="reduced")
+    normalises = operators.normalises or any(
+        "norm" in type(each).__name__.lower() for each in modules.values()
+    )
+    if operators.weighted >= DEEP and not normalises and not context.untraced:
+        what = f"{operators.weighted} layers with weights, and no normalisation"
+        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
+        mend = f"{norms}; or clipping by layer: gradients=adaptive"
+        yield Finding("deep without normalisation", what, type(run.model).__name__, mend, kind="training")
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:

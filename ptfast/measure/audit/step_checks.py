@@ -38,36 +38,6 @@ _MENDS = {
 }
 _ELSE = "an operation whose result has a shape that is known beforehand"
 
-DATA_CHECKS = {
-    "no workers": "Steps wait for samples that this process reads between them, while cores are to spare.",
-    "decoding in every epoch": "Steps wait for images that are decoded anew in every epoch.",
-    "work on single samples": "Arithmetic on single samples that one call could do for a whole batch.",
-    "arrays copied": "torch.tensor(array) in a dataset, which copies what torch.from_numpy shares.",
-    "memory not pinned": "Batches go to a CUDA device from memory that is not page-locked: the host waits.",
-    "padding": "A tenth of the tokens or more are padding, which costs what text does.",
-    "shapes under a search for kernels": (
-        "Inputs of many shapes under cudnn_benchmark=true, which times all kernels anew for each."
-    ),
-    "inputs not normalised": "Model inputs whose mean is far from 0 or whose deviation is far from 1.",
-}
-LOOP_CHECKS = {
-    "reads on the host": "A value that is read from the device in every step, for which the host waits.",
-    "tensors made on the host": "A tensor that the model makes on the host and moves to the device.",
-    "debugging left on": "Anomaly detection, a profiler, NVTX marks or gradcheck turned on by user code.",
-    "gradients in evaluation": "Operations that record gradients while a batch is evaluated.",
-    "graph breaks": "Places where compiling breaks off, where something is compiled.",
-    "compiled again": "Graphs that are compiled again while steps run, as shapes or settings change.",
-}
-MACHINE_CHECKS = {
-    "threads beside cores": "More threads than cores, which block each other, or fewer on a CPU that trains.",
-    "tf32 off": "Float32 products without TF32 on an NVIDIA GPU that has it.",
-    "compiler missing": "No C++ compiler, or on a GPU no triton: compile=... cannot be tried.",
-    "shared memory small": "Less shared memory than worker processes' batches take, as in small containers.",
-    "clocks throttled": "Processors that were slowed down for heat or power while steps ran.",
-    "noisy neighbours": "Other processes that kept cores busy while steps ran.",
-}
-"""What each check of this module finds, by area."""
-
 
 def check_data(context: AuditContext) -> Iterator[Finding]:
     """Yield what samples and batches cost."""

@@ -277,6 +277,8 @@ class OperatorTrace(DispatchMode):
         self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
         self.doubles: defaultdict[str, int] = defaultdict(int)
         """Operators that return a float64 tensor; both are by place."""
+        self.normalises, self.weighted = False, 0
+        """Whether an operator normalises, and the number of products and convolutions with a parameter."""
 
     @contextlib.contextmanager
     def naming_modules(self) -> Iterator[None]:
@@ -298,10 +300,13 @@ class OperatorTrace(DispatchMode):
         name, first = func.overloadpacket.__name__, next(tensors_in(result), None)
         if not self.recording or first is None:
             return result
+        self.normalises |= "norm" in name or name == "rsqrt"
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
             self.doubles[place] += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         roles = [self._roles.get(tensor) for tensor in given]
+        if name in ("mm", "bmm", "addmm", "baddbmm", "convolution") and "parameter" in roles:
+            self.weighted += 1
         calling, _, keywords = self._calls.current
         whole = calling == "multi_head_attention_forward" and not keywords.get("need_weights", True)
         # Torch's own attention may use the same operators.

@@ -18,6 +18,7 @@ from ptfast.report.html.svg_charts import (
     Axis,
     Series,
     curve_controls,
+    draw_axes,
     line_chart,
     stacked_bar,
     thin,
@@ -317,23 +318,10 @@ def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str
     ticks = (0, 0.25, 0.5, 0.75, 1)
     x_axis = Axis(0, 1, ticks, "{:g}".format, LEFT, LEFT + SIDE)
     y_axis = Axis(0, 1, ticks, "{:g}".format, 10 + SIDE, 10)
-    left, right, bottom, top = x_axis.start, x_axis.stop, y_axis.start, y_axis.stop
-    shapes = []
-    for tick in ticks:
-        at_x, at_y, text = x_axis.place(tick), y_axis.place(tick), x_axis.label(tick)
-        shapes += [
-            f'<path class="grid" d="M{at_x:.1f} {bottom}V{top}M{left} {at_y:.1f}H{right}"/>',
-            f'<text x="{at_x:.1f}" y="{bottom + 17}" text-anchor="middle">{text}</text>',
-            f'<text x="{left - 8}" y="{at_y + 4:.1f}" text-anchor="end">{text}</text>',
-        ]
+    shapes = draw_axes(x_axis, y_axis, *axes)
     for line in lines:
         path = "L".join(f"{x_axis.place(x):.1f} {y_axis.place(y):.1f}" for x, y in line.points)
         shapes.append(f'<g class="{line.css}"><path class="line" d="M{path}"/></g>')
-    center = y_axis.place(0.5)
-    shapes.append(
-        f'<text x="{x_axis.place(0.5):.1f}" y="{bottom + 36}" text-anchor="middle">{axes[0]}</text>'
-        f'<text transform="translate(14 {center:.1f}) rotate(-90)" text-anchor="middle">{axes[1]}</text>'
-    )
     legend = "".join(
         f'<span class="key {line.css}"><i></i>{escape(line.name)}</span>' for line in lines if several
     )

@@ -82,7 +82,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     steps = range(0, int(last_step) + 1, spacing)
     x_axis = Axis(0, last_step, steps, grouped, LEFT, WIDTH - RIGHT)
     y_axis = _value_axis(name, [y for s in thinned for _, y in s.points])
-    shapes = _axes(x_axis, y_axis)
+    shapes = draw_axes(x_axis, y_axis, "step")
     for line in thinned:
         places = [(x_axis.place(x), y_axis.place(y)) for x, y in line.points]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
@@ -162,23 +162,23 @@ def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]
     return f'<form id="controls" hidden {facts}>{radios}{slider}</label></form>'
 
 
-def _axes(x_axis: Axis, y_axis: Axis) -> list[str]:
+def draw_axes(x_axis: Axis, y_axis: Axis, x_title: str, y_title: str = "") -> list[str]:
     """Lines, ticks and labels of both axes; those of the x axis in a group, which `SCRIPT_FILE` redraws."""
-    shapes = []
+    left, right, bottom, shapes = x_axis.start, x_axis.stop, y_axis.start, list[str]()
     for tick in y_axis.ticks:
-        y = y_axis.place(tick)
-        shapes.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        label = escape(y_axis.label(tick))
-        shapes.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    bottom = HEIGHT - BOTTOM
-    shapes += [f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>', '<g class="x">']
+        y, label = y_axis.place(tick), escape(y_axis.label(tick))
+        shapes.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>')
+        shapes.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    if y_title:
+        place = f"translate(14 {(bottom + y_axis.stop) / 2:.1f}) rotate(-90)"
+        shapes.append(f'<text transform="{place}" text-anchor="middle">{y_title}</text>')
+    shapes += [f'<path class="axis" d="M{left} {bottom}H{right}"/>', '<g class="x">']
     for tick in x_axis.ticks:
-        x = x_axis.place(tick)
+        x, label = x_axis.place(tick), escape(x_axis.label(tick))
         shapes.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
-        label = escape(x_axis.label(tick))
         shapes.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    title = f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
+    middle = (left + right) / 2
+    title = f'<text x="{middle}" y="{bottom + 34}" text-anchor="middle">{x_title}</text>'
     return [*shapes, title, "</g>"]
 
 
