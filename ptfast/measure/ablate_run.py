@@ -14,7 +14,6 @@ from ptfast.config.files.frozen import redact
 from ptfast.config.files.overlay import check_overlay
 from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
-from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_OK, ConfigError, name_some
 from ptfast.core.machine import usable_cores
 from ptfast.core.sections.section import Need, Technique
@@ -22,14 +21,7 @@ from ptfast.core.units import duration, num_bytes
 from ptfast.measure.ablation import SEED, Ablation
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.verdicts import Effect
-from ptfast.measure.outputs import (
-    RECEIPT,
-    check_outputs,
-    label,
-    make_folder,
-    picture,
-    write_recipe,
-)
+from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
 from ptfast.report.terminal.display import say, table
 
 LEAST_S = 30.0
@@ -83,10 +75,9 @@ def ablate(
             if ablation.blocks and not ablation.fitted.effects:
                 ablation.estimate()
     _show(ablation, left_out)
-    folder, name = make_folder("ablate", out, config), label(config)
     command = redact(["ptfast", "ablate", *arguments, "--budget", f"{budget_s:g}s"])
     facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **_receipt(ablation)}
-    run_directory.write_json(folder / RECEIPT, facts)
+    folder, name = write_figures("ablate", out, config, facts), label(config)
     if ablation.measured:
         draw(folder / PICTURE, ablation, f"{name}: what each technique is worth")
     if (confirmed := ablation.confirmed) is not None:
@@ -96,7 +87,6 @@ def ablate(
             how = f"On: {names}; {confirmed.over_plain} plain's speed."
         comment = [f"The best config of {name} on one machine, found by ptfast ablate", how]
         write_recipe(folder / BEST, merge(arguments, ablation.best_words), {}, comment)
-    say(f"figures: {folder}")
     return EXIT_INTERRUPTED if interrupted else EXIT_OK
 
 
@@ -254,7 +244,7 @@ def draw(path: Path, ablation: Ablation, title: str) -> None:
         rows.append((finding.technique.name, effect, "C0" if clear else "0.6"))
     if ablation.confirmed is not None:
         rows.append(("the pick, confirmed", ablation.confirmed.over_plain, "C2"))
-    with picture(path, 8, 1.4 + 0.26 * (len(ablation.measured) + 2)) as figure:
+    with picture(path, title, 8, 1.4 + 0.26 * (len(ablation.measured) + 2)) as figure:
         axes = figure.add_subplot()
         for place, (_, effect, color) in enumerate(reversed(rows)):
             axes.plot(effect.interval(), [place, place], color=color, lw=2, solid_capstyle="butt")
@@ -268,6 +258,5 @@ def draw(path: Path, ablation: Ablation, title: str) -> None:
         bounds = [bound for _, effect, _ in rows for bound in effect.interval()]
         axes.set_xlim(max(min(bounds) * 0.97, 0.3), min(max(bounds) * 1.03, 4.0))
         axes.set_xlabel("speed with it over speed without it, 95 % interval; grey: no clear difference")
-        axes.set_title(title, loc="left", fontsize=11)
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)

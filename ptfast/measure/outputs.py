@@ -62,11 +62,12 @@ def write_recipe(
 
 
 @contextlib.contextmanager
-def picture(file: Path, width: float, height: float) -> Iterator[Figure]:
+def picture(file: Path, title: str, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, of so many inches; written as a PNG afterwards, whole or not at all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     yield figure
     partial = file.with_suffix(".partial")
     figure.savefig(partial, dpi=120, format="png")

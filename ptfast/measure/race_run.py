@@ -232,7 +232,7 @@ def _show(racing: Race, note: str) -> None:
 def draw(path: Path, racing: Race, title: str) -> None:
     """Write a PNG of a curve for each arm; ticks mark runs that ended without reaching the target."""
     panels = ("seconds of training", "train_s"), ("optimizer steps", "steps")
-    with picture(path, 10, 4.5) as drawn:
+    with picture(path, title, 10, 4.5) as drawn:
         for axes, (x_label, figure) in zip(drawn.subplots(1, 2, sharey=True), panels, strict=True):
             for number, arm in enumerate(racing.arms):
                 runs = [finish for finish in racing.finishes if finish.arm == number]
@@ -252,7 +252,6 @@ def draw(path: Path, racing: Race, title: str) -> None:
         drawn.axes[0].set_ylabel("share of runs that have reached it")
         handles, labels = drawn.axes[0].get_legend_handles_labels()
         drawn.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=min(len(labels), 3))
-        drawn.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,30 +229,25 @@ def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[f
 
     Source: McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2.2, appendices A and D.
     """
-    finite = [row for row in zip(signal, noise, square, strict=True) if all(map(math.isfinite, row))]
-    if len(finite) < LEAST_STEPS:
+    steps = np.array([signal, noise, square]).T
+    steps = steps[np.isfinite(steps).all(axis=1)]
+    if len(steps) < LEAST_STEPS:
         return None
-    length = max(len(finite) // NUM_SEGMENTS, 5)
-    scaled: list[tuple[float, float]] = []
-    for start in range(0, len(finite), length):
-        segment = finite[start : start + length]
-        mean = sum(row[2] for row in segment) / len(segment)
-        if mean > 0:
-            scaled += [(row[0] / mean, row[1] / mean) for row in segment]
-    if not (num_steps := len(scaled)):
+    length = max(len(steps) // NUM_SEGMENTS, 5)
+    segments = [steps[start : start + length] for start in range(0, len(steps), length)]
+    scaled = [segment / mean for segment in segments if (mean := segment[:, 2].mean()) > 0]
+    if not scaled:
         return None
-    below, above = (sum(column) for column in zip(*scaled, strict=True))
-    mean = below / num_steps
-    spread = math.sqrt(sum((row[0] - mean) ** 2 for row in scaled) / (num_steps - 1) / num_steps)
+    below, above, _ = np.concatenate(scaled).T
+    count, mean = len(below), float(below.mean())
+    spread = float(below.std(ddof=1)) / math.sqrt(count)
     highest = mean + 2 * spread
-    at_least = above / num_steps / highest if highest > 0 else None
+    at_least = float(above.mean()) / highest if highest > 0 else None
     # With a true gradient within two errors of zero, the quotient could be anything.
     if mean <= 2 * spread:
         return Critical(None, None, at_least)
-    without = [(above - row[1]) / (below - row[0]) for row in scaled]
-    middle = sum(without) / num_steps
-    error = math.sqrt((num_steps - 1) / num_steps * sum((value - middle) ** 2 for value in without))
-    return Critical(above / below, error, at_least)
+    without = (above.sum() - above) / (below.sum() - below)
+    return Critical(float(above.mean()) / mean, math.sqrt(count - 1) * float(without.std()), at_least)
 
 
 @dataclass

@@ -164,7 +164,7 @@ def _advice(facts: dict[str, Any]) -> str:
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
     """Write a PNG of the loss over the learning rate, with the suggested rates and the trials."""
-    with picture(path, 8, 4.5) as figure:
+    with picture(path, title, 8, 4.5) as figure:
         axes = figure.add_subplot()
         lrs, losses, smoothed, chosen = facts["lrs"], facts["losses"], facts["smoothed"], facts["chosen"]
         axes.plot(lrs, losses, ".", color="0.75", markersize=4, label="loss of a step")
@@ -182,7 +182,6 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
         axes.set_ylim(lowest - 0.05 * spread, max(smoothed) + 0.25 * spread)
         axes.set_xlabel("learning rate")
         axes.set_ylabel("loss")
-        axes.set_title(title, loc="left", fontsize=11)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9, loc="lower left")
 

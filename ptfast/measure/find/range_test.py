@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ptfast.data.sampling.counter_draws import OwnGenerators
@@ -144,12 +145,9 @@ def smooth(losses: Sequence[float]) -> list[float]:
     """
     limit = EXPLODED * statistics.median(losses[:START_STEPS])
     losses = losses[: next((step for step, loss in enumerate(losses) if loss > limit), len(losses))]
-    smoothed = []
-    for here in range(len(losses)):
-        weights = [SMOOTHING ** abs(step - here) for step in range(len(losses))]
-        total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-        smoothed.append(total / sum(weights))
-    return smoothed
+    steps = np.arange(len(losses))
+    weights = SMOOTHING ** np.abs(np.subtract.outer(steps, steps))
+    return (weights @ losses / weights.sum(axis=1)).tolist()
 
 
 def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, float]:
