@@ -193,7 +193,8 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
         table(["technique", "class", "worth", "95 %", "verdict", "expect", "memory", "loss"], rows)
     known = [effect for effect in ablation.fitted.effects if effect is not None]
     if known:
-        num_runs = sum(run.time is not None for block in ablation.runs for run in block)
+        runs = [run for block in ablation.laboratory.blocks[: len(ablation.blocks)] for run in block]
+        num_runs = sum(run.time is not None for run in runs)
         half = statistics.median(effect.interval()[1] / effect.ratio - 1 for effect in known)
         say(
             f"{num_runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "

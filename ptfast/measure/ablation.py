@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -176,15 +177,11 @@ class Ablation:
             self.blocks.append(block)
         self.estimate()
 
-    @property
-    def runs(self) -> list[list[TrialResult]]:
-        """The results of the plan, block by block."""
-        return self.laboratory.blocks[: len(self.blocks)]
-
     def estimate(self) -> None:
         """Estimate the effects and what to expect of each, and make the pick."""
-        self.fitted = fitted = fit(self.factors, self.blocks, list(map(times_of, self.runs)))
-        peaks = [[each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in self.runs]
+        runs = self.laboratory.blocks[: len(self.blocks)]
+        self.fitted = fitted = fit(self.factors, self.blocks, list(map(times_of, runs)))
+        peaks = [[each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in runs]
         memory = fit(self.factors, self.blocks, peaks)
         for place, (factor, level) in enumerate(columns(self.factors)):
             finding = self._members[factor][level - 1]
@@ -232,7 +229,10 @@ class Ablation:
                 else:
                     pick, *found = self.laboratory.measure(words)
             for finding, measured in zip(chunk, found, strict=True):
-                finding.note_beside(measured, pick)
+                finding.note(measured, pick)
+                if measured.time is not None and pick.time is not None:
+                    share = optimizer_log_odds(measured) if finding.sets_optimizer else []
+                    finding.beside += share or [pick.time - measured.time]
             if chunk := [each for each in chunk if not each.why]:
                 chunks.append(chunk)
         for finding in self.apart:
@@ -303,7 +303,8 @@ class Ablation:
             estimate_optimizers(optimizers, self.log_odds, sd, dof)
         for finding in beside if sd else ():
             if finding not in optimizers:
-                finding.estimate_beside(sd, dof)
+                se = sd * math.sqrt(2 / len(finding.beside))
+                finding.effect = Effect(statistics.fmean(finding.beside), se, dof)
         verdicts = judge([finding.effect for finding in self.findings])
         for finding, verdict in zip(self.findings, verdicts, strict=True):
             finding.verdict = "not applicable" if finding.why else verdict

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.config.catalogue import ThisMachine
 from ptfast.config.files.overlay import check_out
@@ -246,15 +248,12 @@ class ZeroedResNet(ResNetCifar):
     That costs a write of all gradients, and a read when the backward pass adds to them.
     """
 
-    def __init__(self, num_classes: int, in_channels: int = 3, depth: int = 20, width: int = 16) -> None:
-        super().__init__(num_classes, in_channels, depth, width)
-        self._kept: dict[str, Tensor] = {}
+    _kept: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
         if self.training:
-            for name, parameter in self.named_parameters():
-                if name not in self._kept:
-                    self._kept[name] = parameter.detach().clone()
-                parameter.grad = self._kept[name].zero_()
+            self._kept = self._kept or {each: each.detach().clone() for each in self.parameters()}
+            for parameter, gradient in self._kept.items():
+                parameter.grad = gradient.zero_()
         return super().forward(images)

@@ -69,19 +69,6 @@ class Worth:
             if not math.isfinite(loss):
                 self.why = "it diverges"
 
-    def note_beside(self, measured: TrialResult, pick: TrialResult) -> None:
-        """Note a run with it beside the pick, of a block with a run of the pick alone."""
-        self.note(measured, pick)
-        if measured.time is None or pick.time is None:
-            return
-        share = optimizer_log_odds(measured) if self.sets_optimizer else []
-        self.beside += share or [pick.time - measured.time]
-
-    def estimate_beside(self, sd: float, dof: float) -> None:
-        """Estimate the effect from runs beside the pick, if times of processes differ by `sd`."""
-        se = sd * math.sqrt(2 / len(self.beside))
-        self.effect = Effect(statistics.fmean(self.beside), se, dof)
-
 
 def optimizer_log_odds(measured: TrialResult) -> list[float]:
     """The log odds of the optimizer's share of a step in a run; empty where it is unknown."""

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
-from ptfast.measure.find import batch_search
+from ptfast.measure.find import gradient_noise
 from ptfast.measure.find.batch_search import SPARE, BatchSearch, memory_to_spare
 from ptfast.measure.find.gradient_noise import (
     Critical,
@@ -206,7 +206,7 @@ def child(monkeypatch: pytest.MonkeyPatch, *results: dict[str, Any], fails: Exce
             raise fails
         return list(results), None
 
-    monkeypatch.setattr(batch_search, "measure_once", measure_once)
+    monkeypatch.setattr(gradient_noise, "measure_once", measure_once)
 
 
 def segment(signal: list[float], **facts: Any) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class AuditContext:
             yield batch
 
     def _time_steps(self) -> None:
-        throttled, ledger = _throttle_counts(), self.run.clock.ledger
+        ledger, (count_before, _) = self.run.clock.ledger, _throttled(self.run.device)
         watch_others()
         waited_s, start = ledger()["data"], time.perf_counter()
         for num in range(MOST_STEPS):
@@ -172,7 +172,8 @@ class AuditContext:
         """Share of the time spent waiting for a batch."""
         self.others_cores = others_cores()
         """Cores that other processes took meanwhile; 0 if unknown."""
-        self.throttled = _throttle_counts() > throttled or _gpu_is_slowed(self.run.device)
+        count, is_slowed = _throttled(self.run.device)
+        self.throttled = count > count_before or is_slowed
 
     def _trace_operators(self) -> None:
         calls = CallTrace(self.run.device.type)
@@ -233,20 +234,16 @@ def _graph_breaks(run: Run) -> Counter[str]:
     return Counter({str(reason).splitlines()[0]: count for reason, count in breaks})
 
 
-def _throttle_counts() -> int:
-    """How often the system has throttled its processors; 0 if unknown."""
+def _throttled(device: torch.device) -> tuple[int, bool]:
+    """How often processors were throttled so far, 0 if unknown, and whether a GPU's clocks are held down."""
     files = (ROOT / "sys/devices/system/cpu").glob("cpu*/thermal_throttle/*_throttle_count")
-    return sum(int(text) for file in files if (text := file.read_text().strip()).isdigit())
-
-
-def _gpu_is_slowed(device: torch.device) -> bool:
-    """True if a GPU's driver holds its clocks down for heat or power."""
+    count = sum(int(text) for file in files if (text := file.read_text().strip()).isdigit())
     if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
-        return False
+        return count, False
     reasons = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.sw_thermal_slowdown"
     command = [tool, f"--query-gpu={reasons}", "--format=csv,noheader", f"--id={device.index or 0}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    return " Active" in f" {done.stdout}"
+    return count, " Active" in f" {done.stdout}"
 
 
 def trace_samples(source: MapSource) -> SampleTrace:

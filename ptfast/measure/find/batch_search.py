@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.experiment.trial import OnResult, Segments, TrialRank, measure_once
+from ptfast.measure.experiment.trial import Segments, TrialRank, measure_once
 from ptfast.report.terminal.display import build_display
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
@@ -70,12 +70,6 @@ class BatchSearch:
         self.too_large: dict[str, Any] | None = None
         self.display = build_display()
 
-    def run(
-        self, measurement: Callable[..., None], keywords: dict[str, Any], on_result: OnResult
-    ) -> tuple[list[dict[str, Any]], str | None]:
-        """Measure the config in new processes, as `measure_once` does."""
-        return measure_once(measurement, self.composed, self.config, self.folder, keywords, on_result)
-
     def median(self, size: int, figure: str = "samples_per_s") -> float:
         return statistics.median(result[figure] for result in self.seen[size])
 
@@ -125,7 +119,9 @@ class BatchSearch:
     def measure(self, sizes: Sequence[int], *, checked_fully: bool = False) -> None:
         """Measure `sizes` in turn in one process, up to the first that does not fit."""
         keywords = {"sizes": list(sizes), "seconds": self.seconds, "checked_fully": checked_fully}
-        results, killed = self.run(time_batches, keywords, self._show)
+        results, killed = measure_once(
+            time_batches, self.composed, self.config, self.folder, keywords, self._show
+        )
         for result in results:
             if "no_room" in result:
                 self.too_large = result

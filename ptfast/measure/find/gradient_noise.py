@@ -17,7 +17,7 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ConfigError, DataError, PtfastError, ReportedError
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.units import duration, grouped
-from ptfast.measure.experiment.trial import TrialRank
+from ptfast.measure.experiment.trial import TrialRank, measure_once
 from ptfast.measure.find.batch_search import TIE, BatchSearch
 from ptfast.report.terminal.display import Display, say, table
 from ptfast.run import Run
@@ -311,7 +311,8 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
 
     try:
         cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
-        results, killed = search.run(train_for_noise, cut, on_result)
+        where = search.composed, search.config, search.folder
+        results, killed = measure_once(train_for_noise, *where, cut, on_result)
         no_room = (f"out of memory: {result['no_room']}" for result in results if "no_room" in result)
         ended = f"ended by {killed}" if killed else next(no_room, None)
     except (PtfastError, ReportedError) as error:

@@ -56,11 +56,6 @@ class LoaderSetup(NamedTuple):
             found["backend.worker_threads"] = self.threads
         return found
 
-    @property
-    def words(self) -> list[str]:
-        """The same as overrides."""
-        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
-
 
 PLAIN = LoaderSetup("plain")
 
@@ -194,8 +189,9 @@ class LoaderSearch:
         self.best = next(iter(self.ratios(PLAIN)))
 
     def _words(self, loader: LoaderSetup) -> list[str]:
+        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
         # Inputs that grow during training are measured at their full size.
-        return merge(self.arguments, ["curriculum=none", *loader.words])
+        return merge(self.arguments, ["curriculum=none", *own])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than `base`."""
@@ -330,8 +326,8 @@ def _show(search: LoaderSearch) -> None:
     failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
     for line in [*failed, *search.notes, *_remarks(search)]:
         say(line)
-    rate = search.figure(search.chosen, "samples_per_s")
-    say(f"\nchosen: {' '.join(search.chosen.words)} at {rate:,.0f} samples/s")
+    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.chosen.values.items())
+    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
 
 
 def _remarks(search: LoaderSearch) -> Iterator[str]:
