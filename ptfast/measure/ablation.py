@@ -49,12 +49,11 @@ SEED = 0
 
 @dataclass
 class Confirmation:
-    """The pick, run again in fresh processes."""
+    """The pick, run again in fresh processes, whose logarithms of time deviate by `process_sd`."""
 
     over_plain: Effect
     over_given: Effect
     process_sd: float
-    """Deviation of processes of one config, as a logarithm."""
 
 
 class Ablation:
@@ -64,7 +63,6 @@ class Ablation:
         self.laboratory, self.arguments = laboratory, list(arguments)
         self.findings: list[Worth] = []
         self.apart: list[Worth] = []
-        """Those that are measured beside the pick."""
         self.log_odds: list[float] = []
         """Of the share of a step that the pick's optimizer takes, one for each run beside others."""
         self.process_sd: float | None = None

@@ -82,8 +82,7 @@ def optimizer_log_odds(measured: TrialResult) -> list[float]:
 def estimate_optimizers(findings: Sequence[Worth], pick: Sequence[float], sd: float, dof: float) -> None:
     """Estimate the effects of optimizers from their shares of a step.
 
-    An optimizer changes one phase of a step. Its share can be measured within one process, so that most of
-    the difference between two processes cancels.
+    A share is measured within one process, so that most of the difference between two processes cancels.
 
     Args:
         pick: log odds of the share of the pick's own optimizer, one for each run.

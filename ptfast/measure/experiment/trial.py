@@ -154,11 +154,10 @@ def measure_once(
     keywords: dict[str, Any],
     on_result: OnResult = lambda _: None,
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Measure a config in a new process for each of its ranks.
+    """Measure a config in a new process for each of its ranks, whose files go into `scratch`.
 
     Args:
         measurement: a function of a `TrialRank` and the keywords, which reports what it measures.
-        scratch: folder for files of the processes.
         on_result: called with each result as it comes in.
 
     Returns:
@@ -373,9 +372,7 @@ def cores_of_others(
 ) -> dict[str, float | None]:
     """Cores that others took on average: processes here, and other virtual machines; None if unknown.
 
-    Args:
-        before, after: what `machine_times` said.
-        own_s: processor time of all processes of the measurement in between.
+    `before` and `after` are of `machine_times`; in between, the measurement's processes took `own_s` of them.
     """
     busy_s, steal_s = (
         None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)

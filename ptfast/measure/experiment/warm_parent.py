@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -103,20 +103,15 @@ def _ask(
         end_ranks(trials.pop(index))
 
 
-class Turn(NamedTuple):
-    """What a trial does in a turn."""
+def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """The turns of trials that are warm: on the same batches if their speeds are alike, else equally long.
 
-    num_steps: int
-    lead_steps: int
-    """Untimed, before those."""
-    behind: int
-    """Untimed, before the first turn only: to catch up with the batches of other trials."""
-
-
-def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[Turn]:
-    """The turns of trials that are warm: on the same batches if their speeds are alike, else equally long."""
+    Returns:
+        For each trial its steps in a turn, untimed steps before those, and untimed steps before the first
+        turn, which catch up with the batches of other trials.
+    """
     turns = [
-        Turn(max(1, round(max(request.turn_s, each["least_turn_s"]) / each["step_s"])), each["lead_steps"], 0)
+        (max(1, round(max(request.turn_s, each["least_turn_s"]) / each["step_s"])), each["lead_steps"], 0)
         for each in warm
     ]
     steps_s = [each["step_s"] for each in warm]
@@ -124,7 +119,7 @@ def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[Turn]:
         return turns
     num_steps, lead_steps, _ = map(max, zip(*turns, strict=True))
     last_step = max(each["steps"] for each in warm)
-    return [Turn(num_steps, lead_steps, last_step - each["steps"]) for each in warm]
+    return [(num_steps, lead_steps, last_step - each["steps"]) for each in warm]
 
 
 class WarmParent:
@@ -150,7 +145,7 @@ class WarmParent:
                     _ask(trials, found, index, "data")
             if request.timed_s and trials:
                 turns = dict(zip(trials, plan_turns(request, [found[i] for i in trials]), strict=True))
-                turn_s = statistics.fmean(turns[i].num_steps * found[i]["step_s"] for i in trials)
+                turn_s = statistics.fmean(turns[i][0] * found[i]["step_s"] for i in trials)
                 num_turns = 2 * max(round(request.timed_s / turn_s / 2), request.least_turns // 2)
                 for turn in range(min(num_turns, MOST_TURNS)):
                     for index in sorted(trials, reverse=turn % 2 == 1):

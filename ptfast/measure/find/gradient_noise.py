@@ -255,9 +255,8 @@ class NoiseForecast:
     """The measured gradient noise of a config, and the forecast from it."""
 
     batch_size: int
-    """Samples of each measured step."""
+    """Of the measured steps."""
     total_steps: int = 0
-    """Steps of the whole run."""
     moments: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
     """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
     critical: Critical | None = None
