@@ -187,7 +187,7 @@ def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by ulimit")
 def test_it_survives_running_out_of_memory(tmp_path: Path) -> None:
     words = "model=mlp model.hidden=[200000] device=cpu --from 128 --seconds 0.1 --out out"
-    command = f"ulimit -v 4500000; exec {sys.executable} -m ptfast find batch {words}"
+    command = f"ulimit -v 5200000; exec {sys.executable} -m ptfast find batch {words}"
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **WITH_TESTS}
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
