@@ -218,7 +218,7 @@ def test_a_recipe_by_path_needs_no_header(folder: str) -> None:
         ("checkpointing=last", "C003", ["Did you mean saving=last?", "activation checkpointing"]),
         ("model=adamw", "C003", ["Did you mean optimizer=adamw?"]),
         ("preset=fsat", "C003", ["Did you mean preset=fast?"]),
-        ("+recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "Recipes: char_gpt, cifar_speedrun, "]),
+        ("+recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "Recipes: char_gpt, cifar_speed"]),
         ("+recipe=./mine.yaml", "C003", ["no such recipe file"]),
         ("optimizer.lr=0.1 optimizer.lr=0.2", "C006", ["given twice, with 0.1 and 0.2"]),
         ("optimizer.lr=0.1 +optimizer.lr=0.2", "C006", ["given twice"]),
