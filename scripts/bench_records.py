@@ -155,25 +155,27 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
-def time_table(file: Path, rows: list[str], settings: dict[str, Any]) -> int:
-    """Time a step by row, and that of the first row over it; returns the number of rounds."""
+def time_table(file: Path, rows: list[str], settings: dict[str, Any]) -> None:
+    """Time a step by row, and that of the first row over it in the rounds that have both."""
     rounds: dict[int, dict[str, dict[str, Any]]] = {}
     for line in read_results(file, {"kind": "round", **settings}):
         rounds.setdefault(line["round"], {})[line["row"]] = line
-    whole = [each for each in rounds.values() if each.keys() >= {*rows}]
-    if not whole:
-        return 0
-    print(f"| row | ms a step [min-max] | time of {rows[0]} over this [95 %] | memory |\n|---|--:|--:|--:|")
+    if not rounds:
+        return
+    print(f"| row | rounds | ms a step [min-max] | time of {rows[0]} over this [95 %] | memory |")
+    print("|---|--:|--:|--:|--:|")
     for row in rows:
-        times = [1000 * each[row]["step_s"] for each in whole]
-        ratios = [each[rows[0]]["step_s"] / each[row]["step_s"] for each in whole]
+        pairs = [(each[rows[0]], each[row]) for each in rounds.values() if each.keys() >= {rows[0], row}]
+        if not pairs:
+            continue
+        times = [1000 * own["step_s"] for _, own in pairs]
+        ratios = [first["step_s"] / own["step_s"] for first, own in pairs]
         low, high = interval(ratios)
-        memory = statistics.median(each[row]["memory_bytes"] for each in whole) / 2**20
+        memory = statistics.median(own["memory_bytes"] for _, own in pairs) / 2**20
         print(
-            f"| {row} | {statistics.median(times):,.0f} [{min(times):,.0f}-{max(times):,.0f}]"
+            f"| {row} | {len(pairs)} | {statistics.median(times):,.0f} [{min(times):,.0f}-{max(times):,.0f}]"
             f" | {statistics.median(ratios):.3f} [{low:.3f}-{high:.3f}] | {memory:,.0f} MiB |"
         )
-    return len(whole)
 
 
 def main() -> None:
@@ -210,10 +212,10 @@ def main() -> None:
         take_turns(args, rows, settings)
         accuracy_table(args.results, settings)
         print()
-        num_rounds = time_table(args.results, rows, settings)
+        time_table(args.results, rows, settings)
     threads = os.environ.get("OMP_NUM_THREADS", "all")
     length = f"{args.recipe}, {args.epochs} epochs, batch {args.batch_size}"
-    print(f"\n{length}; {num_rounds} rounds of {args.steps} steps; {threads} threads.")
+    print(f"\n{length}; rounds of {args.steps} steps; {threads} threads.")
     print(f"torch {version_of('torch')}, {machine()}.")
 
 

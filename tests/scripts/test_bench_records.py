@@ -64,4 +64,4 @@ def test_both_rows_train_and_are_timed(
         assert 0 <= line["views"] <= 1
         assert f"| {line['row']} | 0 | " in table
     assert all(line["steps"] == 1 and line["step_s"] > 0 for line in lines[2:])
-    assert "1 rounds of 1 steps" in table
+    assert "rounds of 1 steps" in table
