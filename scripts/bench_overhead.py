@@ -2,9 +2,9 @@
 
 The network is so small that what surrounds it decides: an MLP 32 -> 64 -> 64 -> 10 (`--hidden 2`) and batches
 of 64 out of 8,192 samples in memory. SGD with momentum, the learning rate falling linearly at every step, one
-CPU thread, the loss read every 50 steps. Nothing is evaluated or saved while the clock runs. The clock is in
-the network itself: it runs from the forward pass of one step to that of a later one, so that what each
-framework does at its start and its end stays out.
+CPU thread, the loss read every 50 steps. Nothing is evaluated or saved while the clock runs. The clock is a
+hook of the network itself: it runs from the forward pass of one step to that of a later one, so that what
+each framework does at its start and its end stays out.
 
     python scripts/bench_overhead.py [--rounds 9] [--epochs 16] [--hidden 2] [--only NAME ...]
 
@@ -18,12 +18,12 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,11 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 from bench_tools import interval, machine, silence, version_of
+from peers import LOG_STEPS, Clock, Job, accelerate, by_hand, hf_trainer, ignite, lightning, ptfast
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 8192, 32, 10
-BATCH_SIZE, LR, MOMENTUM, LOG_STEPS = 64, 0.1, 0.9, 50
+BATCH_SIZE, LR, MOMENTUM = 64, 0.1, 0.9
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
 FIRST_TIMED_STEP = STEPS_PER_EPOCH
 """The first epoch warms up caches and whatever a framework does once."""
@@ -55,71 +56,48 @@ class Points(TensorDataset):
 
 
 class Mlp(nn.Module):
-    """The network, with the clock: `times_s` holds when each forward pass began."""
+    """The network."""
 
     num_hidden: ClassVar[int] = 2
     latest: ClassVar[Mlp]
-    """The one that ran last, for frameworks that make it themselves."""
+    """The one made last, for frameworks that make it themselves."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = [NUM_FEATURES] + [64] * Mlp.num_hidden
         hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(*hidden, nn.Linear(64, NUM_CLASSES))
-        self.times_s: list[float] = []
+        Mlp.latest = self
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, features) to logits."""
-        self.times_s.append(time.perf_counter())
-        Mlp.latest = self
         return self.layers(inputs)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The data, the length of one run, and where a framework may write."""
+@dataclass
+class Bench(Job):
+    """The job of all loops: data, optimizer and schedule as tutorials make them."""
 
-    points: Points
-    total_steps: int
-    folder: Path
+    points: ClassVar[Points] = Points()
 
     @property
-    def epochs(self) -> int:
-        return self.total_steps // STEPS_PER_EPOCH
+    def total_steps(self) -> int:
+        return self.epochs * STEPS_PER_EPOCH
 
-    def loader(self) -> DataLoader[Any]:
-        """The batches as tutorials make them."""
-        return DataLoader(self.points, batch_size=BATCH_SIZE, shuffle=True)
+    def build_model(self) -> Mlp:
+        return Mlp()
 
-    def lr_factor(self, step: int) -> float:
-        """Linear decay to 0."""
-        return 1 - step / self.total_steps
+    def samples(self, split: str) -> Points:
+        return self.points
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR]:
-        """The optimizer and schedule as tutorials make them."""
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
 
-
-def tutorial(bench: Bench) -> Mlp:
-    """The loop that tutorials write."""
-    model = Mlp()
-    optimizer, scheduler = bench.optimizer(model)
-    step = 0
-    for _ in range(bench.epochs):
-        for inputs, targets in bench.loader():
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            step += 1
-            if step % LOG_STEPS == 0:
-                loss.item()
-    return model
+    def build_optimizer(self, model: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 
 
-def by_hand(bench: Bench) -> Mlp:
+def lean_by_hand(bench: Job, clock: Clock) -> None:
     """The leanest loop that torch's documented interfaces allow, on ptfast's batches."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.durations import Duration
@@ -128,16 +106,18 @@ def by_hand(bench: Bench) -> Mlp:
     from ptfast.data.loaders.loading import ReaderOptions
     from ptfast.data.sampling.sampler import Sharding
 
-    data = build_data(bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
+    total_steps = bench.epochs * STEPS_PER_EPOCH
+    data = build_data(Bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
     in_memory = ReaderOptions(torch.device("cpu"), normalize=False, kind="memory")
     batches = build_train_loader(data, sharding, in_memory, seed=0)
     model = Mlp()
+    clock.watch(model)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, fused=True)
     group = optimizer.param_groups[0]
-    rates = [LR * bench.lr_factor(step) for step in range(bench.total_steps)]
-    for step, batch in enumerate(batches.steps(0, bench.total_steps)):
+    rates = [LR * (1 - step / total_steps) for step in range(total_steps)]
+    for step, batch in enumerate(batches.steps(0, total_steps)):
         inputs, targets = batch.micro_batches[0].data
         group["lr"] = rates[step]
         loss = F.cross_entropy(model(inputs), targets)
@@ -147,187 +127,54 @@ def by_hand(bench: Bench) -> Mlp:
             parameter.grad = None
         if step % LOG_STEPS == LOG_STEPS - 1:
             loss.item()
-    return model
 
 
-def ptfast(bench: Bench) -> Mlp:
-    """The command line, in this process: composing, logging, seeding, saving and report included."""
-    from ptfast.cli.command_line import run
-
-    code = run(
-        [
-            *("train", f"epochs={bench.epochs}", f"batch_size={BATCH_SIZE}", f"log_every={LOG_STEPS}steps"),
-            *("data=custom", "data._target_=bench_overhead.Points", "data.val=0", "data.normalize=false"),
-            *("model=custom", "model._target_=bench_overhead.Mlp", "device=cpu", "backend.threads=1"),
-            *("optimizer=sgd", f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}"),
-            *("schedule=linear", "schedule.warmup=0", "eval.every=100%", "saving.every=100%"),
-            f"run.root={bench.folder}",
-        ]
-    )
-    if code:
-        raise RuntimeError(f"ptfast ended with exit code {code}")
-    return Mlp.latest
-
-
-def lightning_lean(bench: Bench) -> Mlp:
-    """Lightning with everything switched off that can be."""
-    return fit_lightning(
-        bench,
-        log=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-def lightning_default(bench: Bench) -> Mlp:
-    """Lightning as it comes, logging with `self.log`."""
-    return fit_lightning(bench, log=True)
-
-
-def fit_lightning(bench: Bench, *, log: bool, **options: Any) -> Mlp:
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Mlp()
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            inputs, targets = batch
-            loss = F.cross_entropy(self.model(inputs), targets)
-            if log:
-                self.log("loss", loss)
-            elif self.global_step % LOG_STEPS == LOG_STEPS - 1:
-                loss.item()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer, scheduler = bench.optimizer(self)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    module = Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=bench.epochs,
-        log_every_n_steps=LOG_STEPS,
-        default_root_dir=bench.folder,
-        **options,
-    )
-    trainer.fit(module, bench.loader())
-    return module.model
-
-
-def accelerate(bench: Bench) -> Mlp:
-    """The tutorial's loop with Accelerate around it."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model = Mlp()
-    optimizer, scheduler = bench.optimizer(model)
-    wrapped, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, bench.loader(), scheduler)
-    step = 0
-    for _ in range(bench.epochs):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(wrapped(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            step += 1
-            if step % LOG_STEPS == 0:
-                loss.item()
-    return model
-
-
-def hf_trainer(bench: Bench) -> Mlp:
-    """The Trainer of transformers, clipping and saving off."""
-    from transformers import Trainer, TrainingArguments
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Mlp()
-
-        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            logits = self.model(inputs)
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-    class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-        def __len__(self) -> int:
-            return NUM_SAMPLES
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            inputs, label = bench.points[index]
-            return {"inputs": inputs, "labels": label}
-
-    model = WithLoss()
-    arguments = TrainingArguments(
-        output_dir=str(bench.folder / "hf"),
-        num_train_epochs=bench.epochs,
-        per_device_train_batch_size=BATCH_SIZE,
-        logging_steps=LOG_STEPS,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        max_grad_norm=0.0,
-        use_cpu=True,
-    )
-    Trainer(model, arguments, train_dataset=Samples(), optimizers=bench.optimizer(model)).train()
-    return model.model
-
-
-def ignite(bench: Bench) -> Mlp:
-    """Ignite's supervised trainer."""
-    from ignite.engine import Events, create_supervised_trainer
-
-    model = Mlp()
-    optimizer, scheduler = bench.optimizer(model)
-    trainer = create_supervised_trainer(
-        model, optimizer, F.cross_entropy, output_transform=lambda x, y, p, loss: loss
-    )
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(every=LOG_STEPS), lambda engine: engine.state.output.item()
-    )
-    trainer.run(bench.loader(), max_epochs=bench.epochs)
-    return model
+def command_line(bench: Job, clock: Clock) -> None:
+    """ptfast's command line, in this process: composing, logging, seeding, saving and report included."""
+    words = [
+        *("train", f"epochs={bench.epochs}", f"batch_size={BATCH_SIZE}", f"log_every={LOG_STEPS}steps"),
+        *("data=custom", "data._target_=bench_overhead.Points", "data.val=0", "data.normalize=false"),
+        *("model=custom", "model._target_=bench_overhead.Mlp", "device=cpu", "backend.threads=1"),
+        *("optimizer=sgd", f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}"),
+        *("schedule=linear", "schedule.warmup=0", "eval.every=100%", "saving.every=100%"),
+        *(f"run.root={bench.folder}", ptfast.WATCH),
+    ]
+    ptfast.train(words, clock)
 
 
 @dataclass(frozen=True)
 class Contender:
     name: str
-    train: Callable[[Bench], Mlp]
+    train: Callable[[Job, Clock], object]
     packages: tuple[str, ...] = ()
     """The packages that it needs, as named in the package index."""
 
 
 CONTENDERS = (
-    Contender("ptfast", ptfast),
-    Contender("by hand: ptfast's batches, fused SGD, LR table", by_hand),
-    Contender("by hand: DataLoader, SGD, LambdaLR", tutorial),
-    Contender("Ignite", ignite, ("pytorch-ignite",)),
-    Contender("Accelerate", accelerate, ("accelerate",)),
-    Contender("Lightning, all off", lightning_lean, ("lightning",)),
-    Contender("HF Trainer", hf_trainer, ("transformers", "accelerate")),
-    Contender("Lightning, default with self.log", lightning_default, ("lightning",)),
+    Contender("ptfast", command_line),
+    Contender("by hand: ptfast's batches, fused SGD, LR table", lean_by_hand),
+    Contender("by hand: DataLoader, SGD, LambdaLR", by_hand.train),
+    Contender("Ignite", ignite.train, ("pytorch-ignite",)),
+    Contender("Accelerate", accelerate.train, ("accelerate",)),
+    Contender("Lightning, all off", lightning.train, ("lightning",)),
+    Contender("HF Trainer", hf_trainer.train, ("transformers", "accelerate")),
+    Contender("Lightning, default with self.log", partial(lightning.train, lean=False), ("lightning",)),
 )
 
 
 def measure(contender: Contender, bench: Bench) -> tuple[float, float]:
     """Microseconds per step of one run, and the loss it ends at (so that all can be seen to train alike)."""
     torch.manual_seed(0)
+    clock = Clock()
     with silence():
-        model = contender.train(bench)
-    times_s = model.times_s
+        contender.train(bench, clock)
+    times_s = [time_s for time_s, _ in clock.steps]
     if len(times_s) != bench.total_steps:
         raise RuntimeError(f"{contender.name} took {len(times_s)} steps, not {bench.total_steps}")
     num_steps = bench.total_steps - 1 - FIRST_TIMED_STEP
     inputs, targets = bench.points.tensors
     with torch.no_grad():
-        loss = F.cross_entropy(model(inputs), targets).item()
+        loss = F.cross_entropy(Mlp.latest.eval()(inputs), targets).item()
     return (times_s[-2] - times_s[FIRST_TIMED_STEP]) / num_steps * 1e6, loss
 
 
@@ -360,7 +207,7 @@ def main() -> None:
     steps_us: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Points(), args.epochs * STEPS_PER_EPOCH, Path(folder))
+        bench = Bench(Path(folder), BATCH_SIZE, args.epochs, LR, evaluates=False)
         for round_number in range(args.rounds + 1):
             shift = round_number % len(contenders)
             for contender in contenders[shift:] + contenders[:shift]:
