@@ -96,6 +96,8 @@ class Run:
     """Looks at the training batches as they pass."""
     counter: Any = None
     """Counts the operators of a step (`ptfast.profiling.operator_counting.StepCounter`)."""
+    settle: Callable[[], None] = lambda: None
+    """Reads and logs training figures that are still on their way from the device; N001 as the loop does."""
     remedy: Callable[[], str | None] = lambda: None
     """Suggests what makes the model fit the data, for when its first forward pass fails."""
     data_note: str = ""

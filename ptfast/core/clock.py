@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +24,8 @@ CAUSES = (
     *("evaluation", "saving", "logging", "measuring", "closing", "unexplained"),
 )
 """All that the time of a run goes to, in the order in which it is shown."""
+BESIDE = ("logging", "evaluation", None)
+"""What the host turns to while a device may still train."""
 SAMPLED = 17
 """One in so many steps is timed on a device. A prime: loaders stutter with the number of their workers."""
 
@@ -56,6 +58,15 @@ class Clock:
         """Seconds since the start without warm-up and measuring, for throughputs."""
         return self.elapsed_s() - self.seconds["warm_up"] - self.seconds["measuring"]
 
+    def moment(self) -> tuple[float, float, Any]:
+        """This moment for `between`: seconds of pace, seconds in all, and what marks it on a device."""
+        elapsed_s = self.elapsed_s()
+        return elapsed_s - self.seconds["warm_up"] - self.seconds["measuring"], elapsed_s, None
+
+    def between(self, begin: tuple[float, float, Any], end: tuple[float, float, Any]) -> float:
+        """Seconds of pace from one moment to a later one; on a device, by its own time."""
+        return end[0] - begin[0]
+
     @contextmanager
     def gathering(self, cause: str) -> Iterator[None]:
         """Book all that happens inside on `cause`, whatever the marks in there say."""
@@ -64,9 +75,10 @@ class Clock:
         try:
             yield
         finally:
-            self.to(None)
+            self.to(cause)  # a device has to finish what was begun inside
             inside, self.seconds = self.seconds, outside
             self.seconds[cause] += sum(inside.values())
+            self.to(None)
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; time goes to `data` while waiting for each, and on until the next mark."""
@@ -87,70 +99,107 @@ class Clock:
 class DeviceClock(Clock):
     """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
-    The marks of some steps put events into the device's queue; the host waits for none of them. When it
-    leaves training to read a figure, the time since training began is divided in proportion to the events.
-    So a batch that the host waits for while the device still has work costs nothing, and one that the device
-    waits for costs that wait.
+    Marks put events into the device's queue: those of some steps, and all at which the host turns to other
+    work beside training (`BESIDE`), for which the device is not waited for. Once it is, before any other
+    cause, the time since training began is divided: work beside training gets what its events say, the steps
+    get the rest in proportion to the events of those sampled. So a batch or a log line that the host works on
+    while the device still has work costs nothing, and one that the device waits for costs that wait.
 
     Args:
         before: the clock so far, which this one continues.
-        event: makes an event that keeps the time: with `record`, `synchronize` and `elapsed_time` in ms.
+        event: makes an event that keeps the time: with `record`, `query`, `synchronize`, and `elapsed_time`
+            in ms.
 
-    Cost: as for the host, and some 5 us a mark in one step of `SAMPLED`.
+    Cost: as for the host, and some 5 us a mark in one step of `SAMPLED` and beside training.
     """
 
     def __init__(self, before: Clock, event: Callable[[], Any]) -> None:
         super().__init__()
         vars(self).update(vars(before))
         self._event = event
-        self._training, self._sampling, self._steps = False, False, 0
-        self._events: list[tuple[str | None, Any]] = []
+        self._training, self._sampling, self._beside, self._steps = False, False, False, 0
+        self._marks = deque[tuple[str | None, bool, Any]]()
+        """Causes, whether they lie beside training, and the events at which they begin."""
         self._spare: list[Any] = []
-        self._samples = defaultdict[str, float](float)
+        self._spans, self._samples = defaultdict[str, float](float), defaultdict[str, float](float)
+        self._beside_s = defaultdict["str | None", float](float)
 
     def to(self, cause: str | None) -> None:
-        if cause in STEP and (self._training or cause != "callbacks"):
-            # What a loader says while it transfers lies within one wait for data.
-            begins = cause == "data" and self.cause != "transfer"
-            if not self._training:
-                super().to(cause)
-                self._training = True
-            if begins:
-                if self._sampling:
-                    self._sample(None)
-                self._steps += 1
-                self._sampling = self._steps % SAMPLED == 2
-            if self._sampling:
-                self._sample(cause)
-            self.cause = cause
+        if not (cause in STEP or cause in BESIDE):
+            self._stop_training(cause)
             return
-        if self._training:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
-                self._sample(None).synchronize()
-            self.cause, self._training, self._sampling = "training", False, False
-        super().to(cause)
-        with contextlib.suppress(RuntimeError):
-            # The device is past all events.
-            spans = defaultdict[str, float](float)
-            for (cause, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
-                if cause is not None:
-                    spans[cause] += begin.elapsed_time(end)
-            self._spare += [event for _, event in self._events]
-            self._events.clear()
-            for cause, span in spans.items():
-                self._samples[cause] += span
-            # If no step was sampled, the time of these steps waits for one.
-            self._split(spans)
+        if not self._training:
+            super().to(cause)
+            self._training = cause in STEP and cause != "callbacks"
+            if not self._training:
+                return
+        was_marked = self._sampling or self._beside
+        # A callback is beside training if it is called between steps.
+        self._beside = cause in BESIDE or (cause == "callbacks" and self._beside)
+        # What a loader says while it transfers lies within one wait for data.
+        if cause == "data" and self.cause != "transfer":
+            self._steps += 1
+            self._sampling = self._steps % SAMPLED == 2
+        self._sampling = self._sampling and not self._beside
+        if self._sampling or self._beside or was_marked:
+            self._record(cause if self._sampling or self._beside else "training")
+        self.cause = cause
+        if cause == "logging":
+            self._collect()
 
     def ledger(self) -> dict[str, float]:
+        self._stop_training(self.cause if self.cause not in STEP else None)
         self._split(self._samples)
         return super().ledger()
 
-    def _sample(self, cause: str | None) -> Any:
+    def moment(self) -> tuple[float, float, Any]:
+        event = self._event()
+        event.record()
+        return (*super().moment()[:2], event)
+
+    def between(self, begin: tuple[float, float, Any], end: tuple[float, float, Any]) -> float:
+        paced_s = super().between(begin, end)
+        with contextlib.suppress(RuntimeError):
+            # Warming up and measuring are not the device's pace either.
+            return begin[2].elapsed_time(end[2]) / 1e3 - (end[1] - begin[1] - paced_s)
+        return paced_s
+
+    def _stop_training(self, cause: str | None) -> None:
+        """Wait for the device if it trains, divide the time since it began, and go on to `cause`."""
+        if self._training:
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                self._record("training").synchronize()
+            self.cause, self._training, self._sampling, self._beside = "training", False, False, False
+        super().to(cause)
+        self._collect(finished=True)
+        for beside, seconds in self._beside_s.items():
+            self.seconds["training"] -= seconds
+            self.seconds[beside] += seconds
+        # If no step was sampled, the time of these steps waits for one.
+        self._split(self._spans)
+        self._spare += (event for _, _, event in self._marks)
+        for found in (self._marks, self._beside_s, self._spans):
+            found.clear()
+
+    def _record(self, cause: str | None) -> Any:
         event = self._spare.pop() if self._spare else self._event()
         event.record()
-        self._events.append((cause, event))
+        self._marks.append((cause, self._beside, event))
         return event
+
+    def _collect(self, *, finished: bool = False) -> None:
+        """Add up the time between marks that the device is past: all if it has `finished`."""
+        with contextlib.suppress(RuntimeError):
+            while len(self._marks) > 1 and (finished or self._marks[1][2].query()):
+                cause, beside, begin = self._marks[0]
+                span = begin.elapsed_time(self._marks[1][2])
+                self._marks.popleft()
+                self._spare.append(begin)
+                if beside:
+                    self._beside_s[cause] += span / 1e3
+                elif cause not in ("training", None):
+                    self._spans[cause] += span
+                    self._samples[cause] += span
 
     def _split(self, spans: dict[str, float]) -> None:
         whole = sum(spans.values())

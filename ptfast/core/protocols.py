@@ -183,7 +183,7 @@ class Callback:
         """
 
     def on_step(self, run: Any, step: int) -> None:
-        """After optimizer step `step` (the first is 1)."""
+        """After optimizer step `step` (the first is 1). On CUDA `run.figures` is then a log line behind."""
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
         """After an evaluation of `split`, before it is logged: numbers added to `figures` are logged too."""

@@ -17,12 +17,13 @@ from ptfast.core import devices
 from ptfast.core.distributed import broadcast_buffers
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.tensors.arrivals import Arrival, scalars
 from ptfast.core.tensors.trees import tree_leaves, tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.training.first_step import with_output_check
-from ptfast.training.loss_window import sum_and_read
+from ptfast.training.loss_window import begin_sums
 from ptfast.training.stopping import Stopped, interruptible
 
 
@@ -193,16 +194,24 @@ def evaluate(
             else:
                 abandoned = 0
         predictor.train(was_training)
-        sums = sum_and_read([loss_sum, num_items, abandoned], device, run.ranks)
-        total_loss, total_items, num_abandoned = sums
-        if num_abandoned:
+        if abandoned and not run.ranks.distributed:
+            raise Abandoned
+        sums = begin_sums([loss_sum, num_items, abandoned], device, run.ranks)
+        if run.ranks.distributed and sums.read()[2]:
             raise Abandoned
         with warnings.catch_warnings():
             # A rank whose share is empty has updated nothing, and gets the sums of the others.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
             given = with_tables(metrics)
         keep({name: value for name, value in given.items() if isinstance(value, MetricTable)})
-        values = {name: float(value) for name, value in given.items() if not isinstance(value, MetricTable)}
+        values = {name: value for name, value in given.items() if not isinstance(value, MetricTable)}
+        on_device = {n: v.reshape(()) for n, v in values.items() if isinstance(v, Tensor) and v.is_cuda}
+        if on_device:
+            # All arrive together, in one wait.
+            figures = Arrival(scalars(on_device.values(), device, loss_sum.dtype))
+            values |= zip(on_device, figures.read(), strict=True)
+        total_loss, total_items, _ = sums.read()
+        values = {name: float(value) for name, value in values.items()}
         return task.figures(total_loss / max(total_items, 1), values)
 
     with run.uncompiled():

@@ -15,9 +15,11 @@ from ptfast.core import devices
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch, hooks
+from ptfast.core.tensors.arrivals import Arrival
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
+from ptfast.training.loss_window import Look
 from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
 from ptfast.training.stopping import Stopped, interruptible
@@ -48,6 +50,12 @@ def fit(run: Run) -> str:
         status, _ = _poll_signals(run)
         _save(run, False, settles=False)
         return status
+    except Exception:
+        if not run.ranks.distributed:
+            # The line before the error; if its loss is not finite, that is the cause.
+            with suppress(RuntimeError):  # of a device that has failed
+                run.settle()
+        raise
 
 
 def _fit(run: Run) -> str:
@@ -64,7 +72,7 @@ def _fit(run: Run) -> str:
                     batches = trainer.warm_up(batches)
             segment = _train_segment(run, trainer, batches, look_steps)
             data_comes = segment.data_comes
-            status, look_steps = _poll_signals(run, segment.step_s)
+            status, look_steps = _poll_signals(run, segment.step_s, trainer)
             _report(run, trainer, segment)
         is_best = False
         if progress.evaluation_due and status in ("finished", "paused"):
@@ -75,6 +83,7 @@ def _fit(run: Run) -> str:
                 data_comes = False
             except Exception:
                 if not run.saves_together:
+                    run.settle()
                     save_training(run, False)
                 raise
             if status == "finished" and progress.step < run.total_steps:
@@ -113,8 +122,8 @@ class Segment(NamedTuple):
     """Steps that were taken back to back."""
 
     steps: int
-    loss: float
-    """Mean since the last log line."""
+    look: Look
+    """The figures since the last log line."""
     step_s: float
     data_comes: bool
     """False if a signal has ended the wait for a batch."""
@@ -126,8 +135,8 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
     In a process's first step workers start, caches fill and kernels are chosen, so it is a segment of its
     own; so is a step whose operators are counted. Neither says how fast the run trains.
     """
-    progress, clock, counter, data_comes = run.progress, run.clock, run.counter, True
-    start, start_s, samples, paced_s = progress.step, clock.elapsed_s(), progress.samples, clock.pace_s()
+    progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
+    start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
     stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
     is_first, aside = start == trainer.first_step, None
     if is_first:
@@ -139,16 +148,18 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
             trainer.train(given or batches, stop)
         except Stopped:
             data_comes = False
-        loss = trainer.window.read()
-        steps = progress.step - start
+        look, steps = window.look(), progress.step - start
+        window.settle()
+        if aside is not None or not window.defers:
+            window.receive(look)
         if is_first and steps:
             trainer.first_look.check_evaluation()
     trainer.first_look.switches.look()
     if aside is None:
-        progress.timed_steps += steps
-        progress.timed_samples += progress.samples - samples
-        progress.timed_s += clock.pace_s() - paced_s
-    return Segment(steps, loss, (clock.elapsed_s() - start_s) / max(1, steps), data_comes)
+        look.timed = steps, progress.samples - samples, begin, clock.moment()
+    step_s = (clock.elapsed_s() - start_s) / max(1, steps)
+    # A host that does not wait may be ahead of the device.
+    return Segment(steps, look, max(step_s, window.step_s if window.defers else 0.0), data_comes)
 
 
 def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
@@ -159,9 +170,9 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
     if not progress.evaluation_due and not (took_any and step in cadence.log_steps):
-        trainer.window.show(segment.loss)
+        trainer.window.report(segment.look, logs=False)
         return
-    trainer.window.log(segment.loss)
+    trainer.window.report(segment.look, logs=True)
     if run.compilation is not None:
         advice = run.compilation.complaint(segment.step_s, run.total_steps - trainer.first_step)
         if advice:
@@ -170,6 +181,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
 
 def _save(run: Run, is_best: bool, *, settles: bool) -> None:
     """Save the current state; `settles` first completes averaged weights, which may take batches."""
+    run.settle()
     run.clock.to("saving")
     if run.ema is not None and settles:
         with run.uncompiled(), suppress(Stopped):
@@ -195,6 +207,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     clock.to("evaluation")
     tables: dict[str, MetricTable] = {}
     figures = evaluate(run, run.eval_loaders[split], keep=tables.update)
+    run.settle()  # the device is past the training before it
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.
     figures = broadcast_object(figures, run.ranks)
     if hooks(run.callbacks, "on_evaluation"):
@@ -216,6 +229,7 @@ def _evaluate_and_rank(run: Run) -> bool:
     if "val" in run.eval_loaders:
         figures = evaluate_split(run, "val")
     else:
+        run.settle()
         figures = {"loss": progress.epoch_loss / max(progress.epoch_items, 1)}
     progress.epoch_loss = progress.epoch_items = 0.0
     progress.evaluation_due = False
@@ -247,18 +261,28 @@ def _judge(run: Run) -> str:
     return "stopped"
 
 
-def _poll_signals(run: Run, seconds_per_step: float = LOOK_S) -> tuple[str, int]:
+def _poll_signals(
+    run: Run, seconds_per_step: float = LOOK_S, trainer: Trainer | None = None
+) -> tuple[str, int]:
     """The status of the run after this step, and after how many more to look up again.
 
-    All ranks agree on both, so that none waits for one that has left.
+    All ranks agree on both, so that none waits for one that has left. Between the steps of a `trainer` on
+    CUDA that does not wait for figures, they go by what they told each other at the look before.
     """
     late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
     over = run.progress.step >= run.total_steps
     code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
     if run.ranks.distributed:
-        votes = torch.zeros(run.ranks.num_ranks + 1, device=run.device, dtype=devices.sum_dtype(run.device))
-        votes[run.ranks.rank], votes[-1] = code, seconds_per_step
-        *codes, seconds = sum_over_ranks(votes, run.ranks).tolist()
+        dtype, pins = devices.sum_dtype(run.device), run.device.type == "cuda"
+        own = torch.zeros(run.ranks.num_ranks + 1, dtype=dtype, pin_memory=pins)
+        own[run.ranks.rank], own[-1] = code, seconds_per_step
+        votes = Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks))
+        if trainer is not None:
+            # One rank cannot end a sharded evaluation, so all agree before it.
+            evaluates = run.sharded and run.progress.step in run.cadence.eval_steps
+            waits = over or evaluates or not trainer.window.defers
+            trainer.votes, votes = votes, votes if waits else trainer.votes or votes
+        *codes, seconds = votes.read()
         code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks
     look_steps = max(1, int(LOOK_S / max(seconds_per_step, 1e-6)))
     if not code:

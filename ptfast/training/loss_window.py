@@ -1,10 +1,12 @@
-"""Training figures since the last log line: summed on the device, and read by the host to log them."""
+"""Training figures since the last log line: summed on the device, and on their way to the host when due."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
 from ptfast.core.errors import NumericsError, PtfastError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes, processor_time_s
 from ptfast.core.protocols import takes_own_steps
+from ptfast.core.tensors.arrivals import Arrival, scalars
 from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
@@ -60,11 +63,38 @@ class Usage:
         return figures
 
 
+@dataclass
+class Look:
+    """The open window after some step: what the host knows of it, and what is on its way from the device."""
+
+    step: int
+    epoch: float
+    lr: float
+    sums: Arrival
+    """Loss, items, norm of the gradients if it is logged; of fp16, counts of skipped steps."""
+    since: int
+    """The step of the last log line; -1 before the first."""
+    has_norm: bool
+    timed: tuple[int, int, Any, Any] | None = None
+    """Its last steps and samples, between two moments of the clock, if their time counts."""
+    resources: dict[str, float] = field(default_factory=dict)
+    logs: bool = False
+    """It closes the window: its figures are logged, not only shown."""
+    loss: float | None = None
+    """Mean of the items once it is read."""
+    norm: float = math.nan
+    error: PtfastError | None = None
+
+
 class LossWindow:
     """The open log line: item losses and gradients since the last one, kept on the device until it is due.
 
     A window that was open when the run was saved is resumed. `first_look` knows what made a loss that is not
     finite from the start.
+
+    On CUDA the host waits for no figure while it trains. A `look` copies them without blocking, and `settle`
+    reads and logs them after the steps up to the next look, or before whatever needs them: an evaluation's
+    line, the state to save. On other devices they are read at once.
     """
 
     def __init__(
@@ -83,7 +113,11 @@ class LossWindow:
         self.num_items: Tensor | int = int(restored[1])
         self._before = self.sums()
         self._norm: Tensor | None = None
-        self._read_norm = math.nan
+        self._unread: Look | None = None
+        self.defers = run.device.type == "cuda"
+        self.step_s = 0.0
+        """Seconds of a step by the newest look that was timed and read."""
+        run.settle = self.settle
         self._unreached: set[str] | None = None
         self._named_unreached = False
         self._logged_step, self._logged = -1, self._timed()
@@ -132,88 +166,131 @@ class LossWindow:
     def read(self) -> float:
         """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
 
-        N001 if it is not finite or fp16 gradients overflow step after step; C017 or D005 for a known cause.
+        Raises as `receive`.
         """
+        return self.receive(self.look())
+
+    def look(self) -> Look:
+        """Start to read the open window; the host does not wait."""
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
-        # Every rank has the same norm, and `sum_and_read` adds them up.
+        # Every rank has the same norm, and `begin_sums` adds them up.
         norms = [] if self._norm is None else [self._norm / run.ranks.num_ranks]
-        sums = sum_and_read([self.loss_sum, self.num_items, *norms], run.device, run.ranks)
-        progress.window_loss, progress.window_items, self._read_norm = (*sums, math.nan)[:3]
+        counts = () if self._scaled is None else self._scaled.counts
+        sums = begin_sums([self.loss_sum, self.num_items, *norms], run.device, run.ranks, counts)
+        lr = reference_lr(run.optimizer)
+        return Look(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
+
+    def receive(self, look: Look) -> float:
+        """Read the figures of `look` into the run's progress, and return the mean item loss.
+
+        N001 if it is not finite or fp16 gradients overflow step after step; C017 or D005 for a known cause.
+        """
+        progress = self._run.progress
+        if look.error is not None:
+            raise look.error
+        if look.loss is not None:
+            return look.loss
+        progress.window_loss, progress.window_items, *others = look.sums.read()
+        if look.has_norm:
+            look.norm = others.pop(0)
         skipped_in_a_row = 0
-        if self._scaled is not None:
-            skipped_in_a_row = int(self._scaled.in_a_row)
-            self._scaled.note(progress)
+        if others:
+            skipped_in_a_row, progress.skipped_before, progress.skipped_steps = map(int, others)
         loss = progress.window_loss / max(progress.window_items, 1)
         if not math.isfinite(loss) or skipped_in_a_row >= MOST_SKIPPED:
-            raise self._diagnosis(loss, skipped_in_a_row)
-        return loss if progress.window_items or not skipped_in_a_row else math.nan
+            look.error = self._diagnosis(look, loss, skipped_in_a_row)
+            raise look.error
+        look.loss = loss if progress.window_items or not skipped_in_a_row else math.nan
+        return look.loss
 
-    def _diagnosis(self, loss: float, skipped_in_a_row: int) -> PtfastError:
+    def _diagnosis(self, look: Look, loss: float, skipped_in_a_row: int) -> PtfastError:
         """The error for a loss that is not finite: the samples or the part of the model that made it so."""
-        run, step = self._run, self._run.progress.step
+        run, step = self._run, look.step
         what = f"the loss is {loss} by step {step}"
         if skipped_in_a_row >= MOST_SKIPPED:
             what = f"fp16 gradients overflowed in {skipped_in_a_row} steps in a row, by step {step}"
         else:
-            mine = run.train_loader.not_finite(max(0, self._logged_step), step)
+            mine = run.train_loader.not_finite(max(0, look.since), step)
             found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
         if max(skipped_in_a_row, 1) == step and (error := self._first_look.not_finite()) is not None:
             return error
-        lr = reference_lr(run.optimizer)
-        hint = f"Lower optimizer.lr (now at {lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
+        hint = (
+            f"Lower optimizer.lr (now at {look.lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
+        )
         return NumericsError("N001", what, suggestion=hint)
 
-    def show(self, loss: float) -> None:
-        """Show figures of the open window on the terminal, not in the log; `loss` is from `read`."""
+    def report(self, look: Look, *, logs: bool) -> None:
+        """Show `look` on the terminal, and if it `logs`, write its line and open the next window.
+
+        Figures that are still on their way are reported by the next `settle`.
+        """
         run = self._run
-        run.display.progress(run.progress.step, run.epoch, self._figures(loss)[0])
-
-    def log(self, loss: float) -> None:
-        """Write one line of training figures and open the next window; `loss` is from `read`."""
-        run, progress = self._run, self._run.progress
-        if self._logged_step == progress.step:
-            return
-        figures, resources = self._figures(loss)
-        if skipped := progress.skipped_steps - progress.skipped_logged:
-            figures["skipped_steps"] = skipped
-            progress.skipped_logged = progress.skipped_steps
-        # The norm of a skipped step has overflowed.
-        if math.isfinite(self._read_norm):
-            figures["grad_norm"] = self._read_norm
-        if run.ranks.is_first:
-            resources |= self._usage.look()
-            resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
+        self._unread, look.logs = look, logs
+        if logs:
+            self.clear()
+            self._logged_step = look.step
+        if logs and run.ranks.is_first:
+            look.resources |= self._usage.look()
+            look.resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
             if run.resolved.padding_share is not None:
-                resources["padding_share"] = run.resolved.padding_share
-        place = {"step": progress.step, "epoch": round(run.epoch, 4), "split": "train"}
-        run.logger.log(place | figures | resources)
-        run.display.progress(progress.step, run.epoch, figures)
-        run.figures["train"] = figures
-        if self._unreached and not self._named_unreached:
-            names = sorted(self._unreached)
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            what = "get no gradient, and so neither updates nor weight decay"
-            run.display.note(f"{', '.join(names[:NAMED])}{more} {what}")
-        self._named_unreached = True
-        progress.epoch_loss += progress.window_loss
-        progress.epoch_items += progress.window_items
-        progress.window_loss = progress.window_items = 0.0
-        self.clear()
-        self._logged_step, self._logged = progress.step, self._timed()
-        run.clock.to(None)
+                look.resources["padding_share"] = run.resolved.padding_share
+        if look.loss is not None:
+            self.settle()
+        if logs:
+            self._name_unreached()
+            run.clock.to(None)
 
-    def _figures(self, loss: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Figures to show, and more to log. Speed is that since the last log line, warm-up left out."""
-        figures, more = {"loss": loss, "lr": reference_lr(self._run.optimizer)}, {}
+    def settle(self) -> None:
+        """Read and report the figures that are still on their way; raises as `receive`."""
+        if (look := self._unread) is None:
+            return
+        run, progress = self._run, self._run.progress
+        run.clock.to("logging")
+        loss = self.receive(look)
+        self._unread = None
+        if look.timed is not None:
+            steps, samples, begin, end = look.timed
+            seconds = run.clock.between(begin, end)
+            progress.timed_steps += steps
+            progress.timed_samples += samples
+            progress.timed_s += seconds
+            self.step_s = seconds / max(steps, 1)
+        figures, more = {"loss": loss, "lr": look.lr}, {}
+        # Speed is that since the last log line, warm-up left out.
         steps, samples, seconds = (
             now - before for before, now in zip(self._logged, self._timed(), strict=True)
         )
         if steps and seconds > 0:
             figures["samples_per_s"], more["step_s"] = samples / seconds, seconds / steps
-        return figures, more
+        if not look.logs:
+            run.display.progress(look.step, look.epoch, figures)
+            return
+        if skipped := progress.skipped_steps - progress.skipped_logged:
+            figures["skipped_steps"] = skipped
+            progress.skipped_logged = progress.skipped_steps
+        # The norm of a skipped step has overflowed.
+        if math.isfinite(look.norm):
+            figures["grad_norm"] = look.norm
+        place = {"step": look.step, "epoch": round(look.epoch, 4), "split": "train"}
+        run.logger.log(place | figures | more | look.resources)
+        run.display.progress(look.step, look.epoch, figures)
+        run.figures["train"] = figures
+        progress.epoch_loss += progress.window_loss
+        progress.epoch_items += progress.window_items
+        progress.window_loss = progress.window_items = 0.0
+        self._logged = self._timed()
+
+    def _name_unreached(self) -> None:
+        """Note, with the first line, which parameters get no gradient."""
+        if self._unreached and not self._named_unreached:
+            names = sorted(self._unreached)
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            what = "get no gradient, and so neither updates nor weight decay"
+            self._run.display.note(f"{', '.join(names[:NAMED])}{more} {what}")
+        self._named_unreached = True
 
     def _timed(self) -> tuple[int, int, float]:
         progress = self._run.progress
@@ -222,6 +299,13 @@ class LossWindow:
 
 def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
     """Scalars of this rank, summed over all ranks. Makes the host wait for the device."""
+    return begin_sums(values, device, ranks).read()
+
+
+def begin_sums(
+    values: Sequence[Tensor | float], device: torch.device, ranks: Ranks, alike: Sequence[Tensor] = ()
+) -> Arrival:
+    """Scalars of this rank, summed over all ranks, and those that are `alike` on all: on their way."""
     dtype = devices.sum_dtype(device)
-    scalars = [torch.as_tensor(value).to(device, dtype) for value in values]
-    return sum_over_ranks(torch.stack(scalars), ranks).tolist()
+    sums = sum_over_ranks(scalars(values, device, dtype), ranks)
+    return Arrival(torch.cat([sums, scalars(alike, device, dtype)]) if alike else sums)

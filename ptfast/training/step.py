@@ -15,6 +15,7 @@ from torch import Tensor
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
+from ptfast.core.tensors.arrivals import Arrival
 from ptfast.core.tensors.torch_internals import after_backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
@@ -49,6 +50,8 @@ class Trainer:
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
         self.window = LossWindow(run, self.dtype, self.parameters, self.fp16, self.first_look)
+        self.votes: Arrival | None = None
+        """What the ranks told each other at the last look."""
         self._weights: dict[int, Tensor] = {}
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:

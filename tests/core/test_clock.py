@@ -93,6 +93,9 @@ class Event:
     def record(self) -> None:
         self.at_s = max(self.queue.free_s, self.queue.now[0])
 
+    def query(self) -> bool:
+        return self.at_s <= self.queue.now[0]
+
     def synchronize(self) -> None:
         self.queue.waits += 1
         self.queue.now[0] = max(self.queue.now[0], self.at_s)
@@ -130,11 +133,11 @@ def test_a_busy_device_tells_what_it_is_busy_with(now: list[float]) -> None:
     train_on(queue, clock, 3 * SAMPLED, {"data": 0.5, "optimizer": 1.5, "callbacks": 0.5})
     budget = clock.ledger()
     assert queue.waits == 1
-    assert queue.made < 6 * 5
+    assert queue.made < 6 * 5 + 3
     # Before the device has work, the host reads the first batch; at the end its last callback is alone.
     steps = 3 * SAMPLED * 3.5 + 0.5
     assert budget["start_up"] == 5.0
-    assert budget["logging"] == 0.25
+    assert budget["logging"] == pytest.approx(0)
     shares = {"forward": 1 / 3.5, "backward": 2 / 3.5, "optimizer": 0.5 / 3.5, "data": 0, "callbacks": 0}
     for cause, share in shares.items():
         assert budget[cause] == pytest.approx(share * steps, abs=0.01 * steps), cause
@@ -155,16 +158,55 @@ def test_a_device_that_waits_tells_what_it_waits_for(now: list[float], cause: st
     assert budget["unexplained"] == pytest.approx(0)
 
 
-def test_steps_between_two_readings_wait_for_one_that_is_timed(now: list[float]) -> None:
-    """As where every step is logged."""
+def test_a_device_that_waits_for_the_host_to_log_tells_so(now: list[float]) -> None:
+    """And a callback at the end of an epoch; lines in between make no one wait for the device."""
+    queue, clock = device_clock(now)
+    for _ in range(4):
+        train_on(queue, clock, SAMPLED, {})
+        for cause, seconds in (("logging", 1.0 * SAMPLED * 3.5 + 0.5), ("callbacks", 2.0), (None, 0.0)):
+            clock.to(cause)
+            now[0] += seconds
+    assert queue.waits == 0
+    assert len(clock._marks) < 20
+    budget = clock.ledger()
+    assert queue.waits == 1
+    assert budget["callbacks"] == pytest.approx(8.0)
+    assert budget["logging"] == pytest.approx(4 * 0.8, abs=0.01)
+    assert budget["backward"] == pytest.approx(4 * SAMPLED * 2.0, rel=0.01)
+    assert budget["unexplained"] == pytest.approx(0)
+
+
+def test_steps_before_a_wait_may_hold_none_that_is_timed(now: list[float]) -> None:
+    """As where every step is logged and saved; their time waits for one that is."""
     queue, clock = device_clock(now)
     for _ in range(SAMPLED + 3):
         train_on(queue, clock, 1, {})
+        clock.to("saving")
+        now[0] += 1.0
+        clock.to(None)
     budget = clock.ledger()
-    assert queue.made < 10
+    assert queue.made < 12
     assert budget["backward"] == pytest.approx(2.0 * (SAMPLED + 3), rel=0.01)
-    assert budget["logging"] == pytest.approx(0.25 * (SAMPLED + 3))
+    assert budget["saving"] == pytest.approx(1.0 * (SAMPLED + 3))
     assert budget["unexplained"] == pytest.approx(0)
+
+
+def test_the_pace_of_a_device_is_that_of_its_events(now: list[float]) -> None:
+    """Not that of a host which is ahead; what goes to warm-up in between does not count."""
+    queue, clock = device_clock(now)
+    begin = clock.moment()
+    queue.work(8.0)
+    now[0] += 0.5
+    end = clock.moment()
+    now[0] += 10.0
+    assert clock.between(begin, end) == pytest.approx(8.0)
+    begin = clock.moment()
+    with clock.gathering("warm_up"):
+        now[0] += 3.0
+    queue.work(1.0)
+    end = clock.moment()
+    now[0] += 1.0
+    assert clock.between(begin, end) == pytest.approx(1.0)
 
 
 def test_a_device_that_waits_for_a_transfer(now: list[float]) -> None:

@@ -1,12 +1,21 @@
-"""The hot loop on a GPU: the host waits for the device only where figures are read."""
+"""The hot loop on a GPU: the host waits for the device only where it needs a figure to go on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from running import build_run
+import torch
+from running import build_run, same_bits
+from test_numerics import figures
+from toys import Lines
 
+from ptfast.core.protocols import Callback
+from ptfast.core.tensors import arrivals
+from ptfast.training.fit import fit
+from ptfast.training.loss_window import Look, LossWindow
 from ptfast.training.step import Trainer
 
 SETTINGS = {
@@ -44,3 +53,48 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(words, tmp_path: Pa
     budget = clock.ledger()
     assert all(budget[cause] > 0 for cause in ("forward", "backward", "optimizer"))
     assert budget["unexplained"] < 0.02 * clock.elapsed_s()
+
+
+class Guarded(Callback):
+    """Forbids waits from step 4 up to the end of the evaluation after step 20, and notes what was logged."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        if step in (4, 21):
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def reads_first(report: Callable[..., None]) -> Callable[..., None]:
+    """`LossWindow.report` that waits for the figures, as on a CPU."""
+
+    def read(window: LossWindow, look: Look, *, logs: bool) -> None:
+        window.receive(look)
+        report(window, look, logs=logs)
+
+    return read
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
+def test_log_lines_and_evaluations_never_drain_the_device(
+    precision: str, tmp_path: Path, no_waits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line is read once the steps after it are under way; an evaluation waits for its own sums alone."""
+    words = (f"precision={precision}", "steps=40", "epochs=null", "log_every=5", "schedule=constant")
+    words = ("+recipe=resnet_digits", *words, "eval.every=20steps", "saving.every=20steps")
+    at_once, late = (build_run(tmp_path / name, *words, "device=cuda") for name in ("at once", "late"))
+    at_once.logger, late.logger, late.callbacks = Lines(), Lines(), [Guarded()]
+    with monkeypatch.context() as patched:
+        patched.setattr(LossWindow, "report", reads_first(LossWindow.report))
+        fit(at_once)
+    reached: list[int] = []
+    # What waits for an event of its own has to do so here.
+    monkeypatch.setattr(arrivals, "wait_for", lambda event: reached.append(late.progress.step))
+    fit(late)
+    assert figures(late.logger) == figures(at_once.logger)
+    assert same_bits(dict(late.model.state_dict()), dict(at_once.model.state_dict()))
+    # The first two steps are looked at by themselves, then each line after the next steps; an evaluation
+    # waits for its figures, for its sums, and for the line before it, which have arrived by then.
+    assert reached == [1, 2, 10, 15, 20, 20, 20, 20, 30, 35, 40, 40, 40, 40]

@@ -17,6 +17,7 @@ from ptfast.core.devices import cannot_run, lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
 from ptfast.core.resolved import Progress, Resolved, resolved_or
+from ptfast.core.tensors.arrivals import wait_for
 from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.techniques.precision import Precision
 
@@ -290,7 +291,7 @@ class ScaledSteps:
         self.in_a_row = zero
         self.skipped = zero > 0
         """True if the last step was skipped: the scale falls then. On the device."""
-        self._skipped = zero + progress.skipped_steps
+        self._skipped, self._skipped_before = zero + progress.skipped_steps, zero + progress.skipped_before
         on_device = device.type != "cpu"
         # The counts after the last step but one and after the last, and the events of their arrival.
         counts = (progress.skipped_before, progress.skipped_steps)
@@ -301,8 +302,13 @@ class ScaledSteps:
     def held_steps(self) -> int:
         """Steps that the schedule lags behind in the step to come: those skipped before the last one."""
         if self._arrivals:
-            self._arrivals[0].synchronize()
+            wait_for(self._arrivals[0])
         return int(self._counts[0])
+
+    @property
+    def counts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps skipped in a row, before the last step, and in all: on the device, the same on all ranks."""
+        return self.in_a_row, self._skipped_before, self._skipped
 
     def take(self) -> None:
         """Take a step, or skip it if the scaled gradients overflow."""
@@ -311,15 +317,9 @@ class ScaledSteps:
         scale = self.scaler.scale(self._one)
         self.skipped, self.scale = scale < self.scale, scale
         self.in_a_row = (self.in_a_row + 1) * self.skipped
-        self._skipped = self._skipped + self.skipped
+        self._skipped_before, self._skipped = self._skipped, self._skipped + self.skipped
         self._counts.rotate(-1)
         self._counts[-1].copy_(self._skipped, non_blocking=True)
         if self._arrivals:
             self._arrivals.rotate(-1)
             self._arrivals[-1].record()
-
-    def note(self, progress: Progress) -> None:
-        """Write the counts into `progress`. The host waits for the device."""
-        for arrival in self._arrivals:
-            arrival.synchronize()
-        progress.skipped_before, progress.skipped_steps = (int(count) for count in self._counts)
