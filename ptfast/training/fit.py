@@ -150,6 +150,7 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
             data_comes = False
         look, steps = window.look(), progress.step - start
         window.settle()
+        window.unread = look
         if aside is not None or not window.defers:
             window.receive(look)
         if is_first and steps:

@@ -113,7 +113,8 @@ class LossWindow:
         self.num_items: Tensor | int = int(restored[1])
         self._before = self.sums()
         self._norm: Tensor | None = None
-        self._unread: Look | None = None
+        self.unread: Look | None = None
+        """What the next `settle` reports."""
         self.defers = run.device.type == "cuda"
         self.step_s = 0.0
         """Seconds of a step by the newest look that was timed and read."""
@@ -228,7 +229,7 @@ class LossWindow:
         Figures that are still on their way are reported by the next `settle`.
         """
         run = self._run
-        self._unread, look.logs = look, logs
+        self.unread, look.logs = look, logs
         if logs:
             self.clear()
             self._logged_step = look.step
@@ -245,12 +246,12 @@ class LossWindow:
 
     def settle(self) -> None:
         """Read and report the figures that are still on their way; raises as `receive`."""
-        if (look := self._unread) is None:
+        if (look := self.unread) is None:
             return
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
         loss = self.receive(look)
-        self._unread = None
+        self.unread = None
         if look.timed is not None:
             steps, samples, begin, end = look.timed
             seconds = run.clock.between(begin, end)
