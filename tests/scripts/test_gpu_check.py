@@ -1,60 +1,137 @@
-"""The script for machines with a GPU: its tests are found, and every row that it measures composes."""
+"""The script for machines with a GPU: its stages continue, its tests are found, its runs compose."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
-
-_loader = importlib.machinery.SourceFileLoader("gpu_check", str(ROOT / "scripts" / "gpu_check"))
-_spec = importlib.util.spec_from_loader("gpu_check", _loader)
-assert _spec is not None
-gpu_check = importlib.util.module_from_spec(_spec)
-_loader.exec_module(gpu_check)
-
+from scripts.gpu import correctness, progress
+from scripts.gpu.check import (
+    Check,
+    FailedError,
+    Figures,
+    NotShownError,
+    OutOfTimeError,
+    Part,
+    Record,
+    run_stage,
+)
+from scripts.gpu.noise import write_text
 
 FILE = """
-import pytest
+import os, pytest
 
 @pytest.mark.gpu("TF32")
 @pytest.mark.filterwarnings("ignore:nothing")
 def test_on_a_gpu():
     pass
 
+@pytest.mark.gpu("triton")
+def test_compiled():
+    pass
+
 def test_on_any_machine():
     pass
+
+def test_that_fails():
+    assert 1 == 2
+
+def test_that_ends_its_process():
+    os._exit(3)
 """
 
 
-def test_its_tests_are_found(tmp_path):
+def run_pytest(folder: Path, kind: str) -> str:
+    (folder / "test_it.py").write_text(FILE)
+    words = ["-m", "pytest", "-p", "scripts.gpu.progress", "--kind", kind, "--noted", str(folder / "noted")]
+    words += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)]
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("kind", "name"), [("eager", "test_on_a_gpu"), ("compiling", "test_compiled")])
+def test_tests_of_a_kind_are_found(kind: str, name: str, tmp_path: Path) -> None:
     """A mark of pytest's own may not be unknown there: that is an error of the whole file."""
-    (tmp_path / "test_it.py").write_text(FILE)
-    words = [*gpu_check.TESTS, "-c", str(ROOT / "pyproject.toml"), "--collect-only", str(tmp_path)]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "test_it.py: 1" in done.stdout
+    assert "1 passed, 4 deselected" in run_pytest(tmp_path, kind)
+    assert [test.rpartition("::")[2] for test in progress.read_notes(tmp_path / "noted", kind)] == [name]
 
 
-ROWS = {
-    **dict.fromkeys(gpu_check.IMAGE_ROWS, gpu_check.RESNET50),
-    **dict.fromkeys(gpu_check.TEXT_ROWS, gpu_check.GPT),
-    **dict.fromkeys(gpu_check.LOADER_ROWS, gpu_check.RESNET9),
-}
-"""Each row once, on the last of the models that it is measured on."""
+def test_tests_continue_where_the_last_call_ended(tmp_path: Path) -> None:
+    for _ in range(progress.TRIES):
+        run_pytest(tmp_path, "rest")
+    assert "5 deselected" in run_pytest(tmp_path, "rest")
+    notes = progress.read_notes(tmp_path / "noted", "rest")
+    assert [note["outcome"] for note in notes.values()] == ["passed", "failed", "failed"]
+    assert [note["why"] for note in notes.values()][2] == "did not end"
+    assert (tmp_path / "noted").read_text().count("test_on_any_machine") == 2
 
 
-@pytest.mark.parametrize(("row", "words"), ROWS.items())
-def test_every_row_composes_or_says_that_this_machine_cannot_run_it(row, words):
-    preset, *own = row.split()
+def part(name: str, error: Exception | None = None, **given: float) -> Part:
+    def run(check: Check) -> Figures:
+        if error is not None:
+            raise error
+        return {"time": 1}
+
+    return Part(name, run, **given)
+
+
+def test_a_stage_leaves_what_its_time_does_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [part("quick", needs_s=1), part("here", NotShownError("no GPU")), part("long", needs_s=1000)]
+    assert run_stage(1, parts, Check(tmp_path, tmp_path), Record(tmp_path)) == 3
+    assert "left for the next call of the same stage: long" in capsys.readouterr().out
+    again = [part("quick", FailedError("ran again")), parts[1], part("long")]
+    assert run_stage(1, again, Check(tmp_path, tmp_path), Record(tmp_path)) == 0
+    entries = Record(tmp_path).entries(1)
+    assert [entry["state"] for entry in entries.values()] == ["passed", "not shown", "passed"]
+    assert "| quick | passed | 0 | time 1 |" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_what_takes_a_whole_call_has_failed(tmp_path: Path) -> None:
+    """Otherwise it would be begun in every call."""
+    assert run_stage(1, [part("endless", OutOfTimeError())], Check(tmp_path, tmp_path), Record(tmp_path)) == 1
+    assert (
+        run_stage(
+            2, [part("tests", OutOfTimeError(), resumes=True)], Check(tmp_path, tmp_path), Record(tmp_path)
+        )
+        == 3
+    )
+
+
+def test_a_command_ends_with_its_stage(tmp_path: Path) -> None:
+    check = Check(tmp_path, tmp_path, limit_s=1)
+    with pytest.raises(OutOfTimeError):
+        check.python("-c", "import time; print('begun', flush=True); time.sleep(60)")
+    assert check.left_s > -30
+    with pytest.raises(FailedError, match="exit code 1: ValueError: wrong"):
+        Check(tmp_path, tmp_path).python("-c", "raise ValueError('wrong')")
+    assert "begun" in (tmp_path / "gpu_check.log").read_text()
+
+
+RUNS = {name: (*words, *correctness.BASE) for name, words in correctness.RUNS.items()}
+
+
+@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
+def test_every_run_composes_or_says_that_this_machine_cannot_run_it(
+    words: tuple[str, ...], in_tmp: Path
+) -> None:
+    write_text(Path("text.txt"), 64, 1000)
     try:
-        read_config([f"preset={preset}", "data.path=noise", *words, *own])
+        read_config(words)
     except PtfastError as error:
         if error.code != "E005":
             raise
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    words = [ROOT / "scripts" / "gpu_check", "--out", tmp_path]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert (done.returncode, done.stderr) == (4, "gpu_check: no CUDA device is visible\n")

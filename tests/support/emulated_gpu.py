@@ -1,7 +1,7 @@
 """Tests marked `gpu` on a machine without a GPU: torch's own CUDA code over a driver of ours.
 
     PYTHONPATH=tests/support python -m pytest -m gpu -p emulated_gpu tests/training/test_gpu_loop.py
-    python tests/support/emulated_gpu.py python scripts/gpu_check --quick
+    python tests/support/emulated_gpu.py python scripts/gpu_check --quick --out FOLDER
 
 torch's allocator, streams, events, pinned memory, autograd threads and sync-debug mode are the real ones. Its
 kernels do nothing; in a test, the CPU computes each op as well, in the same memory. A test that needs more of
