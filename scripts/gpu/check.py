@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,8 @@ class Check:
     data: Path | None = None
     python_path: tuple[Path, ...] = ()
     """Where packages that this machine lacks are installed."""
+    gpu: str = ""
+    record: Record | None = None
     start_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -165,7 +168,8 @@ class Record:
         for stage, entries in sorted(self.values["stages"].items()):
             lines += [f"\n### Stage {stage}\n", "| part | | seconds | figures |", "|---|---|--:|---|"]
             for name, entry in entries.items():
-                facts = [entry["why"]] if entry.get("why") else []
+                facts = [entry["gpu"]] if entry["gpu"] != self.values["machine"].get("gpu", "") else []
+                facts += [entry["why"]] if entry["why"] else []
                 facts += [f"{key} {value}" for key, value in entry["figures"].items()]
                 shown = "; ".join(facts).replace("|", "/").replace("\n", " ")
                 lines.append(f"| {name} | {entry['state']} | {entry['seconds']:.0f} | {shown} |")
@@ -174,7 +178,7 @@ class Record:
 
 def run_stage(stage: int, parts: list[Part], check: Check, record: Record) -> int:
     """Run the parts that the record lacks; returns 0, 1 if one has failed, or 3 if time left some out."""
-    entries = record.entries(stage)
+    check.record, entries = record, record.entries(stage)
     left: list[str] = []
     for index, part in enumerate(parts):
         if part.name in entries:
@@ -196,7 +200,11 @@ def run_stage(stage: int, parts: list[Part], check: Check, record: Record) -> in
                 left = [each.name for each in parts[index:] if each.name not in entries]
                 break
             entry.update(state="failed", why=f"does not end within {check.limit_s:.0f} s")
-        entry["seconds"] = round(time.monotonic() - begun_s, 1)
+        except Exception as error:
+            # The other parts of the stage run nevertheless.
+            traceback.print_exc()
+            entry.update(state="failed", why=f"{type(error).__name__}: {error}")
+        entry["gpu"], entry["seconds"] = check.gpu, round(time.monotonic() - begun_s, 1)
         entries[part.name] = entry
         record.write()
         print(f"{part.name}: {entry['state']} {entry['why']} {entry['figures'] or ''}".rstrip(), flush=True)

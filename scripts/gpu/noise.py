@@ -26,3 +26,16 @@ def write_images(file: Path, number: int, size: int, num_classes: int) -> None:
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (number, size, size, 3), dtype=np.uint8)
     np.savez(file, x=images, y=generator.integers(0, num_classes, number))
+
+
+def write_folders(folder: Path, num_classes: int, number: int) -> None:
+    """Write so many images of 32 x 32 of each class into train/CLASS and test/CLASS."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for label in range(num_classes):
+            (folder / split / f"class{label}").mkdir(parents=True, exist_ok=True)
+            for index in range(number):
+                pixels = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / f"class{label}" / f"{index}.png")

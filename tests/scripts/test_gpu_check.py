@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from conftest import ROOT
 
 from ptfast.config.read import read_config
 from ptfast.core.errors import PtfastError
-from scripts.gpu import correctness, progress
+from scripts.gpu import correctness, limits, progress, speed
 from scripts.gpu.check import (
     Check,
     FailedError,
@@ -115,23 +116,54 @@ def test_a_command_ends_with_its_stage(tmp_path: Path) -> None:
 
 
 RUNS = {name: (*words, *correctness.BASE) for name, words in correctness.RUNS.items()}
+ROWS = {
+    **RUNS,
+    **{
+        f"{task} {row}": (f"preset={row.split()[0]}", *speed.WORDS[task], *row.split()[1:])
+        for task, rows in limits.SWITCHES.items()
+        for row in rows
+        if speed.has_option("step") or "compile=step" not in row
+    },
+}
 
 
-@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("words", ROWS.values(), ids=ROWS)
 def test_every_run_composes_or_says_that_this_machine_cannot_run_it(
     words: tuple[str, ...], in_tmp: Path
 ) -> None:
     write_text(Path("text.txt"), 64, 1000)
     try:
-        read_config(words)
+        # As bench_switches has it: a row's own words take the place of others.
+        read_config({word.partition("=")[0]: word for word in words}.values())
     except PtfastError as error:
         if error.code != "E005":
             raise
 
 
+def test_gaps_between_kernels() -> None:
+    """Two kernels at once are busy once; a gap is where none runs."""
+    times = [(0, 10), (5, 2), (8, 12), (30, 10), (41, 9)]
+    events = [{"cat": "kernel", "ts": 1000.0 + start, "dur": length} for start, length in times]
+    figures = limits.gaps([*events, {"cat": "cpu_op", "ts": 0, "dur": 5}, {"name": "no category"}], 2)
+    assert (figures["launches a step"], figures["busy"], figures["step ms"]) == (2, 39 / 50, 0.025)
+    assert (figures["gaps a step"], figures["longest gap us"]) == (1, 10)
+    with pytest.raises(NotShownError, match="no kernels"):
+        limits.gaps([{"cat": "cpu_op", "ts": 0, "dur": 5}], 2)
+
+
+def test_a_share_of_the_peak() -> None:
+    facts = {"flops": 2e12, "batch_size": 8, "peak": 4e12, "peak_memory_bytes": 2**20}
+    rows = [
+        speed.Contender(name, None, seconds, facts)
+        for name, seconds in (("ptfast", [1.0, 1.0]), ("by hand", [2.0, 2.0]))
+    ]
+    figures = speed.compared(rows, 2, 16)
+    assert (figures["ptfast /s"], figures["by hand /s"], figures["times by hand"]) == (256, 128, 2)
+    assert (figures["TFLOP/s"], figures["MFU of the measured peak"]) == (4, 1)
+
+
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     words = [ROOT / "scripts" / "gpu_check", "--out", tmp_path]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""}
-    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": ""}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stderr) == (4, "gpu_check: no CUDA device is visible\n")

@@ -14,7 +14,8 @@
 #define CALL int /* begins the line of each call that needs no stub; 0 is success */
 
 enum { PAGE = 4096, PROCESSORS = 132 };
-static const size_t ROOM = 1ul << 41, CAPACITY = 80ul << 30;
+static const size_t ROOM = 1ul << 41;
+static size_t CAPACITY = 80ul << 30; /* EMULATED_GPU_BYTES in its place, if that is set */
 
 /* Memory: two ranges of addresses that are never used twice, so that an address tells its kind. A page before each
  * block holds its size. */
@@ -23,6 +24,7 @@ static Range device, pinned;
 static __thread int current;
 
 __attribute__((constructor)) static void reserve(void) {
+    if (getenv("EMULATED_GPU_BYTES")) CAPACITY = strtoul(getenv("EMULATED_GPU_BYTES"), 0, 10);
     for (int i = 0; i < 2; i++)
         (i ? &pinned : &device)->start = mmap(0, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }

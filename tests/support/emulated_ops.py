@@ -55,12 +55,11 @@ class EmulatedOps(TorchDispatchMode):
         if isinstance(results, bool):
             return _on_cpu(func, args, kwargs, seed)
         taken = {tensor.untyped_storage().data_ptr() for tensor in given}
-        made = [(out, out.untyped_storage().data_ptr() not in taken) for out in _tensors(results)]
-        writes = func._schema.is_mutable or any(is_new for _, is_new in made)
-        if writes and func.overloadpacket.__name__ not in WRITE_NOTHING:
-            values = _tensors(_on_cpu(func, args, kwargs, seed))
-            for (out, is_new), value in zip(made, values, strict=True):
-                # The CPU makes no statistics of some ops, where nobody reads them.
+        made = [_is_made(leaf, taken) for leaf in tree_leaves(results)]
+        if (func._schema.is_mutable or any(made)) and func.overloadpacket.__name__ not in WRITE_NOTHING:
+            values = tree_leaves(_on_cpu(func, args, kwargs, seed))
+            for out, is_new, value in zip(tree_leaves(results), made, values, strict=True):
+                # The CPU leaves out statistics that nobody reads, and may add gradients that nobody reads.
                 if is_new and value.numel():
                     _on_host(out).copy_(value)
         return results
@@ -75,6 +74,10 @@ def _on_cpu(func: Any, args: Any, kwargs: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         return func(*args, **kwargs)
+
+
+def _is_made(value: Any, taken: set[int]) -> bool:
+    return isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in taken
 
 
 def _tensors(values: Any) -> list[Tensor]:
