@@ -101,7 +101,7 @@ COMMANDS: dict[str, Command] = {
         imports_torch=True,
     ),
     "predict": Command(
-        "RUN PATH...|--prompt TEXT [key=value ...]",
+        "RUN|EXPORT PATH...|--prompt TEXT [key=value ...]",
         "write predictions for files, or text after a prompt",
         "predict_command.predict",
         (
@@ -113,6 +113,25 @@ COMMANDS: dict[str, Command] = {
             Flag("--masks", "folder to write predicted masks to, as PNG of class numbers", read=path),
         ),
         ("predict RUN pictures/ --out found.jsonl", "predict RUN --prompt 'ROMEO:'"),
+        min_words=1,
+        imports_torch=True,
+    ),
+    "export": Command(
+        "RUN|STATE --out FOLDER [key=value ...]",
+        "write a trained model for use without ptfast",
+        "export_command.export",
+        (
+            Flag("--out", "new folder for weights, graph, facts and a script that predicts", read=path),
+            Flag("--hub", "new folder in the layout of the Hugging Face hub", read=path),
+            switch("--onnx", "write an ONNX graph, too"),
+            Flag(
+                "--weights",
+                "averaged or last; default: those that predict uses",
+                read=one_of("averaged", "last"),
+            ),
+            switch("--weights-only", "write no graph, of a model that cannot be traced"),
+        ),
+        ("export RUN --out exported --onnx", "export RUN/saved/best --out exported --hub my-model"),
         min_words=1,
         imports_torch=True,
     ),

@@ -90,12 +90,11 @@ def eval(args: Namespace) -> int:
         hint = f"Usage: ptfast eval {COMMANDS['eval'].usage}"
         raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
     from ptfast.config.read import load_config
-    from ptfast.core.run_directory import CONFIG
-    from ptfast.core.tensors.saved_state import find_state
+    from ptfast.core.tensors.saved_state import config_of, find_state
     from ptfast.training.saved_model import evaluate_saved
 
     state_folder = find_state(Path(where))
-    composed, config = load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
+    composed, config = load_config(config_of(state_folder), overrides, trains=False)
 
     typed = [key for key, place in composed.places.items() if place == COMMAND_LINE]
     other_data = any(key.split(".")[0] == "data" for key in typed)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ptfast.config.read import load_config
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
-from ptfast.core.run_directory import CONFIG
-from ptfast.core.tensors.saved_state import find_state
+from ptfast.core.tensors.saved_state import config_of, find_state
 from ptfast.core.units import labelled
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.data.new_inputs import read_inputs
@@ -44,7 +43,7 @@ def predict(args: Namespace) -> int:
     if args.prompt is not None and paths:
         raise ConfigError("C011", "cannot be combined with --prompt", key=paths[0], suggestion="Give one")
     state_folder = find_state(Path(path))
-    composed, config = load_config(state_folder.parent.parent / CONFIG, overrides, trains=False)
+    composed, config = load_config(config_of(state_folder), overrides, trains=False)
     with composed.naming_places():
         saved = load_saved(config, state_folder)
         if saved.ema is not None:

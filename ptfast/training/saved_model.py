@@ -11,7 +11,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.resolved import Resolved
-from ptfast.core.tensors.saved_state import read_state
+from ptfast.core.tensors.saved_state import config_of, read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
@@ -35,7 +35,7 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
     S001 if the state is damaged, S002 if it is of another model.
     """
     state = read_state(state_folder)
-    folder = state_folder.parent.parent
+    folder = config_of(state_folder).parent
     run = PartialRun(
         folder=folder,
         device=resolve_device(config.device, Ranks()),

@@ -152,7 +152,7 @@ def test_what_the_manifest_does_not_name_is_not_read(saved: Path) -> None:
 
 def test_a_newer_format_says_so(saved: Path) -> None:
     folder = write_state(saved, 3, a_state())
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"format": saved_state.SHARDED_FORMAT + 1}
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"format": saved_state.EXPORT_FORMAT + 1}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SavedStateError, match="newer"):
         read_state(folder)

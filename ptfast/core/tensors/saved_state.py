@@ -17,15 +17,21 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import SavedStateError, cannot_write
 from ptfast.core.resolved import Progress, Resolved
+from ptfast.core.run_directory import CONFIG
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 FORMAT = 1
 SHARDED_FORMAT = 2
 """Of a state that several ranks have written."""
+EXPORT_FORMAT = 3
+"""Of an export: weights alone, in a folder that holds its own config."""
+WEIGHTS = "model.safetensors"
+"""The weights of an export."""
 MANIFEST = "manifest.json"
 TREE = "tree.json"
 """The values of a state of several ranks besides its tensors, and where each tensor goes."""
@@ -83,7 +89,7 @@ def write_state(saved: Path, step: int, state: State) -> Path:
     """
     draft = saved / f".step-{step}.{os.getpid()}"
     try:
-        with _writing(saved):
+        with writing(saved):
             # A killed process of the same id may have left one: in a container, ids repeat.
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -108,7 +114,7 @@ def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
     tree, tensors = pack({"model": state.model, "training": state.training}, is_first=ranks.is_first)
 
     def write() -> tuple[str, str]:
-        with _writing(saved):
+        with writing(saved):
             draft.mkdir(parents=True, exist_ok=True)
             file = draft / f"shard-{ranks.rank + 1:05}-of-{ranks.num_ranks:05}.safetensors"
             write_tensors(file, tensors)
@@ -116,7 +122,7 @@ def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
             return file.name, _sha256(file)
 
     def complete(digests: Mapping[str, str]) -> Path:
-        with _writing(saved):
+        with writing(saved):
             (draft / TREE).write_text(json.dumps(tree, indent=1))
             return _seal(draft, step, state.facts, SHARDED_FORMAT, digests)
 
@@ -133,14 +139,8 @@ def _seal(
     draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
 ) -> Path:
     """Complete a draft by its facts and its manifest, and make it the state of its step and the last one."""
-    saved, digests = draft.parent, dict(digests or {})
-    (draft / "state.json").write_text(json.dumps(facts, indent=1))
-    own = [path for path in sorted(draft.iterdir()) if path.name not in digests]
-    digests |= {path.name: _sha256(path) for path in own}
-    manifest = {"format": version, "step": step, "sha256": digests}
-    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*own, draft / MANIFEST, draft]:
-        _flush(path)
+    saved = draft.parent
+    write_manifest(draft, step, facts, version, digests)
     final = saved / f"step-{step}"
     if final.exists():
         # Left by an attempt that went further and was damaged, or resumed from an earlier state.
@@ -149,6 +149,20 @@ def _seal(
     _flush(saved)
     point(saved, "last", final)
     return final
+
+
+def write_manifest(
+    draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
+) -> None:
+    """Add the facts to a folder, and a manifest of the files in it; `digests` are of those known already."""
+    digests = dict(digests or {})
+    (draft / "state.json").write_text(json.dumps(facts, indent=1))
+    own = [path for path in sorted(draft.iterdir()) if path.name not in digests]
+    digests |= {path.name: _sha256(path) for path in own}
+    manifest = {"format": version, "step": step, "sha256": digests}
+    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*own, draft / MANIFEST, draft]:
+        _flush(path)
 
 
 def point(saved: Path, name: str, folder: Path) -> None:
@@ -191,8 +205,14 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
+def config_of(state_folder: Path) -> Path:
+    """The config of the run that a state belongs to; an export holds its own."""
+    own = state_folder / CONFIG
+    return own if own.is_file() else state_folder.parent.parent / CONFIG
+
+
 def find_state(path: Path) -> Path:
-    """The state folder that `path` means: itself, or the last state of the run directory it is.
+    """The state folder that `path` means: itself, as of an export, or the last state of a run directory.
 
     Raises:
         SavedStateError: S004 when there is none.
@@ -223,15 +243,19 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, step, digests = manifest["format"], manifest["step"], dict(manifest["sha256"])
-        parts = {SHARDED_FORMAT: {TREE}, FORMAT: {"model.pt", "training.pt"}}
-        wanted = {"state.json"} | (parts[version] if version <= SHARDED_FORMAT else set())
+        parts = {
+            SHARDED_FORMAT: {TREE},
+            FORMAT: {"model.pt", "training.pt"},
+            EXPORT_FORMAT: {WEIGHTS, CONFIG},
+        }
+        wanted = {"state.json"} | (parts[version] if version <= EXPORT_FORMAT else set())
         if type(version) is not int or not wanted <= digests.keys():
             raise ValueError("files are not named")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
-    if version > SHARDED_FORMAT:
+    if version > EXPORT_FORMAT:
         raise damaged(
-            folder, f"format {version} is newer than this ptfast reads ({SHARDED_FORMAT})", "Upgrade ptfast"
+            folder, f"format {version} is newer than this ptfast reads ({EXPORT_FORMAT})", "Upgrade ptfast"
         )
     for name, digest in digests.items():
         path = folder / Path(name).name
@@ -255,16 +279,20 @@ def read_state(folder: Path, *, check: bool = True) -> State:
     Tensors that several ranks have written are read only when needed. Arguments and errors: see `read_facts`.
     """
     facts = read_facts(folder, check=check)
-    if not (folder / TREE).is_file():
+    if (folder / "model.pt").is_file() and not (folder / TREE).is_file():
         return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
+    source = folder / TREE
     try:
+        if not source.is_file():
+            source = folder / WEIGHTS
+            return State(load_file(source), {}, facts)
         # By their names: another machine may have an old listing of the folder.
         known = json.loads((folder / MANIFEST).read_text())["sha256"]
         files = sorted(folder / Path(name).name for name in known if name.startswith("shard-"))
         parts = unpack(json.loads((folder / TREE).read_text()), files)
         return State(parts["model"], parts["training"], facts)
     except Exception as error:
-        raise damaged(folder / TREE, "it cannot be read, or not with the files beside it") from error
+        raise damaged(source, "it cannot be read, or not with the files beside it") from error
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
@@ -327,7 +355,7 @@ def _flush(path: Path) -> None:
 
 
 @contextmanager
-def _writing(saved: Path) -> Iterator[None]:
+def writing(saved: Path) -> Iterator[None]:
     """Report write failures inside this block as errors of the machine."""
     try:
         yield

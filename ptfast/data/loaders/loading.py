@@ -160,19 +160,21 @@ class Prepare:
     """Moves raw batches to the device, brings them into the model's layout and normalises them.
 
     Without statistics in `info`, `images` (uint8, channels last) are scaled to 0 to 1, and other inputs stay
-    as they are.
+    as they are; `statistics` are those that it applies.
     """
 
     def __init__(self, options: ReaderOptions, info: DataInfo, *, images: bool) -> None:
         self.device, self.images, self.channels_last = options.device, images, options.channels_last
         self.pin, self._on_host = options.pins, options.device.type == "cpu"
-        known = info.extra.get("normalize") if options.normalize else None
-        if known is None and images:
+        self.statistics: dict[str, list[float]] | None = None
+        if options.normalize:
+            self.statistics = info.extra.get("normalize")
+        if self.statistics is None and images:
             channels = info.in_channels or 3
-            known = {"mean": [0.0] * channels, "std": [info.extra.get("max_value", 255)] * channels}
+            self.statistics = {"mean": [0.0] * channels, "std": [info.extra.get("max_value", 255)] * channels}
         self._normalizer: Normalizer | None = None
-        if known is not None:
-            self._normalizer = Normalizer(known["mean"], known["std"], self.device, images=images)
+        if self.statistics is not None:
+            self._normalizer = Normalizer(**self.statistics, device=self.device, images=images)
 
     def __call__(self, raw: Any) -> Any:
         """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""

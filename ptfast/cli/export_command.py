@@ -1,0 +1,42 @@
+"""A saved model as files that need no ptfast."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from ptfast.config.read import load_config
+from ptfast.core.errors import EXIT_OK, ConfigError
+from ptfast.core.tensors.saved_state import config_of, find_state
+from ptfast.report.terminal.display import say
+from ptfast.training.exports.export_run import export_run
+from ptfast.training.saved_model import load_saved
+from ptfast.training.user_code import naming_user_code
+
+PLAIN = ("device=cpu", "precision=fp32")
+"""What an export is made with, whatever the run was trained with."""
+
+
+def export(args: Namespace) -> int:
+    """Write a saved model for use without ptfast, and say how far each form is from the model."""
+    where, *overrides = args.words
+    usage = "Usage: ptfast export RUN --out FOLDER [key=value ...]"
+    if more := [word for word in overrides if "=" not in word]:
+        raise ConfigError("C001", "one argument too many", key=more[0], suggestion=usage)
+    if args.out is None:
+        raise ConfigError("C016", "an argument is missing", key="--out", suggestion=usage)
+    if args.weights_only and args.onnx:
+        what = "cannot be combined with --onnx, which writes a graph"
+        raise ConfigError("C011", what, key="--weights-only", suggestion="Give one of the two")
+    state_folder = find_state(Path(where))
+    composed, config = load_config(config_of(state_folder), [*PLAIN, *overrides], trains=False)
+    options = {name: getattr(args, name) for name in ("hub", "weights", "onnx")}
+    with composed.naming_places():
+        saved = load_saved(config, state_folder)
+        with naming_user_code(saved):
+            differences = export_run(saved, state_folder, args.out, graph=not args.weights_only, **options)
+    for name, difference in differences.items():
+        apart = f"within {difference:.1e} of" if difference else "equal to"
+        say(f"{name}: logits {apart} the model's on held-out samples")
+    say(f"wrote {' and '.join(map(str, filter(None, (args.out, args.hub))))}")
+    return EXIT_OK

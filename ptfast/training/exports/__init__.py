@@ -1,0 +1,1 @@
+"""Exports: a saved model as files that need no ptfast."""

@@ -1,0 +1,244 @@
+"""Exports a saved model: weights, a graph from raw inputs to logits, and a script; checked, then written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ptfast.core.errors import ConfigError, NumericsError, described, import_extra, shorten
+from ptfast.core.protocols import PackedTokens
+from ptfast.core.run_directory import CONFIG, plain_json, versions
+from ptfast.core.tensors.dtensors import write_tensors
+from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, config_of, write_manifest, writing
+from ptfast.data.loaders.loading import Prepare
+from ptfast.data.streams.iterable import IterableSource
+from ptfast.training.evaluate import ViewAveraged, averaged_over_views
+from ptfast.training.exports.hub_layout import model_card, write_hub
+from ptfast.training.exports.load_script import load_script
+from ptfast.training.stages.data_stage import load_data, reader_options
+from ptfast.training.stages.model_stage import build_plain_model
+from ptfast.training.stages.partial_run import PartialRun
+
+GRAPH, ONNX = "model.pt2", "model.onnx"
+LIMIT = 1e-4
+"""The largest difference of an export's logits from the model's that is accepted, as a part of the largest
+logit, or of 1 where that is larger."""
+NUM_SAMPLES = 8
+
+
+class RawModel(nn.Module):
+    """A model of raw inputs, normalised as the loaders do it, that returns a tensor of logits.
+
+    Args:
+        model: of prepared inputs, which returns logits, or a mapping or object that holds them.
+        statistics: `mean` and `std` of raw inputs; None for inputs that are not normalised.
+        images: raw inputs are uint8 (batch, height, width, channels).
+    """
+
+    mean: Tensor
+    factor: Tensor
+
+    def __init__(self, model: nn.Module, statistics: Mapping[str, Any] | None, *, images: bool) -> None:
+        super().__init__()
+        self.model, self.images, self.normalizes = model, images, statistics is not None
+        shape = (1, -1, 1, 1) if images else (1, -1)
+        mean, std = (torch.tensor((statistics or {}).get(k, [1.0])).double() for k in ("mean", "std"))
+        self.register_buffer("mean", mean.float().reshape(shape), persistent=False)
+        self.register_buffer("factor", (1 / std).float().reshape(shape), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.images:
+            inputs = inputs.permute(0, 3, 1, 2)
+        if self.normalizes:
+            inputs = (inputs.float() - self.mean) * self.factor
+        outputs: Any = self.model(inputs.contiguous())
+        if isinstance(outputs, Mapping):
+            outputs = outputs.get("out", outputs.get("logits"))
+        outputs = getattr(outputs, "logits", outputs)
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"it returns {described(outputs)}, where a Tensor of logits is expected")
+        return outputs
+
+
+def export_run(
+    saved: PartialRun,
+    state_folder: Path,
+    out: Path,
+    *,
+    hub: Path | None = None,
+    weights: str | None = None,
+    onnx: bool = False,
+    graph: bool = True,
+) -> dict[str, float]:
+    """Write a saved model into `out`, for use without ptfast, and into `hub`, as the hub's libraries load it.
+
+    Each form is read back and compared with the model on held-out samples, in a batch and alone, before its
+    folder gets its name. Returns the largest difference of logits, in the unit of `LIMIT`, by file.
+
+    Args:
+        saved: from `load_saved`, on the CPU and in float32.
+        out: a folder that is not there yet, as is `hub`.
+        weights: `averaged` or `last`; None for those that `predict` uses.
+        graph: False for weights and facts alone, of a model that cannot be traced.
+
+    Raises:
+        ConfigError: C011 for a folder that exists, inputs that are no tensor, or averaged weights that are
+            not there; C017 for a model that cannot be traced.
+        NumericsError: N003 for a form that gives something else than the model.
+        MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
+    """
+    state = saved.state
+    assert state is not None
+    for flag, folder in (("--out", out), ("--hub", hub)):
+        if folder is not None and (folder.exists() or folder.is_symlink()):
+            hint = "Choose another folder, or remove it"
+            raise ConfigError("C011", "exists already", key=flag, value=folder, suggestion=hint)
+    for module in ("onnxscript", "onnxruntime") if onnx else ():
+        import_extra(module, "onnx", "--onnx")
+    averages = saved.ema is not None and saved.ema.ready
+    if weights == "averaged" and not averages:
+        what, hint = "this state has no averaged weights", "Use --weights last"
+        raise ConfigError("C011", what, key="--weights", value=weights, suggestion=hint)
+    weights = weights or ("averaged" if averages else "last")
+    if saved.ema is not None and weights == "averaged":
+        saved.ema.copy_to_model()
+
+    raw, images = _held_out(saved)
+    prepare = Prepare(reader_options(saved), saved.info, images=images)
+    sizes = ["batch", "tokens"] if saved.info.kind in ("text", "tokens") else ["batch"]
+    batches, differences = [raw, raw[:1]], dict[str, float]()
+    predictor = RawModel(averaged_over_views(saved), None, images=False).eval()
+    with torch.inference_mode():
+        wanted = [predictor(prepare.inputs(batch)) for batch in batches]
+
+    def from_raw(model: nn.Module) -> RawModel:
+        if saved.flip or saved.shift:
+            model = ViewAveraged(model, flip=saved.flip, shift=saved.shift)
+        return RawModel(model, prepare.statistics, images=images).eval()
+
+    def check(name: str, model: Callable[[Tensor], Tensor]) -> None:
+        with torch.inference_mode():
+            pairs = [(model(batch), logits) for batch, logits in zip(batches, wanted, strict=True)]
+        differences[name] = found = max(_difference(*pair) for pair in pairs)
+        if not found <= LIMIT:
+            what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"
+            raise NumericsError("N003", what, key=name, suggestion="Nothing is written; export without it")
+
+    with contextlib.ExitStack() as stack:
+        draft = stack.enter_context(_drafted(out))
+        # What layers share is written for each: the format refuses memory that overlaps.
+        tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
+        write_tensors(draft / WEIGHTS, tensors)
+        plain = copy.copy(saved)
+        build_plain_model(plain)
+        plain.model.load_state_dict(load_file(draft / WEIGHTS))
+        model = from_raw(plain.model)
+        check(WEIGHTS, model)
+        if graph:
+            program = _trace(model, raw, len(sizes), saved.config.model.target.path)
+            with (draft / GRAPH).open("wb") as file:
+                torch.export.save(program, file)
+            check(GRAPH, torch.export.load(draft / GRAPH).module())
+            if onnx:
+                check(ONNX, _write_onnx(program, draft / ONNX))
+        facts = {**state.facts, "stream": None, "export": _shapes(sizes, raw, prepare, wanted[0])}
+        facts["export"] |= {"weights": weights, "differences": differences, "versions": versions()}
+        shutil.copy(config_of(state_folder), draft / CONFIG)
+        write_manifest(draft, saved.progress.step, plain_json(facts), EXPORT_FORMAT)
+        if graph:
+            (draft / "load.py").write_text(load_script(saved.info, facts["export"]["input"]), "utf-8")
+        if hub is not None:
+            folder = stack.enter_context(_drafted(hub))
+            if load := write_hub(folder, plain):
+                check("--hub", from_raw(load()))
+            else:
+                shutil.copytree(draft, folder, dirs_exist_ok=True)
+            (folder / "README.md").write_text(model_card(plain, weights, state.facts["figures"]), "utf-8")
+    return differences
+
+
+def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
+    """Some held-out inputs as they are stored, or training inputs where none are; and whether as images."""
+    data = load_data(saved.config, measured=saved.info.extra.get("normalize"))
+    source = data.val or data.test or data.train
+    if isinstance(source, IterableSource):
+        batch = source.collate([source.first[0]] * 2)
+    else:
+        batch = source.fetch(np.arange(min(NUM_SAMPLES, len(source))))
+    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+    inputs = inputs.tokens if isinstance(inputs, PackedTokens) else inputs
+    if not isinstance(inputs, Tensor):
+        what = f"a graph has one tensor for its input, and this data gives {described(inputs)}"
+        raise ConfigError("C011", what, key="data", value=saved.config.data.target.path)
+    if source.images and isinstance(source, IterableSource):
+        inputs = inputs.permute(0, 2, 3, 1).contiguous()
+    return inputs, source.images
+
+
+def _trace(model: RawModel, raw: Tensor, num_free: int, path: str) -> torch.export.ExportedProgram:
+    """The graph of `model`, of class `path`, for inputs of any first `num_free` sizes."""
+    sizes = dict.fromkeys(range(num_free), torch.export.Dim.DYNAMIC)
+    # A batch of one would stand for itself.
+    several = raw if len(raw) > 1 else torch.cat([raw, raw])
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, (several,), dynamic_shapes=(sizes,))
+    except Exception as error:
+        what = f"torch.export cannot trace it: {type(error).__name__}: {shorten(error, 200)}"
+        hint = "Add --weights-only to write its weights without a graph"
+        raise ConfigError("C017", what, key="model._target_", value=path, suggestion=hint) from error
+
+
+def _write_onnx(program: torch.export.ExportedProgram, file: Path) -> Callable[[Tensor], Tensor]:
+    """Write the graph for ONNX, and return what ONNX Runtime computes from the file."""
+    names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["logits"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        written = torch.onnx.export(program, **names, verbose=False)
+    assert written is not None
+    written.save(file)
+    session = import_extra("onnxruntime", "onnx", "--onnx").InferenceSession(file)
+    return lambda inputs: torch.from_numpy(session.run(None, {"inputs": inputs.numpy()})[0])
+
+
+def _difference(given: Tensor, wanted: Tensor) -> float:
+    if given.shape != wanted.shape:
+        return float("inf")
+    return float((given - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+
+
+def _shapes(sizes: list[str], raw: Tensor, prepare: Prepare, logits: Tensor) -> dict[str, Any]:
+    """What goes into the graph and comes out of it, for a state's facts; `sizes` names the free ones."""
+    given = {
+        "dtype": str(raw.dtype).removeprefix("torch."),
+        "shape": [*sizes, *raw.shape[len(sizes) :]],
+        "resize_and_crop": raw.shape[1] if prepare.images and raw.shape[1] == raw.shape[2] else None,
+        "normalized_in_graph": prepare.statistics,
+    }
+    sizes = sizes if logits.shape[: len(sizes)] == raw.shape[: len(sizes)] else sizes[:1]
+    return {"input": given, "logits": [*sizes, *logits.shape[len(sizes) :]], "samples": len(raw)}
+
+
+@contextlib.contextmanager
+def _drafted(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end, and is gone after an error."""
+    draft = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with writing(folder):
+            draft.mkdir(parents=True)
+            yield draft
+            draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,97 @@
+"""The script of an export: a page of Python that predicts for files or texts with torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptfast.core.protocols import DataInfo
+
+_PAGE = '''\
+"""python load.py {usage}    needs {needs}"""
+import json
+import sys
+from pathlib import Path
+
+import torch
+{imports}
+here = Path(__file__).parent
+info = json.loads((here / "state.json").read_text())["info"]
+names = info["class_names"] or [*map(str, range(info["num_classes"] or 0))]
+extra = info["extra"]
+model = torch.export.load(here / "model.pt2").module()
+{tokenizer}
+
+def read(word):
+{read}
+
+for word in sys.argv[1:]:
+    with torch.inference_mode():
+        logits = model(read(word)[None])[0]
+    {show}
+'''
+_PICTURE = """\
+    image = Image.open(word).convert("RGB")
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    pixels = pixels.view(image.height, image.width, 3)
+"""
+_FIT = """\
+    if pixels.shape[:2] != ({side}, {side}):
+        size = [max({side}, round(n * ({side} / min(pixels.shape[:2])))) for n in pixels.shape[:2]]
+        batch = pixels[None].permute(0, 3, 1, 2)
+        pixels = interpolate(batch, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+        top, left = [(n - {side}) // 2 for n in pixels.shape[:2]]
+        pixels = pixels[top : top + {side}, left : left + {side}]
+"""
+_GREY = """\
+    grey = pixels.double() @ torch.tensor([0.299, 0.587, 0.114]).double()
+    pixels = (grey * ({most} / 255)).round().byte()[..., None]
+"""
+_SHOW = {
+    "classification": "share, number = logits.softmax(-1).max(-1)\n    "
+    'print(f"{word}: {names[number]} {share:.4f}")',
+    "multilabel": 'print(word, [n for n, share in zip(names, logits.sigmoid()) if share > 0.5], sep=": ")',
+    "token_classification": 'print(word, [names[n] for n in logits.argmax(-1)], sep=": ")',
+    "semantic_segmentation": "mask = logits[: len(names)].argmax(0)\n    "
+    'print(word, {n: f"{(mask == i).float().mean():.4f}" for i, n in enumerate(names)}, sep=": ")',
+    "language_modelling": 'print(word, repr({next}), sep=": ")',
+}
+
+
+def load_script(info: DataInfo, given: dict[str, Any]) -> str:
+    """The text of `load.py`.
+
+    Args:
+        info: of the data that the model was trained on.
+        given: `export.input` of the export's facts.
+    """
+    usage, needs, imports, tokenizer = "FILE.pt...", "torch alone; a file holds a tensor", "", ""
+    read = "    return torch.load(word, weights_only=True)\n"
+    entries = 'extra["tokenizer"]["entries"]'
+    show = _SHOW.get(info.task, 'print(word, logits.tolist(), sep=": ")')
+    if info.kind == "image" and given["dtype"] == "uint8":
+        usage, needs, read = "PICTURE...", "torch, and Pillow to decode pictures", _PICTURE
+        imports = "from PIL import Image\n"
+        if side := given["resize_and_crop"]:
+            imports += "from torch.nn.functional import interpolate\n"
+            read += _FIT.format(side=side)
+        if given["shape"][-1] == 1:
+            read += _GREY.format(most=info.extra.get("max_value", 255))
+        read += "    return pixels\n"
+    elif info.kind == "features":
+        usage, needs = "1.5,2,...", "torch alone"
+        read = '    return torch.tensor([float(number) for number in word.split(",")])\n'
+    elif text := info.extra.get("tokenizer"):
+        usage, needs, length = "TEXT...", "torch alone", info.extra.get("max_length")
+        cut = f"[:{length}] or [{info.pad_id or 0}]" if length else ""
+        if text["kind"] == "hub":
+            needs, imports = "torch and tokenizers", "from tokenizers import Tokenizer\n"
+            tokenizer = 'tokenizer = Tokenizer.from_str(extra["tokenizer"]["content"])\n'
+            read = f"    return torch.tensor(tokenizer.encode(word).ids{cut})\n"
+            show = show.replace("{next}", "tokenizer.decode([logits[-1].argmax().item()])")
+        else:
+            tokenizer = f"ids = {{entry: number for number, entry in enumerate({entries})}}\n"
+            one = "ids[token]" if text["unknown_id"] is None else f"ids.get(token, {text['unknown_id']})"
+            tokens = "word" if text["kind"] == "characters" else "word.split()"
+            read = f"    return torch.tensor([{one} for token in {tokens}]{cut})\n"
+            show = show.replace("{next}", f"{entries}[logits[-1].argmax()]")
+    return _PAGE.format(usage=usage, needs=needs, imports=imports, tokenizer=tokenizer, read=read, show=show)

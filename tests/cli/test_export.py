@@ -1,0 +1,227 @@
+"""An export predicts what its run does: by ptfast, torch alone, ONNX Runtime, and libraries of the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from running import train, training_state, weights
+from safetensors.torch import load_file
+from toys import shapes
+
+from ptfast.cli.command_line import run
+from ptfast.core.distributed import Ranks
+from ptfast.core.tensors.saved_state import find_state, read_state, write_shards
+from ptfast.training.exports import export_run
+
+DIGITS = ("+recipe=resnet_digits", "model.width=4", "epochs=null", "steps=6", "batch_size=32")
+PIXELS = ("data=custom", "data._target_=toys.shapes", "model=custom", "model._target_=toys.PixelNet")
+
+
+def predicted(*words: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert run(["predict", *words]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def loaded(folder: str, *words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `load.py` of an export prints, line by line."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["load.py", *words])
+        runpy.run_path(f"{folder}/load.py", run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def differences(folder: str) -> dict[str, float]:
+    return json.loads(Path(folder, "state.json").read_text())["export"]["differences"]
+
+
+def test_an_export_predicts_what_its_run_does(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("ema=ema", "ema.decay=0.5", "precision=bf16", "eval.flip=true", "run.dir=r")
+    assert train(*DIGITS, *words) == 0
+    rng = np.random.default_rng(0)
+    for name, size in (("same.png", (8, 8)), ("wide.png", (20, 31))):
+        Image.fromarray(rng.integers(0, 255, (*size, 3), np.uint8)).save(name)
+    assert run(["export", "r", "--out", "e"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"model.pt2: logits (equal to|within \S+e-0[789] of) the model's", said)
+    pictures = ("same.png", "wide.png")
+    assert predicted("e", *pictures, capsys=capsys) == predicted("r", *pictures, capsys=capsys)
+    told = predicted("r", *pictures, "precision=fp32", capsys=capsys)
+    wanted = [f"{each['input']}: {each['class']} {each['probability']:.4f}" for each in told]
+    assert loaded("e", *pictures, capsys=capsys) == wanted
+    script = Path("e/load.py").read_text()
+    assert "ptfast" not in script
+    assert len(script.splitlines()) < 45
+
+    averages = training_state(Path("r"))["ema"]["averages"]
+    kept = load_file("e/model.safetensors")
+    assert all(torch.equal(kept[name], average) for name, average in averages.items())
+    assert run(["export", "r/saved/best", "--out", "raw", "--weights", "last", "--weights-only"]) == 0
+    raw = load_file("raw/model.safetensors")
+    assert all(torch.equal(raw[name], value) for name, value in weights(Path("r"), "best").items())
+    assert {path.name for path in Path("raw").iterdir()} == {
+        *("config.yaml", "manifest.json", "model.safetensors", "state.json")
+    }
+    assert predicted("raw", *pictures, capsys=capsys) != predicted("r", *pictures, capsys=capsys)
+    facts = json.loads(Path("e/state.json").read_text())
+    assert facts["export"]["weights"] == "averaged"
+    assert facts["export"]["input"]["shape"] == ["batch", 8, 8, 1]
+    assert facts["export"]["logits"] == ["batch", 10]
+    assert run(["eval", "e"]) == 0
+    assert train(*DIGITS, "model.weights=e", "steps=1", "run.dir=warm") == 0
+
+
+def test_a_text_and_a_mask_are_exported_too(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, size in (("train", 40), ("dev", 8)):
+        lines = [f"{'good' if i % 2 else 'bad'} film {'very ' * (i % 5)}\t{i % 2}" for i in range(size)]
+        Path(f"{split}.tsv").write_text("\n".join(["text\tlabel", *lines]))
+    text = ("data=text_tsv", "data.root=.", "model=text_encoder", "model.width=8", "model.depth=1")
+    assert train(*text, "steps=5", "batch_size=8", "run.dir=text") == 0
+    assert run(["export", "text", "--out", "t"]) == 0
+    Path("new.txt").write_text("a good film\nbad\n")
+    told = predicted("text", "new.txt", capsys=capsys)
+    said = loaded("t", "a good film", "bad", capsys=capsys)
+    wanted = [f"{each['class']} {each['probability']:.4f}" for each in told]
+    assert said == [f"{words}: {each}" for words, each in zip(("a good film", "bad"), wanted, strict=True)]
+
+    assert train(*PIXELS, "steps=4", "batch_size=16", "run.dir=mask", "task.ignore_index=255") == 0
+    assert run(["export", "mask", "--out", "m", "--hub", "h"]) == 0
+    picture = shapes(1).tensors[0][0].permute(1, 2, 0).numpy()
+    Image.fromarray(picture).save("shape.png")
+    (record,) = predicted("m", "shape.png", capsys=capsys)
+    (line,) = loaded("h", "shape.png", capsys=capsys)
+    shares = {name: f"{record['shares'].get(name, 0):.4f}" for name in "012"}
+    assert line == f"shape.png: {shares}"
+    assert "pipeline_tag: image-segmentation" in Path("h/README.md").read_text()
+    assert all(difference <= 1e-6 for folder in "tm" for difference in differences(folder).values())
+
+
+def test_onnx_runtime_gives_the_same(in_tmp: Path) -> None:
+    for module in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(module)
+    assert train(*DIGITS, "steps=2", "run.dir=r") == 0
+    assert run(["export", "r", "--out", "e", "--onnx"]) == 0
+    assert differences("e").keys() == {"model.safetensors", "model.pt2", "model.onnx"}
+    assert all(difference <= 1e-6 for difference in differences("e").values())
+    assert {path.name for path in Path("e").iterdir() if "onnx" in path.name} == {"model.onnx"}
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_the_libraries_of_the_hub_load_a_folder(library: str, in_tmp: Path) -> None:
+    module = pytest.importorskip(library)
+    if library == "timm":
+        words = [*DIGITS, "model=timm", "model.name=test_resnet"]
+        words = [word for word in words if "width" not in word]
+    else:
+        Path("text.txt").write_text("to be or not to be " * 40)
+        sizes = ("n_embd=16", "n_layer=1", "n_head=2", "n_positions=16")
+        words = [
+            "data=text_file",
+            "data.path=text.txt",
+            "data.context_length=8",
+            "model=hf",
+            "model.name=gpt2",
+        ]
+        words += [*(f"model.{size}" for size in sizes), "batch_size=8"]
+    assert train(*words, "steps=2", "run.dir=r") == 0
+    assert run(["export", "r", "--out", "e", "--hub", "h"]) == 0
+    kept = load_file("e/model.safetensors")
+    if library == "timm":
+        model = module.create_model("local-dir:h", pretrained=True)
+        assert model.pretrained_cfg["label_names" if "label_names" in model.pretrained_cfg else "input_size"]
+    else:
+        model = module.AutoModelForCausalLM.from_pretrained("h")
+        kept = {name.removeprefix("model."): value for name, value in kept.items()}
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert f"library_name: {library}" in Path("h/README.md").read_text()
+
+
+BRANCHES = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, num_classes)
+    def forward(self, images):
+        return self.layer(images.flatten(1)) if images.sum() > -1e9 else images
+"""
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("branching.py").write_text(BRANCHES)
+    assert train("model=custom", "model._target_=branching.Net", "steps=2", "run.dir=r") == 0
+    Path("there").mkdir()
+    before = {*Path().iterdir()}
+    for words, code, said in (
+        (["r"], 2, "--out: an argument is missing"),
+        (["r", "--out", "there"], 2, "--out=there: exists already"),
+        (["r", "--out", "e", "--hub", "there"], 2, "--hub=there: exists already"),
+        (["r", "--out", "e", "--weights", "averaged"], 2, "no averaged weights. Use --weights last"),
+        (["r", "--out", "e", "--weights", "best"], 2, "Use averaged or last"),
+        (["r", "--out", "e", "--onnx", "--weights-only"], 2, "cannot be combined with --onnx"),
+        (["r", "e", "--out", "e"], 2, "e: one argument too many"),
+        (["there", "--out", "e"], 6, "no saved state there"),
+        (["r", "--out", "e", "data.val=nothing"], 2, "data.val"),
+        (["r", "--out", "e"], 2, "torch.export cannot trace it"),
+        (["r", "--out", "r/config.yaml/e", "--weights-only"], 4, "error[E001]"),
+    ):
+        assert run(["export", *words]) == code, words
+        assert said in (error := capsys.readouterr().err)
+        assert error.count("error[") == 1
+    assert run(["export", "r", "--out", "e", "--weights-only"]) == 0
+    shutil.rmtree("e")
+    # Without the extra, and where a form gives something else.
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "onnxruntime", None)
+        assert run(["export", "r", "--out", "e", "--onnx"]) == 4
+        patch.setattr(export_run, "LIMIT", -1.0)
+        assert run(["export", "r", "--out", "e", "--weights-only"]) == 5
+    said = capsys.readouterr().err
+    assert "pip install 'ptfast[onnx]'" in said
+    assert "error[N003]: model.safetensors: its logits differ" in said
+    assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before - {Path("__pycache__")}
+
+
+def test_an_export_from_elsewhere_is_no_more_trusted_than_a_run(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("branching.py").write_text(BRANCHES)
+    assert train("model=custom", "model._target_=branching.Net", "steps=2", "run.dir=r") == 0
+    assert run(["export", "r", "--out", "e", "--weights-only"]) == 0
+    np.save("digits.npy", np.zeros((1, 8, 8), np.uint8))
+    assert run(["predict", "e", "digits.npy"]) == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", "another")
+    assert run(["predict", "e", "digits.npy"]) == 2
+    assert "error[C009]: model._target_=branching.Net" in capsys.readouterr().err
+    assert run(["predict", "e", "digits.npy", "trust=[branching]"]) == 0
+    file = Path("e/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert run(["predict", "e", "digits.npy", "trust=[branching]"]) == 6
+    assert "model.safetensors: the file has changed" in capsys.readouterr().err
+    assert run(["train", *DIGITS, "run.resume=e"]) == 6
+
+
+def test_a_state_of_several_ranks_is_exported_whole(in_tmp: Path) -> None:
+    assert train(*DIGITS, "steps=2", "run.dir=r") == 0
+    state = find_state(Path("r"))
+    whole = read_state(state)
+    shutil.rmtree(state)
+    write_shards(Path("r/saved"), 2, whole, Ranks())
+    assert run(["export", "r", "--out", "e", "--weights-only"]) == 0
+    assert all(
+        torch.equal(value, whole.model[name]) for name, value in load_file("e/model.safetensors").items()
+    )
