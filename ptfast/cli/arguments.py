@@ -79,6 +79,7 @@ def path(text: str) -> Path:
 
 COMMON = (
     Flag("--config-dir", "folder of GROUP/OPTION.yaml and recipes/ to look in first", read=path),
+    switch("--json", "print one JSON object a line, for programs"),
     switch("--traceback", "show where an error comes from"),
     switch("--help -h", "show this"),
 )

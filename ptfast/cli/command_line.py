@@ -27,7 +27,17 @@ from ptfast.core.errors import (
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed as one line."""
-    words, code = list(arguments), EXIT_OK
+    words = [word for word in arguments if word != "--json"]
+    with contextlib.ExitStack() as stack:
+        if len(words) < len(arguments) or os.environ.get("PTFAST_JSON"):
+            from ptfast.report.terminal.json_lines import as_json
+
+            stack.enter_context(as_json())
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
+    code = EXIT_OK
     try:
         code = _dispatch(words)
         for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -39,13 +49,17 @@ def run(arguments: Sequence[str]) -> int:
         flush(sys.stdout, sys.stderr)
     except (Exception, KeyboardInterrupt) as error:
         from ptfast.report.terminal.display import drop_unread, flush, say
+        from ptfast.report.terminal.json_lines import emit_error
 
         code = exit_code_of(error)
         if isinstance(error, KeyboardInterrupt):
             drop_unread(sys.stdout, sys.stderr)
         flush(sys.stdout)
+        shows = "--traceback" in words
         with contextlib.suppress(BrokenPipeError):
-            if "--traceback" in words and (details := traceback_of(error)):
+            if emit_error(error, details=shows):
+                return code
+            if shows and (details := traceback_of(error)):
                 print(details, file=sys.stderr)
             say(error_line(error), sys.stderr)
         flush(sys.stdout, sys.stderr)

@@ -243,6 +243,14 @@ COMMANDS: dict[str, Command] = {
         ),
         alone=True,
     ),
+    "doctor": Command(
+        "",
+        "look at this machine: what is missing, slow or in the way, and the remedy",
+        "doctor_command.doctor",
+        examples=("doctor", "doctor --json"),
+        max_words=0,
+        imports_torch=True,
+    ),
     "recipes": Command(
         "",
         "list the recipes and what each reaches",

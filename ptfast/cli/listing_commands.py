@@ -14,6 +14,7 @@ from ptfast.config.catalogue import CATALOGUE, ThisMachine, plain_name, verdict
 from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, did_you_mean
 from ptfast.core.sections.section import PROMISES, Technique
 from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
+from ptfast.report.terminal.json_lines import emit, emit_rows, lines
 
 
 def recipes(args: Namespace) -> int:
@@ -22,10 +23,13 @@ def recipes(args: Namespace) -> int:
     from ptfast.report.terminal.display import say
 
     for entry in entries(RECIPES):
+        if emit("row", name=entry.name, summary=entry.summary, command=entry.command):
+            continue
         summary = textwrap.fill(entry.summary, WIDTH, initial_indent="    ", subsequent_indent="    ")
         print(f"{entry.name}\n{summary}")
         say(f"    {entry.command}\n")
-    print("ptfast copy NAME FILE writes one to edit.")
+    if lines() is None:
+        print("ptfast copy NAME FILE writes one to edit.")
     return EXIT_OK
 
 
@@ -45,7 +49,8 @@ def schema(args: Namespace) -> int:
 
     text = json.dumps(schema(), indent=2)
     if args.out is None:
-        print(text)
+        if not emit("result", schema=schema()):
+            print(text)
         return EXIT_OK
     try:
         args.out.write_text(text + "\n")
@@ -123,6 +128,8 @@ def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
         rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
         if not here.applies:
             muted.add(number)
+    if emit_rows(headers, rows, None):
+        return
     if not is_terminal(stream):
         # Aligned, a line would be as long as the longest of each column: some 500 characters.
         print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)

@@ -69,11 +69,8 @@ class Display:
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
         """Training is at `step`, with `figures` such as `loss`, `lr` and `samples_per_s`."""
         eta_s = self._estimate(step)
-        now = self._now()
-        if now < self._next_line_s:
-            return
-        self._next_line_s = now + min(30.0, max(1.0, (now - self._start_s) / 60))
-        self._print("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
+        if self._is_due():
+            self._print("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
 
     def evaluation(
         self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
@@ -109,6 +106,13 @@ class Display:
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(line + "\n")
             self._stream.flush()
+
+    def _is_due(self) -> bool:
+        now = self._now()
+        if now < self._next_line_s:
+            return False
+        self._next_line_s = now + min(30.0, max(1.0, (now - self._start_s) / 60))
+        return True
 
     def _estimate(self, step: int) -> float | None:
         """Seconds to the last step, from a running mean that favours the latest steps."""

@@ -41,6 +41,7 @@ from ptfast.core.units import num_bytes
 from ptfast.core.world import world
 from ptfast.launch.resume import resume_command
 from ptfast.report.panel import build_panel, device_name, left_out
+from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import build_display
 from ptfast.run import Run
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
@@ -343,6 +344,8 @@ def main() -> None:
     """
     folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     machine.die_with_parent(parent)
+    if os.environ.get(json_lines.VARIABLE):
+        sys.stdout = json_lines.JsonLines(sys.stdout)
     try:
         from ptfast.config.read import load_config
 

@@ -15,6 +15,7 @@ from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.report.terminal.display import say
+from ptfast.report.terminal.json_lines import emit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,8 @@ def write_figures(
     """Write the figures of a command into its folder, say where they are, and return the folder."""
     folder = make_folder(what, out, config)
     run_directory.write_json(folder / file, facts)
-    say(f"figures: {folder}")
+    if not emit("result", file=str(folder / file), **facts):
+        say(f"figures: {folder}")
     return folder
 
 

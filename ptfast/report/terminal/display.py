@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ptfast.core.errors import one_line
 from ptfast.core.plain_display import Display, Rows
 from ptfast.core.units import are_numbers, clock, listed
+from ptfast.report.terminal.json_lines import JsonDisplay, JsonLines, emit_rows
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -34,14 +35,15 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
     if rank != 0:
         return Display()
     stream = stream or standard_output()
-    if not is_terminal(stream):
-        return Display(stream)
-    return LiveDisplay(stream)
+    if isinstance(stream, JsonLines):
+        return JsonDisplay()
+    return LiveDisplay(stream) if is_terminal(stream) else Display(stream)
 
 
 def terminal_display() -> Display:
-    """The display of a terminal; a silent one if output is not a terminal, such as JSON for a program."""
-    return build_display() if is_terminal(standard_output()) else Display()
+    """The display of a terminal or of `--json`; a silent one for files and pipes."""
+    stream = standard_output()
+    return build_display() if is_terminal(stream) or isinstance(stream, JsonLines) else Display()
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
@@ -119,6 +121,9 @@ def table(
     """
     stream = stream or standard_output()
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
+    if isinstance(stream, JsonLines):
+        emit_rows(headers, cells, title)
+        return
     numeric = [are_numbers(column) for column in zip(*cells, strict=True)] or [False] * len(headers)
     if is_terminal(stream):
         from rich.box import SIMPLE_HEAD

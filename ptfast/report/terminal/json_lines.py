@@ -1,0 +1,152 @@
+"""`--json`: whatever a command prints on standard output, as one JSON object a line (docs/json.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from ptfast.core.errors import (
+    SECRET,
+    PtfastError,
+    exit_code_of,
+    hide_credentials,
+    is_secret,
+    one_line,
+    text_of,
+    traceback_of,
+)
+from ptfast.core.plain_display import Display, Rows
+from ptfast.core.run_directory import plain_json
+
+VERSION = 1
+"""Raised when a field changes its meaning or goes; new fields and events may come at any time."""
+VARIABLE = "PTFAST_JSON"
+"""Set for the processes that a command starts."""
+_REPORTED = re.compile(r"ptfast: error\[(\w+)\]: (.*)", re.DOTALL)
+
+
+class JsonLines(io.TextIOBase):
+    """Standard output of which each line is an object, prints of a user's own code included.
+
+    A line that is an object already becomes a `row`, any other one a `text`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self._part = stream, ""
+
+    def emit(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Write an object; numbers that are not finite become null."""
+        line = json.dumps(plain_json({"v": VERSION, "event": event, **facts}), default=str)
+        self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def write(self, text: str) -> int:
+        *lines, self._part = (self._part + text).split("\n")
+        for line in filter(str.strip, lines):
+            found = None
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+            self.emit("text", {"text": line}) if found is None else self.emit("row", found)
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+def lines() -> JsonLines | None:
+    """Standard output, if it takes objects."""
+    return sys.stdout if isinstance(sys.stdout, JsonLines) else None
+
+
+@contextlib.contextmanager
+def as_json() -> Iterator[None]:
+    """Write objects to standard output, here and in ranks, while the context is open."""
+    if lines() is not None or sys.stdout is None:
+        yield
+        return
+    before, sys.stdout = sys.stdout, JsonLines(sys.stdout)
+    outer = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        sys.stdout.write("\n")  # the last line, if it has no end
+        sys.stdout = before
+        os.environ.pop(VARIABLE)
+        if outer is not None:
+            os.environ[VARIABLE] = outer
+
+
+def emit(event: str, **facts: Any) -> bool:
+    """Write an object if that is what this command prints; return if it is."""
+    if (found := lines()) is not None:
+        found.emit(event, facts)
+    return found is not None
+
+
+def emit_error(error: BaseException, *, details: bool = False) -> bool:
+    """Write an error, and those found with it, as objects, as `emit`; `details` adds a traceback."""
+    common: dict[str, Any] = {"exit_code": exit_code_of(error)}
+    if details:
+        common["traceback"] = traceback_of(error)
+    if not isinstance(error, PtfastError):
+        what = text_of(error) or type(error).__name__
+        # Another process has put it into words.
+        code, what = found.groups() if (found := _REPORTED.match(what)) else (None, what)
+        return emit("error", code=code, what=one_line(what), **common)
+    for each in (error, *error.others):
+        parts: dict[str, Any] = each.parts | {"message": str(each)}
+        if each.key and is_secret(each.key, misspelt=each.code == "C002"):
+            parts["value"] = SECRET
+        texts = {name: part if part is None else hide_credentials(str(part)) for name, part in parts.items()}
+        emit("error", **texts, **common)
+    return lines() is not None
+
+
+def emit_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> bool:
+    """Write each row of a table, by the names of its columns, as `emit`."""
+    names = [re.sub(r"\W+", "_", header).strip("_") or "name" for header in headers]
+    for row in rows if lines() is not None else ():
+        emit("row", **({"table": title} if title else {}), **dict(zip(names, row, strict=True)))
+    return lines() is not None
+
+
+class JsonDisplay(Display):
+    """The display of a run for programs: an object for each panel, progress line, evaluation and warning."""
+
+    def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
+        emit("panel", title=title, rows=[list(row) for row in rows], warnings=list(loud))
+
+    @contextlib.contextmanager
+    def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
+        emit("status", text=text, left_s=left_s)
+        yield
+
+    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+        eta_s = self._estimate(step)
+        if self._is_due():
+            emit("progress", step=step, epoch=epoch, total_steps=self._total_steps, eta_s=eta_s, **figures)
+
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+    ) -> None:
+        emit("evaluation", step=step, epoch=epoch, split=split, is_best=is_best, **figures)
+
+    def warn(self, text: str) -> None:
+        emit("warning", text=text)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        emit("result", **summary)
+
+    def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
+        emit("text", text=text)
