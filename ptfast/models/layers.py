@@ -78,9 +78,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
-        heads = self.attention_in(self.attention_norm(x))
-        heads = heads.view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        heads = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
+        # Parted before they are transposed: their gradients are joined in the order in which they are read.
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
         dropout = self.attention_dropout if self.training else 0.0
         attended = attention(query, key, value, mask=mask, causal=self.causal, dropout=dropout)
         attended = attended.transpose(1, 2).reshape(batch, length, width)

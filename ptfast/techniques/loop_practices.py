@@ -38,6 +38,16 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit=".item(), .cpu(), float(loss) or print(loss) in every step.",
     ),
     Technique(
+        name="weights converted once a step",
+        family="loop",
+        kind="exact",
+        why="Autocast forgets converted weights as it is left: kept, they serve all micro-batches of a step.",
+        claim="A cast of each weight less in every micro-batch but the first; no figure for it alone.",
+        source="PyTorch documentation, 'Automatic Mixed Precision package', `cache_enabled`.",
+        avoid="Never.",
+        audit="torch.autocast entered anew for each micro-batch of an accumulated step.",
+    ),
+    Technique(
         name="learning rates from a table",
         family="loop",
         kind="exact",

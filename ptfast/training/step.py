@@ -21,7 +21,7 @@ from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
-from ptfast.techniques.precision.number_formats import ScaledSteps
+from ptfast.techniques.precision.number_formats import ScaledSteps, kept_conversions
 from ptfast.training.first_step import FirstStep
 from ptfast.training.loss_window import LossWindow
 from ptfast.training.stopping import Stopped
@@ -109,24 +109,28 @@ class Trainer:
         """Run forward and backward of this rank's micro-batches: the gradient of the step's mean loss."""
         run, mark, alone = self.run, self.run.clock.to, self.batchnorm is None
         weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
-        for index, (data, num_samples) in enumerate(batch.micro_batches):
-            if not num_samples and alone:
-                continue
-            mark("forward")
-            run.seed_step(run.seed, step, self.first_micro_batch + index)
-            exchanges = index == last
-            with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
-                loss, num_items = self.loss_of(data, step)
-                if exchanges and not alone:
-                    # Final callbacks of autograd run in the order they are queued, and DDP and FSDP queue
-                    # their wait for the other ranks after this one. Sending during backward, and gathering
-                    # FSDP's weights, count as forward and backward.
-                    loss.register_hook(lambda _: after_backward(partial(mark, "gradient_sync")))
-                mark("backward")
-                # A rank without samples runs a dummy of weight 0, so that every rank joins the collectives.
-                loss.backward(weight if num_samples else weight * 0)
-            if num_samples:
-                self.window.add(loss.detach(), num_items)
+        # Sharded weights are gathered in the half type, and released in between.
+        converts_once = last > 0 and run.precision.half_type is not None and not run.sharded
+        with kept_conversions() if converts_once else _nothing:
+            for index, (data, num_samples) in enumerate(batch.micro_batches):
+                if not num_samples and alone:
+                    continue
+                mark("forward")
+                run.seed_step(run.seed, step, self.first_micro_batch + index)
+                exchanges = index == last
+                with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
+                    loss, num_items = self.loss_of(data, step)
+                    if exchanges and not alone:
+                        # Final callbacks of autograd run in the order they are queued, and DDP and FSDP queue
+                        # their wait for the other ranks after this one. Sending during backward, and
+                        # gathering FSDP's weights, count as forward and backward.
+                        loss.register_hook(lambda _: after_backward(partial(mark, "gradient_sync")))
+                    mark("backward")
+                    # A rank without samples runs a dummy of weight 0, so that every rank joins the
+                    # collectives.
+                    loss.backward(weight if num_samples else weight * 0)
+                if num_samples:
+                    self.window.add(loss.detach(), num_items)
 
     def loss_of(self, data: Any, step: int) -> tuple[Tensor, Any]:
         """The sum of the losses of a micro-batch's items, and their count."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,13 @@ from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.protocols import DataInfo
 from ptfast.models.build_model import build_model
 from ptfast.models.gpt import Gpt
-from ptfast.models.layers import attention
+from ptfast.models.layers import Block, attention
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet9 import ResNet9
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.models.text_encoder import TextEncoder
 from ptfast.models.torchvision import build as build_torchvision
+from ptfast.profiling.operator_counting import Operators
 
 IMAGES = DataInfo("image", "classification", num_classes=5, input_shape=(3, 16, 16), in_channels=3)
 TOKENS = DataInfo("tokens", "language_modelling", vocab_size=50, context_length=12)
@@ -142,6 +144,14 @@ def test_gpt_refuses_sequences_it_has_no_positions_for() -> None:
 def test_heads_must_divide_the_width(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ConfigError, match="heads=4"):
         make()
+
+
+def test_gradients_of_query_key_and_value_are_joined_by_one_copy() -> None:
+    with Operators() as operators:
+        Block(16, 2, dropout=0.0)(torch.randn(2, 5, 16)).sum().backward()
+    counts = Counter(each.name for each in operators.found.values())
+    assert counts["stack"] + counts["cat"] == 1
+    assert not counts["clone"] + counts["copy_"]
 
 
 @pytest.mark.parametrize("length", [1, 7, 64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from ptfast.core import devices
 from ptfast.core.errors import MachineError
 from ptfast.techniques.precision import Precision as Section
 from ptfast.techniques.precision import number_formats as precision_module
-from ptfast.techniques.precision.number_formats import build_precision, try_matmuls
+from ptfast.techniques.precision.number_formats import build_precision, kept_conversions, try_matmuls
 
 CPU = torch.device("cpu")
 
@@ -111,16 +112,18 @@ def test_one_context_serves_every_step():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_converted_weights_follow_the_optimizer():
+@pytest.mark.parametrize("keep", [nullcontext, kept_conversions])
+def test_converted_weights_follow_the_optimizer(keep):
     precision, layer = build_precision(Section(mode="bf16"), CPU), nn.Linear(4, 1, bias=False)
     inputs = torch.ones(1, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     outputs = []
     for _ in range(2):
-        for _ in range(2):
-            with precision.autocast:
-                outputs.append(layer(inputs).sum())
-            outputs[-1].backward()
+        with keep():
+            for _ in range(2):
+                with precision.autocast:
+                    outputs.append(layer(inputs).sum())
+                outputs[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
     assert outputs[0] == outputs[1]

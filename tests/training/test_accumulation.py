@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from toys import (
 )
 
 from ptfast.core.protocols import MicroBatch, StepBatch
+from ptfast.profiling.operator_counting import Operators
+from ptfast.training import step
 from ptfast.training.fit import fit
 
 
@@ -57,6 +60,32 @@ def test_ranks_change_nothing(
     assert parts.keys() == whole[kind].keys()
     for name, value in whole[kind].items():
         torch.testing.assert_close(parts[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_step_converts_its_weights_once(
+    tmp_path: Path, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its micro-batches, to the bits of converting them for each."""
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 40)
+    words = ("data=text_file", f"data.path={tmp_path / 'text'}", "data.context_length=16", "model=gpt")
+    words += ("model.width=16", "model.depth=2", "batch_size=8", "micro_batches=4", "steps=3", "ema=ema")
+    words += ("precision=bf16", f"checkpointing={checkpointing}")
+    weights, counts = [], []
+    for kept in (step.kept_conversions, nullcontext):
+        monkeypatch.setattr(step, "kept_conversions", kept)
+        run = build_run(tmp_path / str(len(counts)), *words)
+        shapes = {tuple(p.shape) for p in run.model.parameters() if p.dim() > 1}
+        with Operators() as operators:
+            assert fit(run) == "finished"
+        calls = [c for c in operators.found.values() if c.name == "_to_copy" and c.args[0].shape in shapes]
+        counts.append(sum(c.count for c in calls if dict(c.kwargs)["dtype"] is torch.bfloat16) / 3)
+        assert run.ema is not None
+        weights.append([run.model.state_dict(), run.ema.state_dict()])
+    assert same_bits(*weights)
+    layers = 2 * 4 + 1
+    recomputed = 0 if checkpointing == "none" else 2 * 4 * 4
+    assert counts == [layers, 4 * layers + recomputed]
 
 
 def test_tokens_weigh_the_same_wherever_they_stand(tmp_path: Path) -> None:

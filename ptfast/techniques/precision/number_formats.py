@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -35,8 +35,8 @@ class NumberFormats:
     """The number formats of a run."""
 
     autocast: AbstractContextManager[object]
-    """Entered around each micro-batch's forward pass and loss, never nested, and left before backward: it
-    caches converted weights until it is left, so they never go stale after a step."""
+    """Entered around each micro-batch's forward pass and loss, and left before backward: it caches converted
+    weights until it is left, or until `kept_conversions` is, so they never go stale after a step."""
     half_type: torch.dtype | None
     """The type of autocast; None without one."""
     scaler: torch.amp.GradScaler | None
@@ -96,6 +96,24 @@ def build_precision(
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
     return NumberFormats(context, half, scaler, text + note, mode == "bf16_true", chosen, warning)
+
+
+@contextmanager
+def kept_conversions() -> Iterator[None]:
+    """A context in which autocast converts each weight once, however often it is entered and left.
+
+    Of the micro-batches of a step only the first then converts the weights, to the same bits. They must not
+    change within it.
+
+    Cost: no memory beyond that of one forward pass, which also keeps them all. Blocks that are recomputed on
+    a GPU (activation checkpointing) empty the cache, since they run in another thread.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
