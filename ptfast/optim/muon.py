@@ -139,25 +139,43 @@ class Muon(Optimizer):
             buffer = state.get("momentum_buffer")
             buffer = torch.zeros_like(weight) if buffer is None else laid_out_as(weight, buffer)
             state["momentum_buffer"] = buffer
-            # The dimensions after the first in the order in which they lie in memory.
-            order = [0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True)]
             parts = (weights, weight.detach()), (momenta, buffer), (grads, laid_out_as(weight, weight.grad))
             for matrices, tensor in parts:
-                # A row for each entry of the first dimension; the order of columns is nothing to Muon.
-                matrices.append(tensor.permute(order).view(len(tensor), -1))
-        if not weights:
-            return
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
-        for indices in _stacks(weights):
-            updates = orthogonalize([ahead[index] for index in indices], group["ns_steps"])
-            _move([weights[index] for index in indices], updates, group)
+                matrices.append(as_matrix(weight, tensor))
+        if weights:
+            step_matrices(weights, grads, momenta, group, group["lr"], group["momentum"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_rest"):
             self._rest = _build_rest(self.defaults.get("rest", "adamw"))
             self._step_rest = build_step(self._rest)
+
+
+def as_matrix(weight: Tensor, tensor: Tensor) -> Tensor:
+    """View `tensor`, laid out as `weight`, as a matrix: a row for each entry of the first dimension."""
+    # Columns in the order in which they lie in memory, which is nothing to Muon.
+    order = [0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True)]
+    return tensor.permute(order).view(len(tensor), -1)
+
+
+def step_matrices(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    group: dict[str, Any],
+    lr: float | Tensor,
+    momentum: float | Tensor,
+) -> None:
+    """Take the step of matrices; rate and momentum may be 0-d tensors, in code that is compiled."""
+    shares: list[Any] = [1 - momentum, momentum]
+    if isinstance(momentum, Tensor):
+        shares = [[share] * len(grads) for share in shares]
+    torch._foreach_lerp_(momenta, grads, shares[0])
+    ahead = torch._foreach_lerp(grads, momenta, shares[1]) if group["nesterov"] else momenta
+    for indices in _stacks(weights):
+        updates = orthogonalize([ahead[index] for index in indices], group["ns_steps"])
+        _move([weights[index] for index in indices], updates, group, lr)
 
 
 def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
@@ -179,21 +197,29 @@ def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
     return (x.mT if rows > columns else x).view(len(matrices), rows, columns)
 
 
-def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
+def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any], lr: float | Tensor) -> None:
     """Take the step of matrices of one shape, with their decay or normalisation."""
     rows, columns = weights[0].shape
-    lr, decay = group["lr"], group["lr"] * group["weight_decay"]
+    decay = lr * group["weight_decay"]
     if group["normalize"]:
         norms = torch._foreach_clamp_min(torch._foreach_norm(weights), 1e-7)
         torch._foreach_div_(weights, torch._foreach_mul(norms, rows**-0.5))
-    elif group["cautious"] and decay:
+    elif group["cautious"] and group["weight_decay"]:
         for weight, update in zip(weights, updates.unbind(), strict=True):
-            weight.addcmul_(weight, (update * weight >= 0).to(weight.dtype), value=-decay)
-    elif decay:
+            towards_zero = (update * weight >= 0).to(weight.dtype)
+            if isinstance(decay, Tensor):
+                weight.sub_(weight * towards_zero * decay)
+            else:
+                weight.addcmul_(weight, towards_zero, value=-decay)
+    elif group["weight_decay"]:
         torch._foreach_mul_(weights, 1 - decay)
     matched = group["adjust_lr_fn"] == "match_rms_adamw"
     length = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
-    torch._foreach_add_(weights, [*updates.to(weights[0].dtype).unbind()], alpha=-lr * length)
+    moves = [*updates.to(weights[0].dtype).unbind()]
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(weights, torch._foreach_mul(moves, lr * length))
+    else:
+        torch._foreach_add_(weights, moves, alpha=-lr * length)
 
 
 def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:

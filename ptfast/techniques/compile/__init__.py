@@ -16,8 +16,8 @@ from ptfast.techniques.parallel import Parallel
 class Compile(Section):
     """The parts that `torch.compile` compiles, and how."""
 
-    mode: Literal["none", "pointwise", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
-    """Elementwise chains, repeated blocks, the model, it in CUDA graphs, or with the quickest kernels."""
+    mode: Literal["none", "pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"] = "none"
+    """Elementwise chains, blocks, the model, the whole step; the model in CUDA graphs, or autotuned."""
     blocks: str | tuple[str, ...] = "auto"
     """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
     dynamic: bool | OrAuto = "auto"
@@ -101,6 +101,17 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws other masks "
         "than without a compiler.",
         audit="A run of hours on a GPU without a compiler.",
+    ),
+    _compile(
+        name="compiled step",
+        on=("compile=step",),
+        why="Forward, backward, clipping and optimizer are one function, on CUDA one graph to launch.",
+        claim="The host's time of small kernels goes; little is left to gain for large ones.",
+        source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021, 'Accelerating "
+        "PyTorch with CUDA Graphs'.",
+        avoid="The run is shorter than compiling, or shapes change all the time. A line says why a step "
+        "cannot be compiled; then the model is.",
+        audit="A step of many small kernels: idle gaps in a GPU's trace, or a small model on a CPU.",
     ),
     _compile(
         name="compiled into CUDA graphs",
