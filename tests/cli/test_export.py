@@ -95,6 +95,10 @@ def test_a_text_and_a_mask_are_exported_too(in_tmp: Path, capsys: pytest.Capture
     wanted = [f"{each['class']} {each['probability']:.4f}" for each in told]
     assert said == [f"{words}: {each}" for words, each in zip(("a good film", "bad"), wanted, strict=True)]
 
+    Path("train.tsv").unlink()
+    assert run(["export", "text", "--out", "late"]) == 3
+    assert run(["export", "text", "--out", "late", "--weights-only"]) == 0
+
     assert train(*PIXELS, "steps=4", "batch_size=16", "run.dir=mask", "task.ignore_index=255") == 0
     assert run(["export", "mask", "--out", "m", "--hub", "h"]) == 0
     picture = shapes(1).tensors[0][0].permute(1, 2, 0).numpy()
@@ -189,7 +193,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
         patch.setitem(sys.modules, "onnxruntime", None)
         assert run(["export", "r", "--out", "e", "--onnx"]) == 4
         patch.setattr(export_run, "LIMIT", -1.0)
-        assert run(["export", "r", "--out", "e", "--weights-only"]) == 5
+        assert run(["export", "r", "--out", "e"]) == 5
     said = capsys.readouterr().err
     assert "pip install 'ptfast[onnx]'" in said
     assert "error[N003]: model.safetensors: its logits differ" in said

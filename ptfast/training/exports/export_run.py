@@ -90,7 +90,7 @@ def export_run(
         saved: from `load_saved`, on the CPU and in float32.
         out: a folder that is not there yet, as is `hub`.
         weights: `averaged` or `last`; None for those that `predict` uses.
-        graph: False for weights and facts alone, of a model that cannot be traced.
+        graph: False for weights and facts alone, which needs no data: of a model that cannot be traced.
 
     Raises:
         ConfigError: C011 for a folder that exists, inputs that are no tensor, or averaged weights that are
@@ -114,10 +114,10 @@ def export_run(
     if saved.ema is not None and weights == "averaged":
         saved.ema.copy_to_model()
 
-    raw, images = _held_out(saved)
+    raw, images = _held_out(saved) if graph else (torch.empty(0), False)
     prepare = Prepare(reader_options(saved), saved.info, images=images)
     sizes = ["batch", "tokens"] if saved.info.kind in ("text", "tokens") else ["batch"]
-    batches, differences = [raw, raw[:1]], dict[str, float]()
+    batches, differences = [raw, raw[:1]] if graph else [], dict[str, float]()
     predictor = RawModel(averaged_over_views(saved), None, images=False).eval()
     with torch.inference_mode():
         wanted = [predictor(prepare.inputs(batch)) for batch in batches]
@@ -128,6 +128,8 @@ def export_run(
         return RawModel(model, prepare.statistics, images=images).eval()
 
     def check(name: str, model: Callable[[Tensor], Tensor]) -> None:
+        if not batches:
+            return
         with torch.inference_mode():
             pairs = [(model(batch), logits) for batch, logits in zip(batches, wanted, strict=True)]
         differences[name] = found = max(_difference(*pair) for pair in pairs)
@@ -152,8 +154,9 @@ def export_run(
             check(GRAPH, torch.export.load(draft / GRAPH).module())
             if onnx:
                 check(ONNX, _write_onnx(program, draft / ONNX))
-        facts = {**state.facts, "stream": None, "export": _shapes(sizes, raw, prepare, wanted[0])}
-        facts["export"] |= {"weights": weights, "differences": differences, "versions": versions()}
+        facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}
+        if graph:
+            facts["export"] |= {**_shapes(sizes, raw, prepare, wanted[0]), "differences": differences}
         shutil.copy(config_of(state_folder), draft / CONFIG)
         write_manifest(draft, saved.progress.step, plain_json(facts), EXPORT_FORMAT)
         if graph:
