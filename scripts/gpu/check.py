@@ -155,6 +155,11 @@ class Record:
         """What became of the parts of a stage so far."""
         return self.values["stages"].setdefault(str(stage), {})
 
+    def forget(self, stage: int) -> None:
+        """Have parts of a stage that did not pass run again."""
+        kept = {name: each for name, each in self.entries(stage).items() if each["state"] == "passed"}
+        self.values["stages"][str(stage)] = kept
+
     def write(self) -> None:
         """Write the record, and the same as a page of markdown."""
         for name, text in ((RECORD, json.dumps(self.values, indent=1)), (REPORT, self.page())):
@@ -166,6 +171,8 @@ class Record:
         machine = ", ".join(f"{value}" for value in self.values["machine"].values())
         lines = [f"## GPU check: {machine}"]
         for stage, entries in sorted(self.values["stages"].items()):
+            if not entries:
+                continue
             lines += [f"\n### Stage {stage}\n", "| part | | seconds | figures |", "|---|---|--:|---|"]
             for name, entry in entries.items():
                 facts = [entry["gpu"]] if entry["gpu"] != self.values["machine"].get("gpu", "") else []

@@ -43,6 +43,20 @@ def read_notes(file: Path, kind: str) -> dict[str, dict[str, Any]]:
     return notes
 
 
+def forget_failed(file: Path) -> None:
+    """Have tests that failed run again."""
+    failed = {
+        (kind, test)
+        for kind in KINDS
+        for test, note in read_notes(file, kind).items()
+        if note["outcome"] == "failed"
+    }
+    lines = file.read_text(encoding="utf-8").splitlines() if failed else []
+    kept = [line for line in lines if (json.loads(line)["kind"], json.loads(line)["test"]) not in failed]
+    if failed:
+        file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kind", choices=KINDS, required=True)
     parser.addoption("--noted", type=Path, required=True)

@@ -70,6 +70,10 @@ def test_tests_continue_where_the_last_call_ended(tmp_path: Path) -> None:
     assert [note["outcome"] for note in notes.values()] == ["passed", "failed", "failed"]
     assert [note["why"] for note in notes.values()][2] == "did not end"
     assert (tmp_path / "noted").read_text().count("test_on_any_machine") == 2
+    progress.forget_failed(tmp_path / "noted")
+    assert [note["outcome"] for note in progress.read_notes(tmp_path / "noted", "rest").values()] == [
+        "passed"
+    ]
 
 
 def part(name: str, error: Exception | None = None, **given: float) -> Part:
@@ -91,6 +95,9 @@ def test_a_stage_leaves_what_its_time_does_not_hold(
     assert run_stage(1, again, Check(tmp_path, tmp_path), Record(tmp_path)) == 0
     entries = Record(tmp_path).entries(1)
     assert [entry["state"] for entry in entries.values()] == ["passed", "not shown", "passed"]
+    record = Record(tmp_path)
+    record.forget(1)
+    assert list(record.entries(1)) == ["quick", "long"]
     assert "| quick | passed | 0 | time 1 |" in (tmp_path / "gpu_check.md").read_text()
 
 
