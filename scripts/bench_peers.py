@@ -11,6 +11,8 @@ recommend, save compiling, which on a CPU takes longer than these trainings.
 
 Samples a second are those of the steps between evaluations. Times count from the start of the process; memory
 is its peak. Results are added to FILE, and the table is of all rounds in it.
+
+With --device cuda, all train on the GPU. The host then runs ahead by some steps, so compare long trainings.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "ptfast-bench-peers")
     parser.add_argument("--task", nargs="+", choices=IMAGES + TEXTS, default=IMAGES + TEXTS)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", nargs="+", choices=PEERS, default=tuple(PEERS))
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add; 0 prints the tables alone")
     parser.add_argument("--epochs", type=int, help="in place of the task's own")
@@ -87,7 +90,9 @@ def main() -> None:
         file = args.results or Path(folder) / "results"
         for task in args.task:
             options = {**TASKS[task][1], **chosen, **places, "bf16": args.precision == "bf16"}
+            options["device"] = args.device
             key = {"task": task, "bf16": options["bf16"]}
+            key |= {"device": args.device} if args.device != "cpu" else {}
             able = [name for name in peers if task in PEERS[name].tasks]
             first = 1 + max((result["round"] for result in read_results(file, key)), default=-1)
             for number in range(first, first + args.rounds):
@@ -162,7 +167,7 @@ def child(order: dict[str, Any]) -> None:
             peer.train(build_job(order["task"], order["options"], folder), clock)
     from ptfast.core.machine import peak_memory_bytes
 
-    answer = {"clock": vars(clock), "memory_bytes": peak_memory_bytes("cpu")}
+    answer = {"clock": vars(clock), "memory_bytes": peak_memory_bytes(order["options"]["device"])}
     (folder / "answer.json").write_text(json.dumps(answer))
 
 

@@ -64,6 +64,8 @@ class Job:
     epochs: int
     lr: float
     bf16: bool = False
+    device: str = "cpu"
+    """Or "cuda"."""
     evaluates: bool = True
     """Evaluate after each epoch."""
 
@@ -95,6 +97,7 @@ class Job:
             batch_size=self.batch_size,
             shuffle=split == "train",
             num_workers=self.workers,
+            pin_memory=self.device != "cpu",
             persistent_workers=self.workers > 0,
             collate_fn=self.collate,
         )

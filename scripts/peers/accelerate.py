@@ -12,7 +12,7 @@ def train(job: Job, clock: Clock) -> nn.Module:
     """Train and evaluate `job`."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.bf16 else "no")
+    accelerator = Accelerator(cpu=job.device == "cpu", mixed_precision="bf16" if job.bf16 else "no")
     model = job.build_model()
     clock.watch(model)
     optimizer = job.build_optimizer(model)

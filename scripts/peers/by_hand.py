@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,16 +14,16 @@ from peers import LOG_STEPS, Clock, Job
 
 def train(job: Job, clock: Clock) -> nn.Module:
     """Train and evaluate `job`."""
-    model = job.build_model()
+    model = job.build_model().to(job.device)
     clock.watch(model)
     batches, val_batches = job.batches("train"), job.batches("val") if job.evaluates else None
     optimizer = job.build_optimizer(model)
     schedule = job.build_schedule(optimizer, job.epochs * len(batches))
-    autocast = torch.autocast("cpu", torch.bfloat16) if job.bf16 else nullcontext()
+    autocast = torch.autocast(job.device, torch.bfloat16) if job.bf16 else nullcontext()
     step = 0
     for _ in range(job.epochs):
         model.train()
-        for inputs, targets in batches:
+        for inputs, targets in on_device(batches, job):
             optimizer.zero_grad()
             with autocast:
                 loss = job.loss(model(inputs), targets)
@@ -37,12 +38,18 @@ def train(job: Job, clock: Clock) -> nn.Module:
     return model
 
 
+def on_device(batches: Any, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Copy batches to the job's device; from page-locked memory nothing waits for that."""
+    for inputs, targets in batches:
+        yield inputs.to(job.device, non_blocking=True), targets.to(job.device, non_blocking=True)
+
+
 def evaluate(model: nn.Module, job: Job, batches: Any) -> float:
     """The accuracy of `model`, or its mean loss where that is the figure of `job`."""
     model.eval()
-    total, count = torch.zeros(()), 0
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
-        for inputs, targets in batches:
+    total, count = torch.zeros((), device=job.device), 0
+    with torch.no_grad(), torch.autocast(job.device, torch.bfloat16, enabled=job.bf16):
+        for inputs, targets in on_device(batches, job):
             total += score(job, model(inputs), targets) * len(targets)
             count += len(targets)
     return total.item() / count

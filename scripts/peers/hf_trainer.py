@@ -71,7 +71,7 @@ def train(job: Job, clock: Clock) -> nn.Module:
         report_to="none",
         disable_tqdm=True,
         max_grad_norm=0.0,
-        use_cpu=True,
+        use_cpu=job.device == "cpu",
     )
     samples = Samples(job.samples("train"))
     optimizer = job.build_optimizer(model)

@@ -54,7 +54,7 @@ def train(job: Job, clock: Clock, *, lean: bool = True) -> nn.Module:
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if job.device == "cpu" else "gpu",
         devices=1,
         max_epochs=job.epochs,
         precision="bf16-mixed" if job.bf16 else "32-true",

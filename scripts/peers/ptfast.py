@@ -29,7 +29,7 @@ def words_of(job: TaskJob, seed: int) -> list[str]:
     """The command line for a job."""
     epoch_steps = -(-job.num_train // job.batch_size)
     return [
-        *("train", f"preset={'fast' if job.bf16 else 'safe'}", "device=cpu", f"seed={seed}"),
+        *("train", f"preset={'fast' if job.bf16 else 'safe'}", f"device={job.device}", f"seed={seed}"),
         *(f"batch_size={job.batch_size}", f"eval.batch_size={job.batch_size}", f"log_every={LOG_STEPS}steps"),
         *("schedule=linear", "schedule.warmup=0", "saving.every=100%"),
         *(f"run.root={job.folder}", WATCH),

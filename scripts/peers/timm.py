@@ -19,7 +19,7 @@ def train(job: Job, clock: Clock) -> nn.Module:
     from torchvision.transforms import v2
 
     assert isinstance(job, ImageJob)
-    cpu = torch.device("cpu")
+    device = torch.device(job.device)
     loaders = {}
     for split in ("train", "val"):
         samples = ImageDataset(str(job.tree / split))
@@ -32,13 +32,13 @@ def train(job: Job, clock: Clock) -> nn.Module:
             interpolation="bilinear",
             crop_pct=1.0,
             num_workers=job.workers,
-            device=cpu,
+            device=device,
         )
         if job.side == 32 and split == "train":
             samples.transform = v2.Compose([*job.train_moves(), ToNumpy()])
-    model = job.build_model()
+    model = job.build_model().to(device)
     clock.watch(model)
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=cpu, verbose=False)
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), device=device, verbose=False)
     optimizer = job.build_optimizer(model)
     schedule = job.build_schedule(optimizer, job.epochs * len(loaders["train"]))
     for _ in range(job.epochs):
@@ -46,7 +46,7 @@ def train(job: Job, clock: Clock) -> nn.Module:
         mean = 0.0
         for inputs, targets in loaders["train"]:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-            with torch.autocast("cpu", torch.bfloat16, enabled=job.bf16):
+            with torch.autocast(job.device, torch.bfloat16, enabled=job.bf16):
                 loss = task(inputs, targets)["loss"]
             loss.backward()
             optimizer.step()
