@@ -130,9 +130,12 @@ def _sgd(group: Group, weights: Tensors, grads: Tensors, states: list[Tensors], 
 
 
 def _muon(group: Group, weights: Tensors, grads: Tensors, states: list[Tensors], numbers: Tensor) -> None:
-    columns = [w.detach() for w in weights], [*map(laid_out_as, weights, grads)], states[0]
-    matrices = [[*map(as_matrix, weights, column)] for column in columns]
-    step_matrices(*matrices, group, numbers[0], numbers[1])
+    matrices = [as_matrix(weight, weight.detach()) for weight in weights]
+    momenta = [*map(as_matrix, weights, states[0])]
+    grads = [
+        as_matrix(weight, laid_out_as(weight, grad)) for weight, grad in zip(weights, grads, strict=True)
+    ]
+    step_matrices(matrices, grads, momenta, group, numbers[0], numbers[1])
 
 
 def _adam_numbers(group: Group, step: int) -> Numbers:
