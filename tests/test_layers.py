@@ -214,18 +214,21 @@ def test_light_modules_load_without_heavy_ones() -> None:
 def test_what_compiles_nothing_does_not_load_the_compiler() -> None:
     """In one process for all of it, since it takes seconds to start."""
     code = """
-import sys, torch
+import io, sys, torch
+from PIL import Image
 import ptfast.training.build
 from ptfast.techniques.backend import Backend
 from ptfast.techniques.backend.torch_settings import apply_backend
 from ptfast.techniques.checkpointing import Checkpointing
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing, apply_memory_budget
 from ptfast.core.sections.targets import Target
+from ptfast.core.tensors.torch_internals import backward
+from ptfast.data.decoding.image_decoding import decode
 from ptfast.profiling.operator_counting import Operators, StepCounter
 from ptfast.models.gpt import Gpt
 from ptfast.optim.build_optimizer import build_optimizer, build_step
 
-heavy = {"torch._dynamo", "torch._functorch.config", "torch.utils.flop_counter"}
+heavy = {"torch._dynamo", "torch._functorch.config", "torch.utils.flop_counter", "sympy", "torchvision"}
 apply_backend(Backend(threads=1, cudnn_benchmark=True), device=torch.device("cpu"))
 apply_checkpointing(Gpt(5, 4, width=4, heads=2), Checkpointing(mode="none"))
 apply_memory_budget(None)
@@ -233,9 +236,14 @@ assert not heavy & set(sys.modules), "building"
 inputs = torch.ones(3, requires_grad=True)
 hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 with Operators() as operators, hooks:
-    (inputs * inputs).sum().backward()
+    backward((inputs * inputs).sum(), torch.tensor(0.5))
+assert inputs.grad.tolist() == [1, 1, 1]
 assert len(operators.found) > 2
 assert not heavy & set(sys.modules), "counting"
+file = io.BytesIO()
+Image.new("RGB", (16, 16)).save(file, "JPEG")
+assert decode(file.getvalue(), "black.jpg").pixels.shape == (16, 16, 3)
+assert not heavy & set(sys.modules), "decoding"
 optimizers = {"torch.optim.SGD": {"lr": 0.1, "fused": "auto"}}
 ours = "lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon"
 for name in ("cautious_adamw.CautiousAdamW", *ours):

@@ -16,7 +16,7 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival
-from ptfast.core.tensors.torch_internals import after_backward
+from ptfast.core.tensors.torch_internals import after_backward, backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import NotCompiledError
@@ -156,7 +156,7 @@ class Trainer:
                     mark("backward")
                     # A rank without samples runs a dummy of weight 0, so that every rank joins the
                     # collectives.
-                    loss.backward(weight if num_samples else weight * 0)
+                    backward(loss, weight if num_samples else weight * 0)
                 if num_samples:
                     self.window.add(loss.detach(), num_items)
 

@@ -15,6 +15,7 @@ from ptfast.core.distributed import is_connection_lost
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
 from ptfast.core.tensors.dtensors import is_sharded
+from ptfast.core.tensors.torch_internals import backward
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import is_number
 
@@ -83,7 +84,7 @@ def failure(
                 torchs = isinstance(part.made, nn.Module) and code.co_filename.startswith(INSTALLED)
                 method = "forward " if torchs else f"{code.co_name} "
                 found = part, "" if part.code is not None else method, depth
-        if learners and code is Tensor.backward.__code__:
+        if learners and code in (backward.__code__, Tensor.backward.__code__):
             found = learners[0], "the backward pass ", depth
     if found is not None:
         part, method, depth = found

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
@@ -22,6 +23,7 @@ __all__ = [
     "InstanceNorm",
     "OpOverload",
     "after_backward",
+    "backward",
     "data_worker",
     "hide_from_compiler",
     "is_profiling",
@@ -57,3 +59,13 @@ def hide_from_compiler(method: Any) -> None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once the running backward pass has computed all gradients: later than any hook."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def backward(loss: Tensor, weight: Tensor) -> None:
+    """Run `loss.backward(weight)` without its check that both have one shape, that of a 0-d loss.
+
+    The check imports the compiler's symbolic shapes at its first call, which takes a third of a second.
+    """
+    Variable._execution_engine.run_backward(
+        (loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

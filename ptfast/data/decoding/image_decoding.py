@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -82,11 +83,24 @@ def _jpeg_decoder() -> Callable[..., Tensor] | None:
     """torchvision's decoder, None where it was built without or no longer has one."""
     # `torchvision.io.decode_jpeg` warns of its retirement at each call, for 30 us that block other threads.
     try:
-        import torchvision.io  # noqa: F401 - registers the operator
-
+        load_image_operators()
         return torch.ops.image.decode_jpeg
     except (ImportError, AttributeError):
         return None
+
+
+def load_image_operators() -> None:
+    """Register torchvision's operators on images, from its library alone if it is found.
+
+    Its Python modules import torch's compiler, which takes as long as torch itself.
+    """
+    found = importlib.util.find_spec("torchvision")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        for library in Path(folder).glob("image*.so"):
+            with contextlib.suppress(OSError):
+                torch.ops.load_library(library)
+                return
+    import torchvision.io  # noqa: F401 - registers them
 
 
 def size_of(path: str) -> tuple[int, int]:

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptfast.core.errors import DataError, MachineError
-from ptfast.data.decoding.image_decoding import AS_RGB, MAX_PIXELS, decode, jpeg_shape, read_file
+from ptfast.data.decoding.image_decoding import (
+    AS_RGB,
+    MAX_PIXELS,
+    decode,
+    jpeg_shape,
+    load_image_operators,
+    read_file,
+)
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.resized_crops import Boxes, pixel_edges
@@ -70,8 +77,7 @@ class NvJpegFiles(ImageFiles):
 
 def decode_on_device(buffers: list[Tensor], device: torch.device) -> list[Tensor]:
     """JPEG files, uint8 (bytes,) on the host, as uint8 (3, height, width) on a CUDA device."""
-    import torchvision.io  # noqa: F401 - registers the operator
-
+    load_image_operators()
     return torch.ops.image.decode_jpegs_cuda(buffers, AS_RGB, device)
 
 

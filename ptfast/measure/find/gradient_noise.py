@@ -16,6 +16,7 @@ from ptfast.core import devices
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import ConfigError, DataError, PtfastError, ReportedError
 from ptfast.core.protocols import StepBatch, takes_own_steps
+from ptfast.core.tensors.torch_internals import backward
 from ptfast.core.units import duration, grouped
 from ptfast.measure.experiment.trial import TrialRank, measure_once
 from ptfast.measure.find.batch_search import TIE, BatchSearch
@@ -109,7 +110,7 @@ class NoiseTrainer(Trainer):
             run.seed_step(run.seed, step, self.first_micro_batch + index)
             with contextlib.nullcontext() if alone else self.among_ranks(num_samples, exchanges=False):
                 loss, count = self.loss_of(data, step)
-                loss.backward(weight if num_samples else weight * 0)
+                backward(loss, weight if num_samples else weight * 0)
             if num_samples:
                 window.add(loss.detach(), count)
                 parts.append((self._square(), num_samples / batch.num_samples))
