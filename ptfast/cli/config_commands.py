@@ -22,7 +22,7 @@ from ptfast.report.terminal.display import build_display, table
 if TYPE_CHECKING:
     from ptfast.config.compose import Composed
 
-_OTHERS = ("words", "kind", "help", "traceback", "config_dir")
+_OTHERS = ("words", "kind", "help", "json", "traceback", "config_dir")
 """Attributes of a command line that are not options of a search."""
 
 
