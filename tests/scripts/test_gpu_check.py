@@ -158,6 +158,11 @@ def test_gaps_between_kernels() -> None:
         limits.gaps([{"cat": "cpu_op", "ts": 0, "dur": 5}], 2)
 
 
+def test_a_table_is_read() -> None:
+    said = "round 1/3\n| switches | samples/s |\n|---|--:|\n| `plain` | 10 [9-11] |\n| fast | 20 | |\nend"
+    assert limits.table_of(said) == {"plain": "10 [9-11]", "fast": "20"}
+
+
 def test_a_share_of_the_peak() -> None:
     facts = {"flops": 2e12, "batch_size": 8, "peak": 4e12, "peak_memory_bytes": 2**20}
     rows = [
