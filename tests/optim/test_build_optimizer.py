@@ -199,6 +199,36 @@ def test_lean_steps_are_the_public_ones(path, kwargs):
     assert str(states[0]) == str(states[1])
 
 
+@pytest.mark.parametrize(
+    ("path", "kwargs"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("SGD", {}),
+        ("Adam", {"weight_decay": 0.1}),
+        ("AdamW", {}),
+    ],
+)
+def test_lists_of_fused_steps_are_made_anew_when_stale(path, kwargs):
+    """As parameters freeze and thaw, and as a state is loaded in between."""
+    found = []
+    for lean in (True, False):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(5)) for _ in range(3)]
+        groups = [{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.2}]
+        optimizer = getattr(torch.optim, path)(groups, lr=0.1, fused=True, **kwargs)
+        step = build_step(optimizer) if lean else optimizer.step
+        for number in range(8):
+            for weight in weights:
+                weight.grad = weight.detach() * number + 1
+            if number in (3, 4):
+                weights[1].grad = None
+            if number == 6:
+                load_optimizer(optimizer, optimizer.state_dict())
+            step()
+        found.append([*weights, *(value for kept in optimizer.state.values() for value in kept.values())])
+    assert all(map(torch.equal, *([v for v in values if v is not None] for values in found)))
+
+
 def test_lean_steps_heed_hooks_added_later():
     model, calls = net(), []
     optimizer, _ = build_optimizer(Target("torch.optim.SGD", {"lr": 0.1}), model, CPU)
