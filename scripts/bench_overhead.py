@@ -4,7 +4,8 @@ The network is so small that what surrounds it decides: an MLP 32 -> 64 -> 64 ->
 of 64 out of 8,192 samples in memory. SGD with momentum, the learning rate falling linearly at every step, one
 CPU thread, the loss read every 50 steps. Nothing is evaluated or saved while the clock runs. The clock is a
 hook of the network itself: it runs from the forward pass of one step to that of a later one, so that what
-each framework does at its start and its end stays out.
+each framework does at its start and its end stays out. Under `compile=step`, where the network is a part of
+one function, a callback notes the end of each step instead.
 
     python scripts/bench_overhead.py [--rounds 9] [--epochs 16] [--hidden 2] [--only NAME ...]
 
@@ -18,12 +19,13 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -129,7 +131,30 @@ def lean_by_hand(bench: Job, clock: Clock) -> None:
             loss.item()
 
 
-def command_line(bench: Job, clock: Clock) -> None:
+class StepWatch:
+    """The callback that notes the steps of a compiled function."""
+
+    clock: ClassVar[Clock]
+    warm_up_s: ClassVar[list[float]] = []
+    """How long each run took to compile its first step, with nothing in torch's cache."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        if step == 1:
+            StepWatch.warm_up_s.append(sum(run.clock.seconds.values()))
+        self.clock.steps.append((time.monotonic(), BATCH_SIZE))
+
+
+def compiled_step(bench: Job, clock: Clock) -> None:
+    """The same with the step compiled, anew in each run."""
+    StepWatch.clock = clock
+    torch.compiler.reset()
+    watch = "callbacks=[{_target_: bench_overhead.StepWatch}]"
+    with tempfile.TemporaryDirectory(dir=bench.folder) as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        command_line(bench, clock, "compile=step", watch)
+
+
+def command_line(bench: Job, clock: Clock, *more: str) -> None:
     """ptfast's command line, in this process: composing, logging, seeding, saving and report included."""
     words = [
         *("train", f"epochs={bench.epochs}", f"batch_size={BATCH_SIZE}", f"log_every={LOG_STEPS}steps"),
@@ -137,7 +162,7 @@ def command_line(bench: Job, clock: Clock) -> None:
         *("model=custom", "model._target_=bench_overhead.Mlp", "device=cpu", "backend.threads=1"),
         *("optimizer=sgd", f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}"),
         *("schedule=linear", "schedule.warmup=0", "eval.every=100%", "saving.every=100%"),
-        *(f"run.root={bench.folder}", ptfast.WATCH),
+        *(f"run.root={bench.folder}", *(more or (ptfast.WATCH,))),
     ]
     ptfast.train(words, clock)
 
@@ -152,6 +177,7 @@ class Contender:
 
 CONTENDERS = (
     Contender("ptfast", command_line),
+    Contender("ptfast compile=step", compiled_step),
     Contender("by hand: ptfast's batches, fused SGD, LR table", lean_by_hand),
     Contender("by hand: DataLoader, SGD, LambdaLR", by_hand.train),
     Contender("Ignite", ignite.train, ("pytorch-ignite",)),
@@ -217,6 +243,9 @@ def main() -> None:
             print(f"round {round_number} of {args.rounds}", file=sys.stderr)
 
     print_table(contenders, steps_us, losses)
+    if times_s := StepWatch.warm_up_s[1:]:
+        middle, least, most = statistics.median(times_s), min(times_s), max(times_s)
+        print(f"\nCompiling the step takes {middle:.1f} s [{least:.1f}-{most:.1f}].")
     packages = ["torch", *dict.fromkeys(package for c in contenders for package in c.packages)]
     versions = ", ".join(f"{package} {version_of(package)}" for package in packages)
     length = f"{bench.total_steps:,} steps, {args.hidden} hidden layers, 1 thread"
