@@ -12,6 +12,8 @@ recommend, save compiling, which on a CPU takes longer than these trainings.
 Samples a second are those of the steps between evaluations. Times count from the start of the process; memory
 is its peak. Results are added to FILE, and the table is of all rounds in it.
 
+On a busy machine, --cpu-time counts the processor time of trainings on one thread each instead.
+
 With --device cuda, all train on the GPU. The host then runs ahead by some steps, so compare long trainings.
 """
 
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", choices=IMAGES + TEXTS, default=IMAGES + TEXTS)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cpu-time", action="store_true", help="count processor time, on one thread")
     parser.add_argument("--only", nargs="+", choices=PEERS, default=tuple(PEERS))
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add; 0 prints the tables alone")
     parser.add_argument("--epochs", type=int, help="in place of the task's own")
@@ -91,16 +94,15 @@ def main() -> None:
         for task in args.task:
             options = {**TASKS[task][1], **chosen, **places, "bf16": args.precision == "bf16"}
             options["device"] = args.device
-            key = {"task": task, "bf16": options["bf16"]}
+            key = {"task": task, "bf16": options["bf16"], "cpu_time": args.cpu_time}
             key |= {"device": args.device} if args.device != "cpu" else {}
             able = [name for name in peers if task in PEERS[name].tasks]
             first = 1 + max((result["round"] for result in read_results(file, key)), default=-1)
             for number in range(first, first + args.rounds):
                 turn = number % len(able)
                 for name in able[turn:] + able[:turn]:
-                    result = train_apart(
-                        name, task, options, number, Path(folder) / f"{task}-{name}-{number}"
-                    )
+                    place = Path(folder) / f"{task}-{name}-{number}"
+                    result = train_apart(name, task, options, number, place, cpu_time=args.cpu_time)
                     print(f"round {number}: {name} {result['samples_per_s']:.0f}/s", file=sys.stderr)
                     add_result(file, {**key, "round": number, "peer": name, **result})
             print_table(task, options, read_results(file, key))
@@ -116,7 +118,9 @@ def build_job(task: str, options: dict[str, Any], folder: Path) -> Any:
     return TASKS[task][0](folder=folder, **{**options, **paths})
 
 
-def train_apart(name: str, task: str, options: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+def train_apart(
+    name: str, task: str, options: dict[str, Any], seed: int, folder: Path, *, cpu_time: bool
+) -> dict[str, Any]:
     """What one training took, in a process of its own."""
     from peers import ptfast
 
@@ -131,12 +135,14 @@ def train_apart(name: str, task: str, options: dict[str, Any], seed: int, folder
         "seed": seed,
         "folder": str(folder),
         "words": words,
+        "cpu_time": cpu_time,
     }
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if cpu_time:
+        environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, __file__, "--child", json.dumps(order)]
-    start_s = time.monotonic()
+    start_s = 0.0 if cpu_time else time.monotonic()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    wall_s = time.monotonic() - start_s
     if done.returncode:
         raise RuntimeError(f"{name} failed on {task}:\n{done.stdout}{done.stderr}")
     answer = json.loads((folder / "answer.json").read_text())
@@ -148,14 +154,13 @@ def train_apart(name: str, task: str, options: dict[str, Any], seed: int, folder
         "target_s": reached[0] if reached else None,
         "figures": [round(figure, 4) for _, figure in clock.evaluations],
         "steps": len(clock.steps),
-        "wall_s": wall_s,
         "memory_bytes": answer["memory_bytes"],
     }
 
 
 def child(order: dict[str, Any]) -> None:
     """Train as one peer, in this process."""
-    clock, folder = Clock(), Path(order["folder"])
+    clock, folder = Clock(order["cpu_time"]), Path(order["folder"])
     peer = importlib.import_module(f"peers.{order['peer']}")
     with silence():
         if order["peer"] == "ptfast":

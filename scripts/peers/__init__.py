@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 LOG_STEPS = 50
 """Steps between two reads of the loss."""
-WARM_UP_STEPS = 3
-"""Steps of a process that say nothing about its speed."""
+WARM_UP_STEPS = 10
+"""Steps of a process that say little about its speed: caches fill, and ptfast counts operators."""
 
 
 @dataclass
 class Clock:
-    """Moments of one training by `time.monotonic()`; a hook of the model reads all peers alike."""
+    """Moments of one training; a hook of the model reads all peers alike.
+
+    With `counts_processor` they are seconds of this process's processor time, which a busy machine hardly
+    changes; those of `time.monotonic()` otherwise.
+    """
+
+    counts_processor: bool = False
 
     steps: list[tuple[float, int]] = field(default_factory=list)
     """When each training forward pass began, and its samples."""
@@ -39,16 +45,20 @@ class Clock:
 
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if model.training:
-            self.steps.append((time.monotonic(), len(inputs[0])))
+            self.steps.append((self._now_s(), len(inputs[0])))
+
+    def _now_s(self) -> float:
+        return time.process_time() if self.counts_processor else time.monotonic()
 
     def evaluated(self, figure: float) -> None:
         """Note the figure of an evaluation that has just ended."""
-        self.evaluations.append((time.monotonic(), figure))
+        self.evaluations.append((self._now_s(), figure))
 
     def samples_per_s(self) -> float:
         """Samples a second of the steps between evaluations, loading and optimizer included."""
         samples, seconds = 0, 0.0
-        for (start, size), (stop, _) in pairwise(self.steps[WARM_UP_STEPS:]):
+        first = min(WARM_UP_STEPS, len(self.steps) // 2)
+        for (start, size), (stop, _) in pairwise(self.steps[first:]):
             if not any(start < moment < stop for moment, _ in self.evaluations):
                 samples, seconds = samples + size, seconds + stop - start
         return samples / seconds

@@ -61,9 +61,8 @@ def test_both_train_the_same_job(task, data, tmp_path, monkeypatch):
 
 
 def test_speed_leaves_out_warm_up_and_evaluations():
-    clock = Clock(
-        steps=[(0, 4), (9, 4), (10, 4), (11, 4), (13, 4), (20, 4), (22, 2)], evaluations=[(19, 0.5)]
-    )
+    moments = [0, 9, 10, 11, 13, 20, 22]
+    clock = Clock(steps=[(moment, 4) for moment in moments], evaluations=[(19, 0.5)])
     assert clock.samples_per_s() == 8 / 4
 
 
