@@ -173,7 +173,7 @@ def compared(rows: list[Contender], steps: int, tokens: int) -> Figures:
 def images(check: Check) -> tuple[str, str]:
     """CIFAR-10 in the folder of data, as words for ptfast: the published files, or JPEG copies by class."""
     if check.quick:
-        write_folders(check.scratch / "cifar", 10, 12)
+        write_folders(check.scratch / "cifar", 10, 32)
         return "data=imagefolder", f"data.root={check.scratch / 'cifar'}"
     if check.data is None:
         raise NotShownError("no data: give --data FOLDER with CIFAR-10, or put it into shared/data")
@@ -196,12 +196,12 @@ def speedrun(seed: int, compile_as: str, check: Check) -> Figures:
     """`recipes/cifar_speedrun.yaml` with one seed."""
     check_compiler(compile_as, check)
     words = ("+recipe=cifar_speedrun", *images(check), f"compile={compile_as}", "device=cuda")
-    small = ("model.widths=[4,8,8]", "batch_size=40", "eval.batch_size=40") if check.quick else ()
+    small = ("model.widths=[4,8,8]", "batch_size=80", "eval.batch_size=80") if check.quick else ()
     folder = check.scratch / f"speedrun-{compile_as}-{seed}"
     check.ptfast("train", *words, *small, f"seed={seed}", f"run.dir={folder}")
     found = json.loads((folder / "summary.json").read_text())
     others = ("start_up", "warm_up", "evaluation", "saving", "closing")
-    training_s = found["wall_s"] - sum(found["time_budget"][name] for name in others)
+    training_s = found["wall_s"] - sum(found["time_budget"].get(name, 0.0) for name in others)
     figures = {
         "data": words[1].removeprefix("data="),
         "test accuracy": found["test"]["accuracy"],
