@@ -9,6 +9,7 @@ from ptfast.config.read import load_config
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.tensors.saved_state import config_of, find_state
 from ptfast.report.terminal.display import say
+from ptfast.report.terminal.json_lines import emit
 from ptfast.training.exports.export_run import export_run
 from ptfast.training.saved_model import load_saved
 from ptfast.training.user_code import naming_user_code
@@ -35,6 +36,8 @@ def export(args: Namespace) -> int:
         saved = load_saved(config, state_folder)
         with naming_user_code(saved):
             differences = export_run(saved, state_folder, args.out, graph=not args.weights_only, **options)
+    if emit("result", out=args.out, hub=args.hub, differences=differences):
+        return EXIT_OK
     for name, difference in differences.items():
         apart = f"within {difference:.1e} of" if difference else "equal to"
         say(f"{name}: logits {apart} the model's on held-out samples")

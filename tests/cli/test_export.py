@@ -111,11 +111,14 @@ def test_a_text_and_a_mask_are_exported_too(in_tmp: Path, capsys: pytest.Capture
     assert all(difference <= 1e-6 for folder in "tm" for difference in differences(folder).values())
 
 
-def test_onnx_runtime_gives_the_same(in_tmp: Path) -> None:
+def test_onnx_runtime_gives_the_same(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for module in ("onnxscript", "onnxruntime"):
         pytest.importorskip(module)
     assert train(*DIGITS, "steps=2", "run.dir=r") == 0
-    assert run(["export", "r", "--out", "e", "--onnx"]) == 0
+    capsys.readouterr()
+    assert run(["export", "r", "--out", "e", "--onnx", "--json"]) == 0
+    (*_, result) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (result["event"], result["out"], result["differences"]) == ("result", "e", differences("e"))
     assert differences("e").keys() == {"model.safetensors", "model.pt2", "model.onnx"}
     assert all(difference <= 1e-6 for difference in differences("e").values())
     assert {path.name for path in Path("e").iterdir() if "onnx" in path.name} == {"model.onnx"}
