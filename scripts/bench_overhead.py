@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -147,7 +148,6 @@ class StepWatch:
 def compiled_step(bench: Job, clock: Clock) -> None:
     """The same with the step compiled, anew in each run."""
     StepWatch.clock = clock
-    torch.compiler.reset()
     watch = "callbacks=[{_target_: bench_overhead.StepWatch}]"
     with tempfile.TemporaryDirectory(dir=bench.folder) as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
@@ -204,6 +204,15 @@ def measure(contender: Contender, bench: Bench) -> tuple[float, float]:
     return (times_s[-2] - times_s[FIRST_TIMED_STEP]) / num_steps * 1e6, loss
 
 
+def measure_apart(contender: Contender, bench: Bench) -> tuple[float, float]:
+    """The same in a process of its own: the compiler, once imported, slows torch's optimizers down."""
+    command = [sys.executable, __file__, "--apart", f"--epochs={bench.epochs}", f"--hidden={Mlp.num_hidden}"]
+    done = subprocess.run([*command, "--only", contender.name], capture_output=True, text=True, check=True)
+    step_us, loss, warm_up_s = map(float, done.stdout.split()[-3:])
+    StepWatch.warm_up_s.append(warm_up_s)
+    return step_us, loss
+
+
 def main() -> None:
     """Measure all contenders in turn, round by round, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -215,6 +224,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], help="contenders whose name contains one of these words"
     )
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     Mlp.num_hidden = args.hidden
@@ -237,7 +247,11 @@ def main() -> None:
         for round_number in range(args.rounds + 1):
             shift = round_number % len(contenders)
             for contender in contenders[shift:] + contenders[:shift]:
-                step_us, losses[contender.name] = measure(contender, bench)
+                if args.apart:
+                    print(*measure(contender, bench), *StepWatch.warm_up_s)
+                    return
+                apart = contender.train is compiled_step
+                step_us, losses[contender.name] = (measure_apart if apart else measure)(contender, bench)
                 if round_number:
                     steps_us[contender.name].append(step_us)
             print(f"round {round_number} of {args.rounds}", file=sys.stderr)

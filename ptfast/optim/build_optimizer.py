@@ -275,7 +275,7 @@ def _fused_kernels(optimizer: Optimizer) -> Callable[[], bool] | None:
                 continue
             (beta1, beta2), (*moments, steps) = group["betas"], kept.values()
             torch._foreach_add_(steps, 1)
-            kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             own = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": False}
             kernel(weights, grads, *moments, [], steps, **shared, **own)
         return True
