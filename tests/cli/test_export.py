@@ -189,8 +189,10 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
         assert run(["export", *words]) == code, words
         assert said in (error := capsys.readouterr().err)
         assert error.count("error[") == 1
-    assert run(["export", "r", "--out", "e", "--weights-only"]) == 0
-    shutil.rmtree("e")
+    assert run(["export", "r", "--out", "e", "--weights-only", "--hub", "h"]) == 0
+    assert "load_state_dict" in Path("h/README.md").read_text()
+    for folder in "eh":
+        shutil.rmtree(folder)
     # Without the extra, and where a form gives something else.
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "onnxruntime", None)

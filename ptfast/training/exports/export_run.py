@@ -167,7 +167,8 @@ def export_run(
                 check("--hub", from_raw(load()))
             else:
                 shutil.copytree(draft, folder, dirs_exist_ok=True)
-            (folder / "README.md").write_text(model_card(plain, weights, state.facts["figures"]), "utf-8")
+            card = model_card(plain, weights, state.facts["figures"], graph=graph)
+            (folder / "README.md").write_text(card, "utf-8")
     return differences
 
 

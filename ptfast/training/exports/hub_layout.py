@@ -67,14 +67,17 @@ def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
     return lambda: timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
-def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, float]]) -> str:
+def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, float]], *, graph: bool) -> str:
     """The README of a folder for the hub: what the model is, how good, and how to load it."""
     info, library = run.info, library_of(run.model)
     inner = type(getattr(run.model, "model", None)).__name__
     loading = {
         "timm": 'import timm\n\nmodel = timm.create_model("local-dir:FOLDER", pretrained=True).eval()',
         "transformers": f'from transformers import {inner}\n\nmodel = {inner}.from_pretrained("FOLDER")',
-        "pytorch": 'import torch\n\nmodel = torch.export.load("FOLDER/model.pt2").module()',
+        "pytorch": 'import torch\n\nmodel = torch.export.load("FOLDER/model.pt2").module()'
+        if graph
+        else "from safetensors.torch import load_file\n\n"
+        'model.load_state_dict(load_file("FOLDER/model.safetensors"))',
     }
     kinds = {"semantic_segmentation": "image-segmentation", "language_modelling": "text-generation"}
     kind = kinds.get(info.task, f"{info.kind}-{info.task}").replace("text-token_", "token-")
