@@ -130,7 +130,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="data on the device",
         kind="reordered",
         on=("dataloader=device",),
-        why="The dataset lives on the device: batches are gathered, augmented and normalised there, many "
+        why="The dataset lives on the device, normalised where there is room: a batch is one gather, many "
         "steps at a time, and only the epoch's order crosses the bus.",
         claim="Part of what takes CIFAR-10 to 94 % in 2.59 s on one A100; no figure for it alone.",
         source="KellerJordan/cifar10-airbench.",

@@ -22,6 +22,7 @@ from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, pref
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
+from ptfast.data.sampling.sample_orders import OwnOrder
 from ptfast.data.sampling.sampler import InOrder, Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
@@ -146,9 +147,10 @@ def _read_samples(
     """The batches of samples by index, and why they are read so."""
     kind, reason = loading.kind, loading.reason
     sampler = Sampler(sharding, seed, partial(data.order, seed))
+    sampler.pure = not isinstance(data.order, OwnOrder)
     if kind == "workers" and (workers := count_workers(loading.workers)):
         pool = loading.pool(RawBatches(source, augment), workers)
-        return SampledBatches(sampler.step, prepare, pool, source), f"{loading.describe(workers)}, {reason}"
+        return SampledBatches(sampler, prepare, pool, source), f"{loading.describe(workers)}, {reason}"
     if kind in HELD and source.storage != "memory":
         source = source.hold()
     if kind == "device":
@@ -164,7 +166,7 @@ def _read_samples(
                 fetch = MemoryBatches(source, augment, holder)
             else:
                 reason += "; no room for padded copies"
-    return SampledBatches(sampler.step, prepare, fetch, source), reason
+    return SampledBatches(sampler, prepare, fetch, source), reason
 
 
 @dataclass
@@ -251,7 +253,7 @@ def build_eval_loader(
         workers = count_workers(loading.workers)
         fetch = loading.pool(fetch, workers) if workers else fetch
     return EvaluationLoader(
-        SampledBatches(order.step, prepare, fetch, source),
+        SampledBatches(order, prepare, fetch, source),
         order.num_steps,
         num_samples=counted,
         left_out=size - counted,

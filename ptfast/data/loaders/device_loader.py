@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.machine import available_memory
 from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
-from ptfast.data.loaders.step_batches import ChunkedBatches
+from ptfast.data.loaders.step_batches import CHUNK_BYTES, ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.sampler import Sampler, Share
+from ptfast.data.sampling.next_epoch import NextEpoch
+from ptfast.data.sampling.sampler import Indices, Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
@@ -25,11 +28,29 @@ from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes, 
 class ResidentImages:
     """Images on a device, with `padding` of the value `fill`, out of which batches are gathered and cropped.
 
-    With `reflect`, images continue mirrored beyond their edges instead. They are (samples, height, width,
-    channels), and uint8 except for masks. Mirroring takes no memory.
+    The crops that begin at each pixel overlap in memory, and are one view of it. So one number per image
+    gathers a batch, in one pass.
+
+    Args:
+        images: (samples, height, width, channels), uint8 except for masks.
+        reflect: continue images mirrored beyond their edges instead.
+        flips: some crops are mirrored.
+        ready: applied to all images now in place of to each batch: uint8 as above to floats, channels first.
+            Mirrored copies are then kept, too.
+        planes: crops lie in memory channel by channel, not pixel by pixel.
     """
 
-    def __init__(self, images: Tensor, padding: int, fill: int = 0, *, reflect: bool = False) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        padding: int,
+        fill: int = 0,
+        *,
+        reflect: bool = False,
+        flips: bool = False,
+        ready: Callable[[Tensor], Tensor] | None = None,
+        planes: bool = False,
+    ) -> None:
         samples, height, width, channels = images.shape
         if reflect:
             for dim, length in ((1, height), (2, width)):
@@ -39,26 +60,55 @@ class ResidentImages:
             padded = images.new_full((samples, height + 2 * padding, width + 2 * padding, channels), fill)
             padded[:, padding : padding + height, padding : padding + width] = images
             images = padded
-        self._samples, self._last_column = images, images.shape[2] - 1
-        self._padded_height = images.shape[1]
-        # Rows of all images one below the other: an image's number and a row in it are one index.
-        self._rows = images.reshape(-1, *images.shape[2:])
-        self._down = torch.arange(height, device=images.device)
-        self._across = torch.arange(width, device=images.device)
+        down, across = images.shape[1:3]
+        self._copies = samples if flips and ready is not None else 0
+        self._flips, self._planes, self._last_left = flips and ready is None, planes, across - width
+        if ready is not None or planes:
+            convert = ready or (lambda part: part.permute(0, 3, 1, 2))
+            held = torch.empty(
+                (samples + self._copies, channels, down, across),
+                dtype=convert(images[:1]).dtype,
+                device=images.device,
+                memory_format=torch.contiguous_format if planes else torch.channels_last,
+            )
+            at_once = max(1, CHUNK_BYTES // (4 * images[0].numel()))
+            for start in range(0, samples, at_once):
+                part = convert(images[start : start + at_once])
+                held[start : start + len(part)] = part
+                if self._copies:
+                    held[samples + start : samples + start + len(part)] = part.flip(3)
+            images = held
+        else:
+            images = images.contiguous()
+        # Where a crop begins is counted in pixels, or with `planes` in values.
+        step = 1 if planes else channels
+        self._slot, self._row = images[0].numel() // step, across
+        shape = (channels, height, width) if planes else (height, width, channels)
+        strides = (down * across, across, 1) if planes else (across * channels, channels, 1)
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        self._crops = images.as_strided(((images.numel() - 1 - reach) // step + 1, *shape), (step, *strides))
 
-    def gather(self, index: Tensor, corners: Sequence[Tensor] = ()) -> Tensor:
-        """The images `index`, (batch, height, width, channels): crops of them, or without `corners` whole.
+    def places(self, index: Tensor, corners: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What `gather` takes for each of the images `index`: crops of them, or without `corners` whole.
 
         `corners` are top and left in the padded images, and 1 where they are mirrored first.
         """
         if not corners:
-            return self._samples.index_select(0, index)
+            return (index * self._slot,)
         top, left, flipped = corners
-        rows = (index * self._padded_height + top)[:, None] + self._down
-        columns = left[:, None] + self._across
-        # Column x of the mirror image is the one as far from the other end.
-        columns = torch.where(flipped[:, None] > 0, self._last_column - columns, columns)
-        return self._rows[rows[:, :, None], columns[:, None, :]]
+        if self._flips:
+            left = torch.where(flipped > 0, self._last_left - left, left)
+        starts = (index + flipped * self._copies) * self._slot + top * self._row + left
+        return (starts, flipped) if self._flips else (starts,)
+
+    def gather(self, starts: Tensor, flipped: Tensor | None = None) -> Tensor:
+        """The images at some of the `places`, (batch, height, width, channels). Cost: one kernel, or four."""
+        images = self._crops[starts]
+        if self._planes:
+            images = images.permute(0, 2, 3, 1)
+        if flipped is None:
+            return images
+        return torch.where(flipped[:, None, None, None] > 0, images.flip(2), images)
 
     def cut(
         self,
@@ -76,7 +126,7 @@ class ResidentImages:
         products of matrices, one for each image: boxes of any sizes are one operation. Pixels are those of
         `resized_crops.resized_crop`, except for a rare step of 1, or of 2 where products are of tf32.
         """
-        images = self.gather(index)
+        images = self.gather(*self.places(index))
         batch, height, width, channels = images.shape
         across, down = _weights(left, right, width, size), _weights(top, bottom, height, size)
         across = torch.where(flipped[:, None, None] > 0, across.flip(1), across)
@@ -106,6 +156,19 @@ def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
 
 MOST_OF_MEMORY = 0.5
 """Share of the device's free memory that the data may take."""
+READY_SHARE = 0.125
+"""Share that it may take once it is ready for the model; else batches are made ready one by one."""
+
+
+class EpochPlan(NamedTuple):
+    """What the host computes for an epoch."""
+
+    shares: list[tuple[list[Share], int]]
+    begins: list[int]
+    """The first sample of each step."""
+    indices: Indices
+    corners: list[Indices]
+    drawn: dict[str, NDArray[Any]]
 
 
 class DeviceBatches(ChunkedBatches):
@@ -116,7 +179,11 @@ class DeviceBatches(ChunkedBatches):
     augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
     images.
 
-    Cost: the memory of the samples as they are stored (images with their padding), and that of some batches.
+    Images that are only cropped, mirrored or have a square cut out are normalised and cast before the first
+    step where there is room: each pixel stays the same, wherever it is moved. A batch is then one gather.
+
+    Cost: the memory of the samples as they are stored (images with their padding), and that of some batches;
+    for images that are ready, an eighth of the free memory at most.
     Source: as in Keller Jordan's airbench, which has CIFAR-10 on the device.
     """
 
@@ -129,7 +196,8 @@ class DeviceBatches(ChunkedBatches):
             what = "only samples of one shape can be kept on the device; these are collated batch by batch"
             hint = "Use dataloader=auto"
             raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
-        needed = padded_bytes(augment, source) if source.images else source.inputs.nbytes
+        pixel_bytes = padded_bytes(augment, source) if source.images else 0
+        needed = pixel_bytes or source.inputs.nbytes
         needed += source.targets.nbytes if augment.mask_fill is None else 0
         free = free_bytes(prepare.device)
         if needed > MOST_OF_MEMORY * free:
@@ -138,59 +206,89 @@ class DeviceBatches(ChunkedBatches):
             raise MachineError("E005", what, key="dataloader.kind", value="device", suggestion=hint)
         # Pinning would round sizes up to a power of two and keep that memory: the driver copies in pieces.
         inputs, targets = source.inputs.to(prepare.device), source.targets.to(prepare.device)
-        width = 4 if source.images else inputs.element_size()
+        width = prepare.input_type.itemsize if source.images else inputs.element_size()
         super().__init__(sampler, prepare, inputs[0].numel() * width)
-        padded = partial(ResidentImages, padding=augment.crop_padding, reflect=augment.reflects)
-        self._inputs = padded(inputs) if source.images else inputs
         self._shape = (inputs.shape[1], inputs.shape[2]) if source.images else (0, 0)
         self._target_shape = targets.shape[1:]
+        self._inputs: ResidentImages | Tensor = inputs
         self._targets: ResidentImages | Tensor = targets
+        padded = partial(
+            ResidentImages, padding=augment.crop_padding, reflect=augment.reflects, flips=bool(augment.flip)
+        )
+        changed = augment.bends or augment.colours or augment.resized_crop is not None
+        ready_bytes = pixel_bytes * width * (2 if augment.flip else 1)
+        self._ready = source.images and not changed and ready_bytes <= READY_SHARE * free
+        if self._ready and augment.cutout:
+            colour = torch.tensor(augment.fill or [0] * inputs.shape[3], dtype=torch.uint8)
+            fill = prepare.inputs(colour.view(1, 1, 1, -1)).flatten().tolist()
+            self._augment = augment.model_copy(update={"fill": tuple(fill)})
+        if source.images:
+            ready = prepare.laid_out if self._ready else None
+            self._inputs = padded(inputs, ready=ready, planes=not prepare.channels_last)
         if augment.mask_fill is not None:
             masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
             self._targets = padded(masks, fill=fill)
-        self._epoch = -1
+        self._epoch, self._epochs = -1, NextEpoch(self._plan_epoch)
+        self.ahead = [self._epochs]
+
+    def _begin_epoch(self, epoch: int, first: int) -> None:
+        self._epochs.begin(first)
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
-        epoch, first, end = self.sampler.plan.epoch_of(start)
+        epoch, first, _ = self.sampler.plan.epoch_of(start)
         if epoch != self._epoch:
             # The order of the epoch and its draws go to the device.
-            self._plan, self._first, self._epoch = super()._planned(first, end), first, epoch
-            index = np.concatenate([share.indices for shares, _ in self._plan for share in shares])
-            lengths = [sum(len(share.indices) for share in shares) for shares, _ in self._plan]
-            self._begins = np.cumsum([0, *lengths]).tolist()
-            augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
-            corners = [*augment.draw(whole)] if augment.moves else []
-            if augment.resized_crop is not None:
-                ranges = augment.resized_crop, augment.resized_ratio
-                boxes = draw_boxes(augment.seed, epoch, index, *self._sizes(index), *ranges)
-                edges = box_edges(boxes, *shape)
-                shape, corners = (augment.size, augment.size), [*edges, corners[2]]
-            self._index = self._prepare.move(as_tensor(index))
-            self._corners = [self._prepare.move(as_tensor(each)) for each in corners]
-            drawn = augment.draw_changes(whole, shape)
-            self._drawn = {name: self._prepare.move(as_tensor(value)) for name, value in drawn.items()}
-        return self._plan[start - first : stop - first]
+            plan, move = self._epochs(first), self._prepare.move
+            self._plan, self._first, self._epoch = plan, first, epoch
+            self._index, corners = move(as_tensor(plan.indices)), [move(as_tensor(x)) for x in plan.corners]
+            self._drawn = {name: move(as_tensor(value)) for name, value in plan.drawn.items()}
+            self._places = self._mask_places = tuple(corners)
+            if self._augment.resized_crop is None:
+                if isinstance(self._inputs, ResidentImages):
+                    self._places = self._inputs.places(self._index, corners)
+                if isinstance(self._targets, ResidentImages):
+                    self._mask_places = self._targets.places(self._index, corners)
+        return self._plan.shares[start - first : stop - first]
+
+    def _plan_epoch(self, first: int) -> EpochPlan:
+        """The plan of the epoch that begins with the step `first`."""
+        epoch, first, end = self.sampler.plan.epoch_of(first)
+        shares = super()._planned(first, end)
+        index = np.concatenate([share.indices for each, _ in shares for share in each])
+        lengths = [sum(len(share.indices) for share in each) for each, _ in shares]
+        augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
+        corners = [*augment.draw(whole)] if augment.moves else []
+        if augment.resized_crop is not None:
+            ranges = augment.resized_crop, augment.resized_ratio
+            boxes = draw_boxes(augment.seed, epoch, index, *self._sizes(index), *ranges)
+            edges = box_edges(boxes, *shape)
+            shape, corners = (augment.size, augment.size), [*edges, corners[2]]
+        drawn = augment.draw_changes(whole, shape)
+        return EpochPlan(shares, np.cumsum([0, *lengths]).tolist(), index, corners, drawn)
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         sizes, augment = [len(share.indices) for share in shares], self._augment
-        begin = self._begins[first_step - self._first]
+        begin = self._plan.begins[first_step - self._first]
         part = slice(begin, begin + sum(sizes))
-        index, corners = self._index[part], [each[part] for each in self._corners]
+        index, places = self._index[part], [each[part] for each in self._places]
         drawn = {name: each[part] for name, each in self._drawn.items()}
         if isinstance(self._inputs, Tensor):
             inputs = self._inputs.index_select(0, index)
         elif augment.resized_crop is not None:
-            inputs = self._inputs.cut(index, *corners, size=augment.size)
+            inputs = self._inputs.cut(index, *places, size=augment.size)
         else:
-            inputs = self._inputs.gather(index, corners)
-        inputs = self._prepare.laid_out(augment.change(inputs, drawn))
+            inputs = self._inputs.gather(*places)
+        inputs = augment.change(inputs, drawn)
+        inputs = inputs.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(inputs)
         if isinstance(self._targets, Tensor):
             targets = self._targets.index_select(0, index)
         else:
+            mask_places = [each[part] for each in self._mask_places]
             if augment.resized_crop is not None:
-                masks = cut_masks(self._targets.gather(index)[..., 0], *corners, size=augment.size)
+                masks = self._targets.gather(*self._targets.places(index))[..., 0]
+                masks = cut_masks(masks, *mask_places, size=augment.size)
             else:
-                masks = self._targets.gather(index, corners)[..., 0]
+                masks = self._targets.gather(*mask_places)[..., 0]
             masks = augment.change_masks(masks, drawn)
             targets = masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
         return zip(inputs.split(sizes), targets.split(sizes), strict=True)

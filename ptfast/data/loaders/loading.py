@@ -26,6 +26,8 @@ class ReaderOptions:
     normalize: bool = True
     channels_last: bool = False
     """Memory format of images on the device."""
+    input_type: torch.dtype = torch.float32
+    """Type of images once normalised; another is that of autocast, for a model that casts them first."""
     kind: str = "plain"
     """`plain` (this process fetches), `workers` (processes fetch whole micro-batches), `memory` (decoded in
     memory, gathered and augmented at once), `device` (the same on the training device), `packed` (as `plain`,
@@ -166,6 +168,7 @@ class Prepare:
     def __init__(self, options: ReaderOptions, info: DataInfo, *, images: bool) -> None:
         self.device, self.images, self.channels_last = options.device, images, options.channels_last
         self.pin, self._on_host = options.pins, options.device.type == "cpu"
+        self.input_type = options.input_type if images else torch.float32
         self.statistics: dict[str, list[float]] | None = None
         if options.normalize:
             self.statistics = info.extra.get("normalize")
@@ -174,7 +177,9 @@ class Prepare:
             self.statistics = {"mean": [0.0] * channels, "std": [info.extra.get("max_value", 255)] * channels}
         self._normalizer: Normalizer | None = None
         if self.statistics is not None:
-            self._normalizer = Normalizer(**self.statistics, device=self.device, images=images)
+            layout = torch.channels_last if self.channels_last else torch.contiguous_format
+            how = {"images": images, "dtype": self.input_type, "layout": layout}
+            self._normalizer = Normalizer(**self.statistics, device=self.device, **how)
 
     def __call__(self, raw: Any) -> Any:
         """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
@@ -193,7 +198,8 @@ class Prepare:
                 inputs = inputs.reshape(len(inputs), 1, *inputs.shape[1:3])
             else:
                 inputs = inputs.permute(0, 3, 1, 2)
-                inputs = inputs if self.channels_last else inputs.contiguous()
+                fuses = self._normalizer is not None and self._normalizer.fuses(inputs)
+                inputs = inputs if self.channels_last or fuses else inputs.contiguous()
         elif self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return inputs if self._normalizer is None else self._normalizer(inputs)

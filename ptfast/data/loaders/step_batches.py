@@ -15,7 +15,8 @@ from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.sampler import Sampler, Share
+from ptfast.data.sampling.next_epoch import NextEpoch
+from ptfast.data.sampling.sampler import InOrder, Sampler, Share
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented, cropped
@@ -36,24 +37,31 @@ class Batches:
     pools: Sequence[WorkerPool] = ()
     workers = 0
     """Processes of all pools, which read the batches."""
+    ahead: Sequence[NextEpoch[Any]] = ()
+    """What threads prepare."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the worker processes."""
-        for pool in self.pools:
-            pool.close()
+        """Stop the worker processes, and wait for threads that prepare an epoch."""
+        for part in (*self.ahead, *self.pools):
+            part.close()
 
 
 class SampledBatches(Batches):
     """Batches of samples by index. `source` is told which files could not be read."""
 
     def __init__(
-        self, shares: Shares, prepare: Prepare, fetch: Callable[[Share], Any] | WorkerPool, source: MapSource
+        self,
+        sampler: Sampler | InOrder,
+        prepare: Prepare,
+        fetch: Callable[[Share], Any] | WorkerPool,
+        source: MapSource,
     ) -> None:
-        self.shares, self._prepare = shares, prepare
+        self.shares, self._sampler, self._prepare = sampler.step, sampler, prepare
+        self.ahead = [sampler.orders] if isinstance(sampler, Sampler) else ()
         self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
         if isinstance(fetch, WorkerPool):
             self.pools, self.workers = [fetch], fetch.workers
@@ -61,9 +69,8 @@ class SampledBatches(Batches):
         self._note_unreadable = cast(ImageFiles, source).note_unreadable if skips else None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        assert self.shares is not None
         # Workers take shares some steps before their batch is due.
-        early, due = tee(map(self.shares, range(first_step, last_step)))
+        early, due = tee(self._sampler.steps(first_step, last_step))
         raw_batches = self._fetch(share for shares, _ in early for share in shares)
         for shares, num_samples in due:
             micro_batches: list[MicroBatch] = []
@@ -80,13 +87,14 @@ class ChunkedBatches(Batches):
 
     def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
         self.sampler, self.shares, self._prepare = sampler, sampler.step, prepare
+        self.ahead = [sampler.orders]
         step_bytes = max(1, sampler.batch_size * sample_bytes)
         self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         step = first_step
         while step < last_step:
-            _, first, end = self.sampler.plan.epoch_of(step)
+            epoch, first, end = self.sampler.plan.epoch_of(step)
             # Chunks begin at fixed places in an epoch.
             start = step - (step - first) % self._chunk_steps
             stop = min(start + self._chunk_steps, end)
@@ -96,8 +104,14 @@ class ChunkedBatches(Batches):
             for shares, num_samples in plan:
                 micro_batches = [MicroBatch(next(pieces), share.num_samples) for share in shares]
                 batches.append(StepBatch(tuple(micro_batches), num_samples))
+            if 2 * stop > first + end and end < last_step and self.sampler.pure:
+                self._begin_epoch(epoch + 1, end)
             yield from batches[step - start : last_step - start]
             step = stop
+
+    def _begin_epoch(self, epoch: int, first: int) -> None:
+        """Let a thread prepare `epoch`, which begins with the step `first`."""
+        self.sampler.orders.begin(epoch)
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
         """The shares of the steps from `start` to `stop`, all of one epoch."""

@@ -87,7 +87,7 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
             hint = "Give the dataset an attribute `weights`, one number per sample, or use sampling=shuffle"
             raise ConfigError("C011", f"this data {lack}", key="sampling.by", value=by, suggestion=hint)
         return partial(target.build, **facts)
-    order = _OwnOrder(target, function, facts)
+    order = OwnOrder(target, function, facts)
     if not np.array_equal(order(seed, 0), order(seed, 0)):
         order.refuse(
             "gives another order for the same seed and epoch, so that no run could be resumed",
@@ -136,7 +136,7 @@ def _goes_by(by: str, weights: Weights | None) -> str:
     return ("classes" if weights is None else "weights") if by == "auto" else by
 
 
-class _OwnOrder:
+class OwnOrder:
     """A function of the user's, or a sampler of torch's, called for the order of an epoch."""
 
     def __init__(self, target: Target, function: Any, facts: dict[str, Any]) -> None:

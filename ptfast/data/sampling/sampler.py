@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,6 +15,7 @@ from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.next_epoch import NextEpoch
 
 Indices = NDArray[np.int64]
 
@@ -118,6 +119,9 @@ class Sampler:
         DataError: D002 without samples, D006 if every batch would be dropped.
     """
 
+    pure = True
+    """False for an `order` that may use the global random generators, which no thread may."""
+
     def __init__(
         self, sharding: Sharding, seed: int, order: Callable[[int], Indices | None] = lambda epoch: None
     ) -> None:
@@ -130,20 +134,34 @@ class Sampler:
             hint = f"Use batch_size={size} or less, or dataloader.last=keep"
             raise DataError("D006", what, key="batch_size", value=self.batch_size, suggestion=hint)
         self.size, self._sharding = size, sharding
-        self._source_order = lru_cache(maxsize=2)(order)
+        self._source_order = order
+        self.orders = NextEpoch(self._order)
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[Share], int]]:
+        """`step` of each. From the middle of an epoch on, a thread computes the order of the next."""
+        while first_step < last_step:
+            epoch, first, end = self.plan.epoch_of(first_step)
+            middle = max(first_step, (first + end) // 2) if self.pure and end < last_step else end
+            for step in range(first_step, min(end, last_step)):
+                if step == middle:
+                    self.orders.begin(epoch + 1)
+                yield self.step(step)
+            first_step = end
 
     def step(self, step: int) -> tuple[list[Share], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
         epoch, start, stop = self.plan.batch(step)
-        order = self.plan.order(epoch)
-        if order is None:
-            order = self._source_order(epoch)
-        if order is None:
-            order = permutation(self.seed, epoch, self.size)
+        order = self.orders(epoch)
         batch = order[start:stop]
         if stop > self.size:
             batch = order.take(np.arange(start, stop), mode="wrap")
         return self._sharding.shares(epoch, batch), len(batch)
+
+    def _order(self, epoch: int) -> Indices:
+        order = self.plan.order(epoch)
+        if order is None:
+            order = self._source_order(epoch)
+        return permutation(self.seed, epoch, self.size) if order is None else order
 
 
 class InOrder:
@@ -157,6 +175,9 @@ class InOrder:
         self._batch_size = batch_size
         most = -(-size // unit // num_ranks) * unit
         self.num_steps = -(-most // batch_size)
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[Share], int]]:
+        return map(self.step, range(first_step, last_step))
 
     def step(self, step: int) -> tuple[list[Share], int]:
         start = self._start + step * self._batch_size

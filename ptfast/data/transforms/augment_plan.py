@@ -31,7 +31,7 @@ class Augment(transforms.AugmentSection):
     seed: int = 0
     size: int = 0
     """Side in pixels that a resized crop is scaled to."""
-    fill: tuple[int, ...] = ()
+    fill: tuple[float, ...] = ()
     """The colour of a cutout, by channel; black if not given."""
     mask_fill: int | None = None
     """The label of pixels from outside an image or cut out of it; None if targets do not change."""
@@ -287,7 +287,7 @@ def recolour(images: Tensor, factors: Tensor) -> Tensor:
     return planes.clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).contiguous()
 
 
-def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[int]) -> Tensor:
+def cut_out(images: Tensor, corners: Tensor, side: int, fill: Sequence[float]) -> Tensor:
     """Images with a square hidden in each, as far as it lies inside.
 
     Its centre lies inside, top and left are in `corners` (batch, 2); `fill` is its colour, black if empty.

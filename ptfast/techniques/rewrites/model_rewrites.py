@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -87,21 +88,28 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
     }
     if not layers:
         return {}
+    with undisturbed(model):
+        of_batches = {n: name for n, name in norms.items() if n.training or n.running_mean is None}
+        cancelled, _ = _watch(layers, of_batches, forward)
+        model.eval()
+        in_evaluation, called = _watch(layers, norms, forward)
+    return {k: norm for k, norm in cancelled.items() if k not in called or in_evaluation.get(k) == norm}
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """A context for forward passes in training mode that change neither `model` nor random generators."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     was_training = model.training
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             model.train()
-            of_batches = {n: name for n, name in norms.items() if n.training or n.running_mean is None}
-            cancelled, _ = _watch(layers, of_batches, forward)
-            model.eval()
-            in_evaluation, called = _watch(layers, norms, forward)
+            yield
     finally:
         model.train(was_training)
         for buffer, before in kept:
             buffer.copy_(before)
-    return {k: norm for k, norm in cancelled.items() if k not in called or in_evaluation.get(k) == norm}
 
 
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:

@@ -209,7 +209,7 @@ def build_loaders(run: PartialRun) -> None:
     run.train_loader = build_train_loader(
         data,
         Sharding(plan.batches, run.micro_batches, run.ranks.rank, run.ranks.num_ranks),
-        run.reader_options,
+        replace(run.reader_options, input_type=run.input_type),
         seed=config.seed,
         augment=augment,
         transforms=[*plan.transforms, *([mix] if mix is not None else [])],

@@ -30,6 +30,7 @@ from ptfast.techniques.checkpointing.activation_checkpointing import apply_check
 from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
+from ptfast.techniques.precision.half_inputs import casts_inputs
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
@@ -185,6 +186,8 @@ def place_model(run: PartialRun) -> None:
     fresh = run.state is None and not run.config.model.weights
     if fresh and has_data and hasattr(model, "init_from_data"):
         _init_from_data(run, model)
+    if has_data:
+        run.input_type = on_first_rank(partial(_find_input_type, run), run.ranks)
 
 
 def _init_from_data(run: PartialRun, model: Any) -> None:
@@ -236,6 +239,29 @@ def shape_model(run: PartialRun) -> None:
 
     run.wrap = wrap
     run.forward = wrap()
+
+
+def _find_input_type(run: PartialRun) -> torch.dtype:
+    """The type of training images: half if a known model casts them anyway and nothing else sees them.
+
+    Each must begin at a whole cache line, as casts do: kernels may sum in another order where memory is
+    aligned otherwise.
+    """
+    model, task, config = run.model, run.task, run.config
+    half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
+    ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
+    known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
+    seen = run.plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
+    aligned = run.info.input_shape is not None and math.prod(run.info.input_shape) % 32 == 0
+    if half is None or not (ours and known and aligned and run.splits.train.images) or seen:
+        return torch.float32
+    try:
+        samples = few_samples(run, model)
+        with run.precision.autocast:
+            casts = casts_inputs(model, samples[0], half, lambda: task.loss(model, samples))
+    except Exception:
+        casts = False  # training reports what is wrong; iterable data cannot be sampled
+    return half if casts else torch.float32
 
 
 def _cancelled_biases(run: PartialRun) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from ptfast.config.schema import Config
 from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.saved_state import State
@@ -28,6 +30,8 @@ class PartialRun(Run):
     plan: TrainingPlan = field(init=False)
     grouping: Grouping = field(init=False)
     """The config's settings of single parameters."""
+    input_type: torch.dtype = torch.float32
+    """That training images are given to the model in."""
     reader_options: ReaderOptions = field(init=False)
     """How samples are made ready for the model."""
 

@@ -16,6 +16,7 @@ from test_loaders import BOTH, NONE, REFLECTED, colour, loader, same
 
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
+from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.data.build_data import Data
 from ptfast.data.loaders import device_loader, step_batches
 from ptfast.data.map_source import MapSource, TensorSource
@@ -57,6 +58,52 @@ def test_the_data_takes_no_pinned_memory() -> None:
     here = loader(Data(info, source, None, None, ""), "device", device=torch.device("cuda"), normalize=False)
     assert torch.equal(next(here.steps(0, 1)).micro_batches[0].data[0].cpu(), torch.ones(24, 2500))
     assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - before < 2**20
+
+
+CUT = {"flip": True, "cutout": 3}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("augment", [NONE, BOTH, REFLECTED, CUT], ids=["none", "both", "reflected", "cut"])
+def test_pixels_that_are_ready_beforehand_have_the_same_bits(
+    colour: Data, augment: dict[str, Any], channels_last: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """In float32 and in a half type, and where there is no room for them."""
+    words: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "micro_batches": 2}
+    for room, kind in ((0.125, torch.float32), (0.0, torch.float32), (0.125, torch.bfloat16)):
+        monkeypatch.setattr(device_loader, "READY_SHARE", room)
+        here = loader(colour, "device", input_type=kind, **words)
+        assert here.batches._ready == (room > 0)
+        for one, other in zip(here.steps(2, 8), loader(colour, "plain", **words).steps(2, 8), strict=True):
+            for (data, _), (expected, _) in zip(one.micro_batches, other.micro_batches, strict=True):
+                assert data[0].dtype == kind
+                assert torch.equal(data[0], expected[0].to(kind))
+                assert data[0].stride() == expected[0].stride()
+
+
+class Operations(DispatchMode):
+    """The operators that made something, and were no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(returned.alias_info for returned in func._schema.returns):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_batch_is_one_gather_of_its_images_and_one_of_its_targets(colour: Data, channels_last: bool):
+    how: dict[str, Any] = {"channels_last": channels_last, "input_type": torch.bfloat16}
+    here = loader(colour, "device", augment=BOTH, **how)
+    here.batches._chunk_steps = 1
+    steps = here.steps(0, 4)
+    next(steps)
+    with Operations() as operations:
+        next(steps)
+    assert operations.names == ["index", "index_select"]
 
 
 def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytest.MonkeyPatch):
