@@ -147,12 +147,10 @@ def train_apart(
         raise RuntimeError(f"{name} failed on {task}:\n{done.stdout}{done.stderr}")
     answer = json.loads((folder / "answer.json").read_text())
     clock = Clock(**answer["clock"])
-    reached = [moment - start_s for moment, figure in clock.evaluations if job.reached(figure)]
     return {
         "samples_per_s": clock.samples_per_s(),
         "first_step_s": clock.steps[0][0] - start_s,
-        "target_s": reached[0] if reached else None,
-        "figures": [round(figure, 4) for _, figure in clock.evaluations],
+        "evaluations": [(moment - start_s, figure) for moment, figure in clock.evaluations],
         "steps": len(clock.steps),
         "memory_bytes": answer["memory_bytes"],
     }
@@ -178,7 +176,11 @@ def child(order: dict[str, Any]) -> None:
 
 def print_table(task: str, options: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     """One row per peer; ratios are of two trainings of the same round."""
-    first = next(iter(PEERS))
+    from peers.tasks import TASKS
+
+    first, kind = next(iter(PEERS)), TASKS[task][0]
+    for result in results:
+        result["target_s"] = kind.reached_s(result["evaluations"], options["target"])
     base = {result["round"]: result for result in results if result["peer"] == first}
     length = f"{options['epochs']} epochs of {options['num_train']:,} samples, batch {options['batch_size']}"
     print(f"\n{task}, {'bfloat16' if options['bf16'] else 'float32'}: {length}, target {options['target']}\n")
@@ -190,6 +192,7 @@ def print_table(task: str, options: dict[str, Any], results: Sequence[dict[str, 
             continue
         columns = {key: [result[key] for result in own if result[key] is not None] for key in own[0]}
         speeds, times = columns["samples_per_s"], columns["target_s"]
+        ends = [evaluations[-1][1] for evaluations in columns["evaluations"]]
         ratios = [
             with_interval(
                 [
@@ -208,7 +211,7 @@ def print_table(task: str, options: dict[str, Any], results: Sequence[dict[str, 
             ratios[1],
             f"{statistics.median(columns['first_step_s']):.1f} s",
             f"{statistics.median(columns['memory_bytes']) / 2**20:,.0f} MiB",
-            f"{len(times)} of {len(own)}, {statistics.median(f[-1] for f in columns['figures']):.3f}",
+            f"{len(times)} of {len(own)}, {statistics.median(ends):.3f}",
         ]
         print(f"| {' | '.join(cells)} |")
 

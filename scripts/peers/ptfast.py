@@ -22,7 +22,8 @@ class Watch:
         _clock.watch(run.model)
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        _clock.evaluated(figures[run.task.metric])
+        if split == "val":
+            _clock.evaluated(figures[run.task.metric])
 
 
 def words_of(job: TaskJob, seed: int) -> list[str]:

@@ -41,8 +41,11 @@ class TaskJob(Job):
         """The job as ptfast's overrides."""
         raise NotImplementedError
 
-    def reached(self, figure: float) -> bool:
-        return figure >= self.target if self.counts_correct else figure <= self.target
+    @classmethod
+    def reached_s(cls, evaluations: list[tuple[float, float]], target: float) -> float | None:
+        """When an evaluation first reached the target."""
+        sign = 1 if cls.counts_correct else -1
+        return next((moment for moment, figure in evaluations if sign * figure >= sign * target), None)
 
 
 class ImageJob(TaskJob):
@@ -221,6 +224,6 @@ TASKS: dict[str, tuple[type[TaskJob], dict[str, Any]]] = {
     "resnet": (ResNet, {"batch_size": 64, "epochs": 3, "lr": 0.05, "num_train": 2560, "target": 0.35}),
     "mobilenet": (MobileNet, {"batch_size": 32, "epochs": 3, "lr": 2e-3, "num_train": 800, "target": 0.18}),
     "sst2": (Sst2, {"batch_size": 64, "epochs": 3, "lr": 1e-3, "num_train": 6920, "target": 0.75}),
-    "gpt": (Shakespeare, {"batch_size": 16, "epochs": 4, "lr": 2e-3, "num_train": 800, "target": 2.4}),
+    "gpt": (Shakespeare, {"batch_size": 16, "epochs": 4, "lr": 2e-3, "num_train": 800, "target": 2.6}),
 }
 """What is trained and for how long; nearly every run reaches its target."""

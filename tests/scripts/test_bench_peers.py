@@ -68,14 +68,15 @@ def test_speed_leaves_out_warm_up_and_evaluations():
 
 def test_a_ratio_is_of_two_trainings_of_one_round(capsys):
     def result(peer, number, speed, target_s):
-        times = {"first_step_s": 1.0, "target_s": target_s, "memory_bytes": 2**20}
-        return {"peer": peer, "round": number, "samples_per_s": speed, "figures": [0.5], **times}
+        facts = {"peer": peer, "round": number, "samples_per_s": speed, "memory_bytes": 2**20}
+        reached = [(1.0, 3.0), *([] if target_s is None else [(target_s, 2.5)])]
+        return {**facts, "first_step_s": 1.0, "evaluations": reached}
 
     results = [
         *(result("by_hand", 0, 100, 10.0), result("by_hand", 1, 50, 20.0), result("by_hand", 2, 10, 20.0)),
         *(result("ptfast", 0, 200, 5.0), result("ptfast", 1, 100, None)),
     ]
-    bench_peers.print_table("gpt", {**TASKS["gpt"][1], "bf16": False}, results)
+    bench_peers.print_table("gpt", {**TASKS["gpt"][1], "bf16": False, "target": 2.5}, results)
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| ptfast"))
     speed, times, memory = "150 [100-200] | 2.00 [2.00-2.00]", "5.0 s | 0.50 [0.50-0.50] | 1.0 s", "1 MiB"
-    assert row == f"| ptfast | {speed} | {times} | {memory} | 1 of 2, 0.500 |"
+    assert row == f"| ptfast | {speed} | {times} | {memory} | 1 of 2, 2.750 |"
