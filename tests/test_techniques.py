@@ -65,6 +65,7 @@ ALWAYS_ON = {
     "running sums on the device": "test_techniques.py::test_a_step_reads_nothing",
     "inference mode": "test_fit.py::test_an_evaluation_keeps_nothing_for_a_backward_pass",
     "larger evaluation batches": "test_fit.py::test_evaluation_takes_what_fits_into_memory",
+    "weights converted once a step": "test_accumulation.py::test_a_step_converts_its_weights_once",
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """Techniques that cannot be switched off, and the test that shows each."""

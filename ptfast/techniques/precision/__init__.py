@@ -144,7 +144,11 @@ FAMILY = Family(
     machine_rules=(formats_of_the_device,),
     acts={
         "set_up_machine": ("number_formats.build_precision",),
-        "place_model": ("number_formats.apply_half_weights", "number_formats.apply_float8"),
+        "place_model": (
+            "number_formats.apply_half_weights",
+            "number_formats.apply_float8",
+            "half_inputs.casts_inputs",
+        ),
         "Trainer": ("number_formats.ScaledSteps",),
     },
     panel=lambda resolved: {
