@@ -93,6 +93,8 @@ class PackedTokens(NamedTuple):
     """(batch, length)."""
     positions: Tensor
     """(batch, length): of each token in its sequence, from 0."""
+    num_sequences: int = 0
+    """At most so many in the batch; 0 if unknown."""
 
 
 class LinearLogits(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import PackedTokens
 from ptfast.core.sections.section import Count, Fraction
-from ptfast.models.layers import Block, rate_of_block, within_sequences
+from ptfast.models.layers import Block, packed_mask, rate_of_block
 
 
 class Gpt(nn.Module):
@@ -63,7 +65,7 @@ class Gpt(nn.Module):
 
     def forward(self, inputs: Tensor | PackedTokens) -> Tensor:
         """Map token ids (batch, length) to logits of the next token (batch, length, vocab_size)."""
-        tokens, positions = inputs if isinstance(inputs, PackedTokens) else (inputs, None)
+        tokens, positions, num = inputs if isinstance(inputs, PackedTokens) else (inputs, None, 0)
         length = tokens.shape[1]
         if length > self.context_length:
             raise ValueError(f"{length} tokens exceed the context length {self.context_length}")
@@ -71,7 +73,9 @@ class Gpt(nn.Module):
         if positions is None:
             places = self.position_embedding.weight[:length]
         else:
-            places, mask = self.position_embedding(positions), within_sequences(positions)
+            places = self.position_embedding(positions)
+            block: Any = self.blocks[0]
+            mask = packed_mask(positions, num, block)
         x = self.dropout(self.token_embedding(tokens) + places)
         for block in self.blocks:
             x = block(x, mask)

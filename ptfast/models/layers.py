@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn: Any = None
+# Torch 2.10 has another name for it.
+_WINDOWED = varlen_attn is not None and "window_size" in inspect.signature(varlen_attn).parameters
+_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWED else {"is_causal": True}
+
 MAX_PLAIN_LENGTH = 256
 """Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
+MIN_MEAN_LENGTH = 32
+"""Mean length of packed sequences from which a kernel of their own pays: it pads each to 128 in places."""
 
 
 def attention(
@@ -15,7 +28,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | SequenceStarts | None = None,
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -26,11 +39,17 @@ def attention(
     half at 256.
 
     Args:
-        mask: what each position may see, bool, which broadcasts to (batch, heads, length, length); None for
-            everything. Every position must see something.
+        mask: what each position may see, bool, which broadcasts to (batch, heads, length, length), or where
+            packed sequences start (`packed_mask`); None for everything. Every position must see something.
         causal: without a mask: each position sees itself and those before it.
     """
     batch, heads, length, width = query.shape
+    if isinstance(mask, SequenceStarts):
+        # The views of a projection, laid end to end without a copy.
+        rows = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+        ends, longest = mask
+        attended = varlen_attn(*rows, ends, ends, longest, longest, **_CAUSAL)
+        return attended.unflatten(0, (batch, length)).transpose(1, 2)
     if query.device.type != "cpu" or query.dtype != torch.bfloat16 or length > MAX_PLAIN_LENGTH:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None
@@ -55,6 +74,53 @@ def within_sequences(positions: Tensor) -> Tensor:
     return (sequences[:, :, None] == sequences[:, None, :]).tril()[:, None]
 
 
+class SequenceStarts(NamedTuple):
+    """Where packed sequences start, for a kernel that computes nothing beyond each of them."""
+
+    starts: Tensor
+    """int32: of each in the tokens of all rows; then the number of tokens, as often as it takes."""
+    longest: int
+    """No sequence has more tokens."""
+
+
+def packed_mask(positions: Tensor, num_sequences: int, block: Block) -> Tensor | SequenceStarts:
+    """What packed tokens may see in `block`: themselves and earlier ones of their sequence.
+
+    On NVIDIA GPUs since Ampere, in half precision and without dropout, torch's kernel for sequences of
+    unequal length takes their starts: its work grows with the squares of their lengths instead of the rows',
+    and there is no mask to read. Elsewhere, and in torch 2.9, this is a mask (`within_sequences`).
+
+    Args:
+        positions: (batch, length), of tokens in their sequences; 0 where one begins.
+        num_sequences: at most so many; 0 if unknown. The host never waits to count them.
+
+    Source: Dao 2023, "FlashAttention-2", arXiv:2307.08691; torch.nn.attention.varlen.
+    """
+    long_enough = num_sequences * MIN_MEAN_LENGTH <= positions.numel()
+    if not (num_sequences and long_enough and _has_varlen_kernel(positions.device, block)):
+        return within_sequences(positions)
+    numbers = torch.arange(1, num_sequences + 2, device=positions.device)
+    started = (positions.flatten() == 0).cumsum(0)
+    return SequenceStarts(torch.searchsorted(started, numbers, out_int32=True), positions.shape[1])
+
+
+def _has_varlen_kernel(device: torch.device, block: Block) -> bool:
+    """True if `varlen_attn` takes what `block` computes on `device`."""
+    if device.type != "cuda" or varlen_attn is None or torch.version.hip is not None:
+        return False
+    weight = block.attention_in.weight
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else weight.dtype
+    head_width = weight.shape[1] // block.heads
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and not (block.training and block.attention_dropout)
+        and head_width % 8 == 0
+        and head_width <= 256
+        and torch.cuda.get_device_properties(device).major >= 8
+    )
+
+
 class Block(nn.Module):
     """Self-attention and a feed-forward layer, each behind a norm and added to its input.
 
@@ -76,7 +142,7 @@ class Block(nn.Module):
         self.feed_out = nn.Linear(4 * width, width, bias=not causal)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | SequenceStarts | None = None) -> Tensor:
         batch, length, width = x.shape
         heads = self.attention_in(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
         # Parted before they are transposed: their gradients are joined in the order in which they are read.

@@ -149,8 +149,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         claim="The second phase of BERT's pretraining twice as fast, at sequences of 512 tokens of which "
         "half had been padding, on IPUs.",
         source="Krell, Kosec, Perez, Fitzgibbon 2021, arXiv:2107.02027.",
-        avoid="Documents have one length or far exceed the context. Masked attention cannot use the fastest "
-        "GPU kernels.",
+        avoid="Documents have one length or far exceed the context. On a GPU in float32 or with dropout, "
+        "attention takes a mask, which shuts out the fastest kernels.",
         audit="A language model whose batches hold a document a row, padded to the context length.",
     ),
     Technique(

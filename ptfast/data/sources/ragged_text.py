@@ -130,7 +130,8 @@ class PackedSequences(MapSource):
     positions begin at 0, so its loss is that of the document alone. Each window, of `context_length` tokens,
     keeps its mix of lengths; the documents of these lengths are drawn anew in every epoch.
 
-    Cost: attention computes whole windows, with other documents masked. Once an epoch, a sort of documents.
+    Cost: attention computes whole windows, with other documents masked, unless a kernel takes documents of
+    unequal lengths (`models.layers.packed_mask`). Once an epoch, a sort of documents.
     Source: Krell et al. 2021, arXiv:2107.02027.
     """
 
@@ -172,7 +173,10 @@ class PackedSequences(MapSource):
         inputs.reshape(-1)[flat] = self._documents.tokens[source]
         targets.reshape(-1)[flat] = self._documents.tokens[source + 1]
         where.reshape(-1)[flat] = positions
-        return PackedTokens(torch.from_numpy(inputs), torch.from_numpy(where)), torch.from_numpy(targets)
+        # In steps of 64, so that compiled models see few sizes.
+        most = -(-(len(documents) + len(indices)) // 64) * 64
+        packed = PackedTokens(torch.from_numpy(inputs), torch.from_numpy(where), most)
+        return packed, torch.from_numpy(targets)
 
     def _in_slots(self, epoch: int) -> Indices:
         """The document in every slot."""

@@ -146,7 +146,10 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, KEPT_OPS)
+        # Only there once a model has asked for it.
+        varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+        kept = KEPT_OPS if varlen is None else [*KEPT_OPS, varlen.default]
+        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, kept)
         if torch.compiler.is_compiling():
             # A compiled graph writes buffers once, whatever it computes again.
             if not self.selective:

@@ -188,5 +188,5 @@ def describe_growth(what: str, stages: Stages) -> str:
 
 def _cut(value: Any, length: int) -> Any:
     if isinstance(value, PackedTokens):
-        return PackedTokens(*(_cut(tensor, length) for tensor in value))
+        return PackedTokens(*(_cut(item, length) for item in value))
     return value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 else value

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import varlen_on_cpu
 from resuming import arm, assert_same_run, train_in_child
 from running import build_run, same_bits, summary, train
 from test_batching import Armed, text, texts_of
@@ -21,6 +22,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, PackedTokens
 from ptfast.data.sources.ragged_text import Documents, PackedSequences, pack_lengths
 from ptfast.data.sources.text_dataset import TextFile
+from ptfast.models import layers
 from ptfast.models.gpt import Gpt
 from ptfast.models.layers import attention, within_sequences
 
@@ -40,7 +42,7 @@ def everything(source: Any, epoch: int = 0) -> tuple[Any, torch.Tensor]:
 def found_in(inputs: PackedTokens, targets: torch.Tensor) -> list[tuple[int, ...]]:
     """The documents of a batch, each as its inputs and its last target."""
     found = []
-    for tokens, positions, row in zip(*inputs, targets, strict=True):
+    for tokens, positions, row in zip(*inputs[:2], targets, strict=True):
         begins = [*(positions == 0).nonzero()[:, 0].tolist(), len(tokens)]
         for first, last in pairwise(begins):
             kept = row[first:last] != IGNORE_INDEX
@@ -91,9 +93,9 @@ def test_every_document_comes_once_and_whole_in_every_epoch() -> None:
 
 def test_a_part_of_the_windows_is_what_it_is_among_all() -> None:
     source = PackedSequences(documents(), 32, seed=3)
-    (tokens, positions), targets = everything(source)
+    (tokens, positions, _), targets = everything(source)
     some = np.array([4, 0, 2])
-    (few, places), row = source.fetch(some)
+    (few, places, _), row = source.fetch(some)
     for part, whole in ((few, tokens), (places, positions), (row, targets)):
         assert torch.equal(part, whole[some])
 
@@ -117,6 +119,31 @@ def test_a_packed_document_has_the_loss_and_gradient_it_has_alone() -> None:
     assert float(packed.detach()) == pytest.approx(float(alone.detach()) / count, abs=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 3)])
+@pytest.mark.parametrize("length", [32, 20])
+def test_a_kernel_for_unequal_lengths_gives_the_figures_of_the_mask(
+    rows: slice, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows cut short or parted among micro-batches as well."""
+    torch.manual_seed(0)
+    model = Gpt(97, 32, width=32, depth=2, heads=4)
+    whole, targets = everything(PackedSequences(documents(), 32, seed=0))
+    tokens, positions, targets = (each[rows, :length] for each in (*whole[:2], targets))
+    assert (whole.positions == 0).sum() <= whole.num_sequences
+    inputs, found = PackedTokens(tokens, positions, whole.num_sequences), []
+    for kernel in (False, True):
+        if kernel:
+            monkeypatch.setattr(layers, "MIN_MEAN_LENGTH", 0)
+            monkeypatch.setattr(layers, "varlen_attn", varlen_on_cpu.varlen_attn)
+            monkeypatch.setattr(layers, "_has_varlen_kernel", lambda device, block: True)
+            monkeypatch.setattr(layers, "within_sequences", None)
+        model.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        loss.backward()
+        found.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
 def test_no_token_sees_another_document_in_half_precision_either() -> None:
