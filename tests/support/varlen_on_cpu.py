@@ -31,6 +31,6 @@ def varlen_attn(
     for first, last in pairwise(ends):
         assert 0 <= last - first <= max_q == max_k
         if last > first:
-            q, k, v = (each[first:last].transpose(0, 1) for each in (query, key, value))
-            found.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1))
+            q, k, v = (each[None, first:last].transpose(1, 2) for each in (query, key, value))
+            found.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1))
     return torch.cat(found)

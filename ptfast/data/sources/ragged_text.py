@@ -173,8 +173,9 @@ class PackedSequences(MapSource):
         inputs.reshape(-1)[flat] = self._documents.tokens[source]
         targets.reshape(-1)[flat] = self._documents.tokens[source + 1]
         where.reshape(-1)[flat] = positions
-        # In steps of 64, so that compiled models see few sizes.
-        most = -(-(len(documents) + len(indices)) // 64) * 64
+        num_sequences = len(documents) + int((used < self._context).sum())
+        # A power of two, so that compiled models see few of them.
+        most = 1 << (num_sequences - 1).bit_length()
         packed = PackedTokens(torch.from_numpy(inputs), torch.from_numpy(where), most)
         return packed, torch.from_numpy(targets)
 
