@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before torch 2.10
-    varlen_attn: Any = None
-# Torch 2.10 has another name for it.
-_WINDOWED = varlen_attn is not None and "window_size" in inspect.signature(varlen_attn).parameters
-_CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _WINDOWED else {"is_causal": True}
-
+varlen_attn: Any = None
+"""Torch's causal attention over sequences of unequal length, once `load_varlen_attention` has found it."""
 MAX_PLAIN_LENGTH = 256
 """Longest sequence for which plain matrix products beat the fused attention kernel on a CPU."""
 MIN_MEAN_LENGTH = 32
@@ -48,7 +44,7 @@ def attention(
         # The views of a projection, laid end to end without a copy.
         rows = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
         ends, longest = mask
-        attended = varlen_attn(*rows, ends, ends, longest, longest, **_CAUSAL)
+        attended = varlen_attn(*rows, ends, ends, longest, longest)
         return attended.unflatten(0, (batch, length)).transpose(1, 2)
     if query.device.type != "cpu" or query.dtype != torch.bfloat16 or length > MAX_PLAIN_LENGTH:
         return F.scaled_dot_product_attention(
@@ -81,6 +77,18 @@ class SequenceStarts(NamedTuple):
     """int32: of each in the tokens of all rows; then the number of tokens, as often as it takes."""
     longest: int
     """No sequence has more tokens."""
+
+
+def load_varlen_attention() -> None:
+    """Import the kernel that `packed_mask` may choose, before training, since that loads torch's compiler."""
+    global varlen_attn
+    with suppress(ImportError):  # before torch 2.10
+        from torch.nn.attention import varlen
+
+        # Torch 2.10 has another name for it.
+        windowed = "window_size" in inspect.signature(varlen.varlen_attn).parameters
+        causal: dict[str, Any] = {"window_size": (-1, 0)} if windowed else {"is_causal": True}
+        varlen_attn = partial(varlen.varlen_attn, **causal)
 
 
 def packed_mask(positions: Tensor, num_sequences: int, block: Block) -> Tensor | SequenceStarts:

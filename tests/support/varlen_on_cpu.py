@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,8 @@ def varlen_attn(
     cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
-    **causal: Any,
 ) -> Tensor:
     """Causal attention within each sequence; query, key and value are (tokens, heads, head_width)."""
-    assert causal in ({"window_size": (-1, 0)}, {"is_causal": True})
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 
 from ptfast.config.schema import Config
@@ -21,6 +22,7 @@ from ptfast.data.sampling import Batching
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share
 from ptfast.data.sampling.sampler import Sampler, Sharding, smallest_micro_batch
 from ptfast.data.sources.ragged_text import Documents, PackedSequences
+from ptfast.models.layers import load_varlen_attention
 from ptfast.techniques.curriculum.growing_sizes import (
     build_batch_sizes,
     build_cut,
@@ -169,6 +171,8 @@ def check_sequences(model: nn.Module, data: Data) -> None:
         what = f"{type(model).__name__} would attend across documents"
         hint = "Use batching=buckets, or model=gpt"
         raise ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
+    if isinstance(data.train, PackedSequences) and torch.cuda.is_available():
+        load_varlen_attention()
     most = getattr(model, "context_length", None)
     most = most or getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if info.kind not in ("text", "tokens") or not isinstance(most, int) or (info.context_length or 0) <= most:
