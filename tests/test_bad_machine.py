@@ -207,7 +207,7 @@ DAMAGES = {
     "zeroed": (lambda s: (s / "model.pt").write_bytes(bytes(9000)), "S001", "model.pt: the file has changed"),
     "empty": (lambda s: (s / "manifest.json").write_text(""), "S001", "the manifest cannot be read"),
     "a file gone": (lambda s: (s / "training.pt").unlink(), "S001", "training.pt: the file is missing"),
-    "a newer format": (_newer, "S001", "format 99 is newer than this ptfast reads (2). Upgrade ptfast"),
+    "a newer format": (_newer, "S001", "format 99 is newer than this ptfast reads (3). Upgrade ptfast"),
     "a pickled object": (_pickled, "S001", "model.pt: it holds a pickled object, which could run code"),
     "another model's shapes": (_reshape, "S002", "another model"),
     "a format of nobody": (_changed("manifest.json", {"format": -1}), "S001", "the manifest cannot be read"),

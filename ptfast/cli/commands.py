@@ -247,7 +247,6 @@ COMMANDS: dict[str, Command] = {
         "",
         "look at this machine: what is missing, slow or in the way, and the remedy",
         "doctor_command.doctor",
-        examples=("doctor", "doctor --json"),
         max_words=0,
         imports_torch=True,
     ),
