@@ -121,6 +121,8 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
         for number, before in previous.items():
             signal.signal(number, before)
     watcher.ended.hung = watcher.ended.hung or (Agent.latest.killed if Agent.latest else [])
+    # Its store has a thread, for which a fork of this process that dropped it later would wait forever.
+    Agent.latest = None
     return watcher.ended
 
 

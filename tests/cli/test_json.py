@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from forked import Forked, run_command
 
 from ptfast.cli.command_line import run
 from ptfast.cli.doctor_command import CHECKS
@@ -44,7 +45,11 @@ ERRORS = {
 
 def objects(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     """What was printed since the last call, checked against the schema."""
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return parsed(capsys.readouterr().out)
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in text.splitlines()]
     for each in found:
         jsonschema.validate(each, SCHEMA)
     return found
@@ -68,11 +73,13 @@ def test_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"panel", "progress", "evaluation"} <= {each["event"] for each in found}
 
 
-def test_ranks_print_objects_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_ranks_print_objects_too(tmp_path: Path) -> None:
     words = [*TINY, f"run.dir={tmp_path / 'run'}", "parallel=ddp", "parallel.nproc=2"]
-    assert run(["train", *words, "--json"]) == 0
-    found = objects(capfd)
-    assert [each["steps"] for each in found if each["event"] == "result"] == [4]
+    process = Forked(run_command("train", *words, "--json"))
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert [each["steps"] for each in parsed(said) if each["event"] == "result"] == [4]
 
 
 @pytest.mark.parametrize("line", ["recipes", "techniques precision", "schema", "train --cfg job", "--help"])
