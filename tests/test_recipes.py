@@ -26,10 +26,9 @@ SMALL = {
         *("data.val=10%", "model.width=24", "model.depth=2"),
     ),
     "resnet50_imagenet": (
-        "data.root=FILES/images",
-        *SMALL_IMAGES,
-        "model.name=resnet18",
-        "curriculum.image_size_from=16",
+        *("data.root=FILES/images", *SMALL_IMAGES[1:], "model.name=resnet18"),
+        # At 16 pixels the last stride would meet 1 x 1: oneDNN's weight gradient there holds unwritten bf16.
+        *("data.image_size=64", "curriculum.image_size_from=32"),
     ),
     "segmentation": ("data.root=FILES/masked", *SMALL_IMAGES, "model.name=lraspp_mobilenet_v3_large"),
 }
