@@ -98,8 +98,11 @@ def test_prints_and_numbers_that_are_not_finite(capsys: pytest.CaptureFixture[st
         print("mine", end=" ")
         print("own\n\nand a last line", end="")
         emit("row", loss=math.nan)
+        print('\n{"event": "mine", "v": 0, "text": "an object"}')
     found = objects(capsys)
-    assert [each.get("text", each.get("loss")) for each in found] == ["mine own", None, "and a last line"]
+    assert [each["event"] for each in found] == ["text", "row", "text", "row"]
+    assert [each.get("text") for each in found] == ["mine own", None, "and a last line", "an object"]
+    assert found[1]["loss"] is None
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,8 @@ class JsonLines(io.TextIOBase):
 
     def emit(self, event: str, facts: Mapping[str, Any]) -> None:
         """Write an object; numbers that are not finite become null."""
-        line = json.dumps(plain_json({"v": VERSION, "event": event, **facts}), default=str)
+        own = {"v": VERSION, "event": event}
+        line = json.dumps(plain_json(own | dict(facts) | own), default=str)
         self.stream.write(line + "\n")
         self.stream.flush()
 
