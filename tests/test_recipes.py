@@ -27,7 +27,7 @@ SMALL = {
     ),
     "resnet50_imagenet": (
         *("data.root=FILES/images", *SMALL_IMAGES[1:], "model.name=resnet18"),
-        # At 16 pixels the last stride would meet 1 x 1: oneDNN's weight gradient there holds unwritten bf16.
+        # At 16 pixels a strided convolution gets 1 x 1, where oneDNN's bf16 weight gradient may be NaN.
         *("data.image_size=64", "curriculum.image_size_from=32"),
     ),
     "segmentation": ("data.root=FILES/masked", *SMALL_IMAGES, "model.name=lraspp_mobilenet_v3_large"),

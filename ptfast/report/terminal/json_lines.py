@@ -42,6 +42,7 @@ class JsonLines(io.TextIOBase):
 
     def emit(self, event: str, facts: Mapping[str, Any]) -> None:
         """Write an object; numbers that are not finite become null."""
+        # First in the line, and not to be replaced by what a user's code prints.
         own = {"v": VERSION, "event": event}
         line = json.dumps(plain_json(own | dict(facts) | own), default=str)
         self.stream.write(line + "\n")

@@ -26,7 +26,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.core.run_directory import write_json
-from ptfast.launch.agent import Agent, Ended
+from ptfast.launch.agent import Agent, Ended, watch
 from ptfast.launch.launcher import _check_started, _outcome
 from ptfast.launch.rank_main import report_failure
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
@@ -289,6 +289,9 @@ def test_ranks_that_torchrun_kills_are_those_that_hang(monkeypatch: pytest.Monke
     monkeypatch.setattr(Agent.__base__, "_shutdown", lambda self: (process.kill(), process.wait()))
     agent._shutdown()
     assert agent.killed == [3]
+    # Kept, its store would be dropped by a fork, which lacks the store's thread.
+    assert watch(lambda: setattr(Agent, "latest", agent), []).hung == [3]
+    assert Agent.latest is None
 
 
 def outcome(folder: Path, codes: dict[int, int] | None = None, **ended: Any) -> int:
