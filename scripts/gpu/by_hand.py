@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet9 import ResNet9
-from ptfast.profiling.roofline import measured_peaks
 
 DEVICE = torch.device("cuda")
 
@@ -92,8 +91,6 @@ def main(job: dict[str, Any]) -> None:
     with FlopCounterMode(display=False) as counter:
         step(model)
     facts = {"flops": counter.get_total_flops(), "batch_size": job["batch_size"]}
-    if job["peak"]:
-        facts["peak"] = measured_peaks(DEVICE, [precision]).flops_per_s[precision]
     for line in sys.stdin:
         step(forward)
         torch.cuda.synchronize()

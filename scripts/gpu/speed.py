@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tarfile
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,8 @@ SEEDS = range(5)
 LEAST_ACCURACY = {"cifar10": 0.94, "imagefolder": 0.90}
 """Of the mean over seeds: for the published pixels, and for JPEG copies of quality 75."""
 PRECISIONS = ("bf16", "tf32", "fp32")
+ROWS = [(precision, "none") for precision in PRECISIONS] + [("bf16", "model"), ("bf16", "step")]
+"""Precision and compiling of the rows beside a loop by hand."""
 STATED_PEAKS = {
     "A100": (312e12, 156e12, 19.5e12),
     "H100 80GB HBM3": (989e12, 495e12, 67e12),
@@ -88,52 +92,56 @@ def check_compiler(compile_as: str, check: Check) -> None:
         raise NotShownError("the emulation cannot compile")
 
 
-def beside_by_hand(task: str, precision: str, compile_as: str, check: Check) -> Figures:
-    """Train with ptfast and with a loop by hand in turns, each in a process of its own."""
-    check_compiler(compile_as, check)
+def beside_by_hand(task: str, precisions: Sequence[str], check: Check) -> Figures:
+    """Train with ptfast and with loops by hand: processes that start at once, then take turns."""
     words = words_of(task, check)
     sizes = {key.rpartition(".")[2]: value for key, value in SIZES[task][check.quick].items()}
     job = {
         "task": task,
         **sizes,
-        "precision": precision,
-        "compiled": compile_as != "none",
-        "peak": not check.emulated,
+        "file": str(check.scratch / ("tokens.txt" if task == "gpt" else f"{task}.npz")),
     }
-    job["file"] = str(check.scratch / ("tokens.txt" if task == "gpt" else f"{task}.npz"))
     endless = ("epochs=null", "steps=1000000", "log_every=1000000steps")
-    own = (f"precision={precision}", f"compile={compile_as}", *endless)
-    rows = [
-        start(check, "ptfast", ROOT / "scripts/bench_switches.py", "--child", *words, *own),
-        start(check, "by hand", "-m", "scripts.gpu.by_hand", json.dumps(job)),
-    ]
+    ours: dict[tuple[str, str], Contender] = {}
+    theirs: dict[tuple[str, bool], Contender] = {}
+    for precision, kind in ROWS:
+        if precision not in precisions or (check.emulated and kind != "none"):
+            continue
+        own = (f"precision={precision}", f"compile={kind}", *endless)
+        bench = ROOT / "scripts/bench_switches.py"
+        ours[precision, kind] = start(check, f"ptfast, {precision}, {kind}", bench, "--child", *words, *own)
+        compiled = kind != "none"
+        if (precision, compiled) not in theirs:
+            given = json.dumps({**job, "precision": precision, "compiled": compiled})
+            name = f"by hand, {precision}{', compiled' if compiled else ''}"
+            theirs[precision, compiled] = start(check, name, "-m", "scripts.gpu.by_hand", given)
+    rows = [*ours.values(), *theirs.values()]
     rounds, steps = (3, 2) if check.quick else (7, STEPS[task])
     stop = threading.Timer(max(check.left_s, 0), kill, rows)
     stop.start()
     try:
-        for row in rows:
-            row.ask(steps)
+        with ThreadPoolExecutor(len(rows)) as pool:
+            list(pool.map(lambda row: row.ask(steps), rows))
         for index in range(rounds):
-            for row in rows if index % 2 else reversed(rows):
+            turn = index % len(rows)
+            for row in rows[turn:] + rows[:turn]:
                 row.facts = row.ask(steps)
                 row.seconds.append(row.facts["seconds"])
-            print(
-                f"round {index + 1}/{rounds}: {rows[0].seconds[-1]:.3f} s, {rows[1].seconds[-1]:.3f} s",
-                flush=True,
-            )
+            print(f"round {index + 1}/{rounds}: {[round(row.seconds[-1], 3) for row in rows]} s", flush=True)
     except RuntimeError as error:
         raise OutOfTimeError if check.left_s <= 0 else FailedError(str(error)) from None
     finally:
         stop.cancel()
         kill(*rows)
-    figures = compared(rows, steps, sizes.get("context_length", 1))
+    tokens, figures = sizes.get("context_length", 1), {}
+    for (precision, kind), row in ours.items():
+        found = compared(row, theirs[precision, kind != "none"], steps, tokens)
+        stated = next((peaks for name, peaks in STATED_PEAKS.items() if name in check.gpu), None)
+        if stated is not None:
+            found["MFU"] = round(found["TFLOP/s"] * 1e12 / stated[PRECISIONS.index(precision)], 3)
+        figures[f"{precision}, compile={kind}"] = found
     if check.emulated:
-        raise NotShownError(NO_SPEED, {name: figures[name] for name in ("memory MiB",)})
-    stated = next((peaks for name, peaks in STATED_PEAKS.items() if name in check.gpu), None)
-    if stated is not None:
-        figures["MFU of the stated peak"] = round(
-            figures["TFLOP/s"] * 1e12 / stated[PRECISIONS.index(precision)], 3
-        )
+        raise NotShownError(NO_SPEED, {name: found["memory MiB"] for name, found in figures.items()})
     return figures
 
 
@@ -154,19 +162,17 @@ def kill(*rows: Contender) -> None:
             os.killpg(row.process.pid, signal.SIGKILL)
 
 
-def compared(rows: list[Contender], steps: int, tokens: int) -> Figures:
-    """Samples, or tokens, a second of both rows, their ratio with its interval, and the share of the peak."""
-    ours, theirs = rows
-    rates = [steps * row.facts["batch_size"] * tokens / statistics.median(row.seconds) for row in rows]
+def compared(ours: Contender, theirs: Contender, steps: int, tokens: int) -> Figures:
+    """Samples, or tokens, a second of both rows, and their ratio with its interval."""
+    rates = [
+        steps * row.facts["batch_size"] * tokens / statistics.median(row.seconds) for row in (ours, theirs)
+    ]
     ratios = [other / own for own, other in zip(ours.seconds, theirs.seconds, strict=True)]
-    flops_per_s = theirs.facts["flops"] * steps / statistics.median(ours.seconds)
-    figures: Figures = {f"{row.name} /s": round(rate) for row, rate in zip(rows, rates, strict=True)}
+    figures: Figures = dict(zip(("ptfast /s", "by hand /s"), map(round, rates), strict=True))
     figures["times by hand"] = round(statistics.median(ratios), 3)
     figures["95 %"] = [round(end, 3) for end in interval(ratios)]
-    figures["TFLOP/s"] = round(flops_per_s / 1e12, 1)
-    if "peak" in theirs.facts:
-        figures["MFU of the measured peak"] = round(flops_per_s / theirs.facts["peak"], 3)
-    figures["memory MiB"] = [round(row.facts["peak_memory_bytes"] / 2**20) for row in rows]
+    figures["TFLOP/s"] = round(theirs.facts["flops"] * steps / statistics.median(ours.seconds) / 1e12, 1)
+    figures["memory MiB"] = [round(row.facts["peak_memory_bytes"] / 2**20) for row in (ours, theirs)]
     return figures
 
 
@@ -238,16 +244,14 @@ def speedrun_name(seed: int, compile_as: str) -> str:
 
 def parts() -> list[Part]:
     """Of stage 2."""
-    rows = [(precision, "none") for precision in PRECISIONS] + [("bf16", "model"), ("bf16", "step")]
     listed = []
     for compile_as in ("none", "step"):
         for seed in SEEDS:
             listed.append(Part(speedrun_name(seed, compile_as), partial(speedrun, seed, compile_as), 90))
         listed.append(Part(f"CIFAR-10, compile={compile_as}, all seeds", partial(over_seeds, compile_as), 1))
-    for task in STEPS:
-        for precision, compile_as in rows:
-            run = partial(beside_by_hand, task, precision, compile_as)
-            listed.append(Part(f"{task}, {precision}, compile={compile_as}, beside a loop by hand", run, 120))
+    for task, together in (("resnet9", PRECISIONS), ("gpt", ("bf16",)), ("gpt", ("tf32", "fp32"))):
+        run = partial(beside_by_hand, task, together)
+        listed.append(Part(f"{task}, {' and '.join(together)}, beside a loop by hand", run, 120))
     return listed
 
 
