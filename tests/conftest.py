@@ -124,6 +124,12 @@ def shared_data() -> Path:
     return folder
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs of this machine from tests that need none."""
+    if "gpu" not in config.getoption("-m") and any(Path("/dev").glob("nvidia[0-9]*")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `slow` or `gpu` unless `-m` asks for them, and `gpu` without a CUDA device."""
     asked = set(re.findall(r"\w+", config.getoption("-m")))

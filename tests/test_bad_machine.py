@@ -91,7 +91,7 @@ def in_mounts(command: str, *words: str, after: str = "true") -> subprocess.Comp
             "ptfast",
             *words,
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

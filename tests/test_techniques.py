@@ -99,8 +99,9 @@ def marked(technique: Technique) -> Any:
         marks.append(pytest.mark.gpu(*real))
     if SLOW & {*technique.needs}:
         marks.append(pytest.mark.slow)
-    if "schedulefree" in technique.needs:
-        marks.append(pytest.mark.skipif(find_spec("schedulefree") is None, reason="needs schedulefree"))
+    for need, package in {"schedulefree": "schedulefree", "float8": "torchao"}.items():
+        if need in technique.needs:
+            marks.append(pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"))
     if "compiler" in technique.needs:
         # The compiler looks at every tensor's gradient, and hides torch's warning only once it is given.
         marks.append(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"))
@@ -224,7 +225,8 @@ def test_it_gives_what_plain_gives(technique: Technique, tmp_path: Path) -> None
         for name, value in on.weights.items():
             assert torch.equal(value, off.weights[name]), name
     elif technique.kind == "reordered":
-        assert distance(on.weights, on.as_saved(off.weights)) < 1e-4
+        # On a GPU, cuDNN's ways of computing a convolution differ by more than rounding.
+        assert distance(on.weights, on.as_saved(off.weights)) < (1e-4 if device == "cpu" else 1e-2)
     elif device == "cpu" and "half" in technique.needs and not multiplies_bf16("cpu"):
         assert on.losses == off.losses, "amp is float32 on a CPU without bf16 instructions"
     else:

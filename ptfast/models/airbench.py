@@ -59,7 +59,7 @@ class Airbench(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
         x = self.groups(F.gelu(self.whiten(images)))
-        return self.head(x.amax((2, 3))) * self.logit_scale
+        return self.head(F.max_pool2d(x, x.shape[2:]).flatten(1)) * self.logit_scale
 
 
 class Group(nn.Module):

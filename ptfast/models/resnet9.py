@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
@@ -61,7 +62,7 @@ class ResNet9(nn.Module):
         x = x + self.residual1(x)
         x = self.stage3(self.stage2(x))
         x = x + self.residual3(x)
-        return self.head(x.amax((2, 3))) * self.logit_scale
+        return self.head(F.max_pool2d(x, x.shape[2:]).flatten(1)) * self.logit_scale
 
 
 def conv(in_channels: int, out_channels: int) -> nn.Sequential:

@@ -73,6 +73,6 @@ class TextEncoder(nn.Module):
         # Mean and maximum over the tokens that are there.
         present = present[:, :, None]
         mean = (x * present).sum(1) / present.sum(1).clamp(min=1)
-        maximum = x.masked_fill(~present, torch.finfo(x.dtype).min).amax(1)
+        maximum = x.masked_fill(~present, torch.finfo(x.dtype).min).max(1).values
         pooled = torch.cat([mean, maximum.where(present.any(1), 0.0)], dim=1)
         return self.head(self.dropout(pooled))

@@ -11,9 +11,8 @@ def write_text(file: Path, num_characters: int, length: int) -> None:
     """Write a text of so many different characters, each of which occurs."""
     if file.exists():
         return
-    letters = np.array(
-        [chr(number) for number in range(0x100, 0xD800) if chr(number).isalpha()][:num_characters]
-    )
+    every = map(chr, (*range(0x100, 0xD800), *range(0x10000, 0x30000)))
+    letters = np.array([letter for letter in every if letter.isalpha()][:num_characters])
     assert len(letters) == num_characters
     drawn = np.random.default_rng(0).integers(0, num_characters, length)
     file.write_text("".join([*letters, *letters[drawn]]), encoding="utf-8")

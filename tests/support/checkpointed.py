@@ -89,7 +89,7 @@ def step(model: nn.Module, inputs: Tensor, seed: int = SEED) -> Tensor:
     torch.manual_seed(seed)
     loss = model(inputs).float().square().sum()
     loss.backward()
-    return torch.stack([loss.detach(), torch.rand(())])
+    return torch.stack([loss.detach(), torch.rand((), device=loss.device)])
 
 
 def assert_same(plain: nn.Module, other: nn.Module) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import RunPtfast
 from nets import Gated, Net
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, training_state, weights
@@ -390,6 +391,17 @@ def test_a_compiled_step_is_the_step(words: tuple[str, ...], in_tmp: Path) -> No
     assert same_bits(training_state(Path("whole")), training_state(Path("rest")))
 
 
+class Largest(nn.Module):
+    """Its last gradient goes to entries that equal the largest, as rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.conv(x))).amax((2, 3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("autocast", [False, True])
@@ -398,6 +410,7 @@ def test_compiled_code_computes_the_same(mode: Any, autocast: bool) -> None:
     for model, inputs in (
         (ResNetCifar(10, depth=8, width=4), torch.randn(4, 3, 8, 8)),
         (Gpt(16, 8, width=8, depth=2, heads=2), torch.randint(16, (4, 8))),
+        *([(Largest(), torch.randn(4, 3, 6, 6))] if mode != "blocks" else []),
     ):
         compilation, compiled = Compilation(mode, "cpu"), copy.deepcopy(model)
         compilation.apply(compiled)

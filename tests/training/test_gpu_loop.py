@@ -83,6 +83,7 @@ def test_log_lines_and_evaluations_never_drain_the_device(
 ) -> None:
     """A line is read once the steps after it are under way; an evaluation waits for its own sums alone."""
     words = (f"precision={precision}", "steps=40", "epochs=null", "log_every=5", "schedule=constant")
+    words = (*words, "backend=deterministic")
     words = ("+recipe=resnet_digits", *words, "eval.every=20steps", "saving.every=20steps")
     at_once, late = (build_run(tmp_path / name, *words, "device=cuda") for name in ("at once", "late"))
     at_once.logger, late.logger, late.callbacks = Lines(), Lines(), [Guarded()]
@@ -90,8 +91,12 @@ def test_log_lines_and_evaluations_never_drain_the_device(
         patched.setattr(LossWindow, "report", reads_first(LossWindow.report))
         fit(at_once)
     reached: list[int] = []
-    # What waits for an event of its own has to do so here.
-    monkeypatch.setattr(arrivals, "wait_for", lambda event: reached.append(late.progress.step))
+
+    def noted(event: Any) -> None:
+        reached.append(late.progress.step)
+        event.synchronize()
+
+    monkeypatch.setattr(arrivals, "wait_for", noted)
     fit(late)
     assert figures(late.logger) == figures(at_once.logger)
     assert same_bits(dict(late.model.state_dict()), dict(at_once.model.state_dict()))

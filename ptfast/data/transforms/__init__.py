@@ -184,13 +184,14 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
     _augment(
         name="nvJPEG",
-        kind="reordered",
+        kind="reduced",
+        drift=0.05,
         on=("data.decoder=nvjpeg",),
         off=("data.decoder=cpu",),
         why="JPEG files are sent to the GPU compressed, at a tenth of the bytes, and decoded, cropped and "
         "resized there when host cores are the bottleneck.",
         claim="The host's cores are left to other work; how much is gained depends on GPU and batch, and "
-        "pixels differ from the host's by rounding.",
+        "pixels differ from the host's by some levels where colours are subsampled.",
         source="NVIDIA, nvJPEG documentation; torchvision.io.decode_jpeg(..., device='cuda').",
         avoid="Host cores are free, or the GPU is busy: decoding takes time from training. A pack costs less"
         " of either.",

@@ -76,6 +76,11 @@ class Compilation:
         self.blocks: dict[str, nn.Module] = {}
         self.fusion: PointwiseFusion | None = None
         self.options: dict[str, Any] = {"dynamic": dynamic}
+        # Else a fused kernel keeps float32 where the plain step rounds, and compares it with rounded numbers:
+        # `amax` then has a wrong gradient, or NaN, in bf16.
+        from torch._inductor import config as settings
+
+        settings.emulate_precision_casts = True  # pyright: ignore[reportAttributeAccessIssue]
         self.instead_of_step: str | None = None
         """Why the model is compiled where the step was to be."""
         if mode == "pointwise":

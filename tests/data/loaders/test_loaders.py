@@ -285,7 +285,7 @@ def test_workers_outlive_a_terminal_signal_and_die_with_their_parent(tmp_path: P
             """
         )
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60
     )

@@ -144,7 +144,10 @@ def test_memory_of_a_batch_is_not_filled_anew_while_it_may_be_read() -> None:
     """That of a batch with a `to` of its own neither."""
     program = [sys.executable, str(ROOT / "tests" / "support" / "stream_races.py")]
     done = subprocess.run(
-        program, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        program,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
