@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import io
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,8 @@ AS_RGB = 3
 """`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
 """They hold the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
+SHORT_S = 80e-6
+"""How long work takes that threads make no shorter."""
 REMEDY = "Replace the file, or remove it"
 
 Pixels = NDArray[np.uint8]
@@ -123,7 +126,10 @@ def size_of(path: str) -> tuple[int, int]:
 def read_file(path: str) -> bytes:
     """The bytes of an image file."""
     try:
-        return path.read() if isinstance(path, InTar) else Path(path).read_bytes()
+        if isinstance(path, InTar):
+            return path.read()
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of Path.read_bytes
+            return file.read()
     except OSError as error:
         raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
 
@@ -214,13 +220,22 @@ Result = TypeVar("Result")
 
 
 def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
-    """`work(0)` to `work(count - 1)`, by as many threads as torch has; decoding releases Python's lock."""
-    results: list[Any] = [None] * count
+    """`work(0)` to `work(count - 1)`, by as many threads as torch has; decoding releases Python's lock.
+
+    Short work, such as images of less than 100 x 100 pixels, is done by one thread: several would wait for
+    the lock longer than they work.
+    """
+    if not count:
+        return []
+    start_s = time.perf_counter()
+    results: list[Any] = [work(0), *[None] * (count - 1)]
     errors: dict[int, Exception] = {}
-    threads = min(torch.get_num_threads(), count)
+    threads = max(1, min(torch.get_num_threads(), count - 1))
+    if time.perf_counter() - start_s < SHORT_S:
+        threads = 1
 
     def work_some(start: int) -> None:
-        for place in range(start, count, threads):
+        for place in range(1 + start, count, threads):
             try:
                 results[place] = work(place)
             except Exception as error:
@@ -231,7 +246,7 @@ def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
         # Threads that outlived this call would not survive the fork of a worker process.
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work_some, range(threads)))
-    elif threads:
+    else:
         work_some(0)
     if errors:
         raise errors[min(errors)]

@@ -18,6 +18,7 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes, size_of
 from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Sizes
@@ -26,7 +27,9 @@ OnCorrupt = Literal["error", "skip"]
 REMEDY = "Replace the file, remove it, or leave such files out with data.on_corrupt=skip"
 _SOME = 64
 """Files whose sizes estimate those of all."""
-_CHUNK = 256
+_CHUNK, _FEW_CHUNKS = 256, 16
+_SMALL = 3 * 100 * 100
+"""Bytes of an image that is decoded sooner than a thread gets Python's lock."""
 
 
 class ImageSource(MapSource):
@@ -150,7 +153,11 @@ class ImageFiles(ImageSource):
         return [self.paths[int(i)] for i in np.flatnonzero(self._corrupt)]
 
     def hold(self, holder: Holder | None = None) -> TensorSource:
-        """Every image in one tensor; ranks that share it lend their threads to the one that decodes."""
+        """Every image in one tensor, decoded on all cores that ranks which share it may use.
+
+        Small images are decoded by processes: threads would take turns at Python's lock, and 16 of them take
+        three times as long as one.
+        """
         if self.skips:
             held = super().hold(holder)
             self.note_unreadable(np.arange(len(self)), held.targets)
@@ -158,17 +165,20 @@ class ImageFiles(ImageSource):
         holder = holder or Holder()
         shape = self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 
-        def decode(images: Pixels, start: int) -> None:
-            for place in range(start, min(start + _CHUNK, len(self))):
-                pixels = self.fitted(place)
-                if pixels.shape != shape:
-                    raise mixed_sizes(self.paths[place], pixels.shape, shape)
-                images[place] = pixels
+        places = range(len(self))
+        chunks = [places[start : start + _CHUNK] for start in places[::_CHUNK]]
 
         def fill(images: Pixels) -> NDArray[np.bool_]:
-            with ThreadPoolExecutor(max(1, self.threads) * holder.num_holders) as pool:
+            decoders = max(1, self.threads) * holder.num_holders
+            if math.prod(shape) < _SMALL and len(chunks) > _FEW_CHUNKS and decoders > 1:
+                decoded = WorkerPool(partial(self._decode, shape), decoders, 2).fetch(chunks)
+                for chunk, (pixels, converted) in zip(chunks, decoded, strict=True):
+                    images[chunk.start : chunk.stop] = pixels
+                    self._converted[chunk.start : chunk.stop] = converted
+                return self._converted
+            with ThreadPoolExecutor(decoders) as pool:
                 try:
-                    list(pool.map(partial(decode, images), range(0, len(self), _CHUNK)))
+                    list(pool.map(partial(self._decode, shape, into=images), chunks))
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
@@ -176,6 +186,19 @@ class ImageFiles(ImageSource):
 
         images, self._converted = holder.fill((len(self), *shape), fill)
         return TensorSource(torch.from_numpy(images), self.targets, images=True)
+
+    def _decode(
+        self, shape: tuple[int, ...], chunk: range, *, into: Pixels | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The images of a chunk, as written `into` their places, or new, and which were converted."""
+        images = np.empty((len(chunk), *shape), np.uint8) if into is None else into[chunk.start : chunk.stop]
+        for image, place in zip(images, chunk, strict=True):
+            pixels = self.fitted(place)
+            if pixels.shape != shape:
+                raise mixed_sizes(self.paths[place], pixels.shape, shape)
+            image[:] = pixels
+        converted = self._converted[chunk.start : chunk.stop]
+        return torch.from_numpy(images), torch.from_numpy(converted)
 
 
 def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
