@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ptfast.core.errors import ConfigError, MachineError, described
 from ptfast.core.sections.targets import Target
-from ptfast.core.tensors.dtensors import is_sharded, shard_like
+from ptfast.core.tensors.dtensors import is_sharded, local_part, shard_like
 from ptfast.core.tensors.torch_internals import hide_from_compiler, is_profiling
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.optim.layer_batches import laid_out_as
@@ -159,20 +159,28 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return True if a fused step on a scalar runs: some optimizers refuse only then."""
-    kinds = {(p.device, p.dtype): torch.zeros(1, device=p.device, dtype=p.dtype) for p in parameters}
+    """Return True if fused steps run and move weights as others do.
+
+    Some optimizers refuse only in a step, and SGD's step of half-width weights on a CPU hardly moves them
+    before torch 2.14.
+    """
+    kinds = {(p.device, p.dtype): torch.zeros(64, device=p.device, dtype=p.dtype) for p in parameters}
     # Not every torch accepts sharded parameters.
     kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
-    probes = [nn.Parameter(probe) for probe in kinds.values()]
+    ends: list[list[torch.Tensor]] = []
     try:
-        optimizer = _construct(replace(target, kwargs={**target.kwargs, "fused": True}), probes)
-        for probe in probes:
-            probe.grad = torch.zeros_like(probe)
-        build_step(optimizer)()
+        for fused in (True, False):
+            probes = [nn.Parameter(value.detach().clone()) for value in kinds.values()]
+            optimizer = _construct(replace(target, kwargs={**target.kwargs, "fused": fused}), probes)
+            for probe in probes:
+                probe.grad = torch.full_like(probe, 0.5)
+            for _ in range(3):
+                build_step(optimizer)()
+            ends.append([local_part(probe.detach()) for probe in probes])
     except (RuntimeError, AssertionError):
         # Torch 2.9 raises AssertionError for an operator that does not support sharded weights.
         return False
-    return True
+    return all(torch.allclose(one, other, rtol=0.1) for one, other in zip(*ends, strict=True))
 
 
 def _construct(

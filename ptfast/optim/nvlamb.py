@@ -47,10 +47,11 @@ class Nvlamb(Lamb):
 
     def _grad_factor(self, device: torch.device) -> Tensor | None:
         unscale, longest = super()._grad_factor(device), self.defaults["max_grad_norm"]
-        if longest is None:
-            return unscale
         layers = (layer for group in self.param_groups for layer in group["params"])
-        grads = [layer.grad for layer in layers if layer.grad is not None]
+        # Sparse ones are refused where layers are stepped; some versions of torch have no norm of them.
+        grads = [layer.grad for layer in layers if layer.grad is not None and not layer.grad.is_sparse]
+        if longest is None or not grads:
+            return unscale
         norms = torch._foreach_norm(grads, dtype=torch.float32 if grads[0].dtype in HALF_TYPES else None)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))
         if unscale is None:

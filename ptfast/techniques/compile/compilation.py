@@ -114,10 +114,10 @@ class Compilation:
             config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
             parts = list(self.blocks.values())
         for part in parts:
-            if torch.__version__ >= "2.10" or not type(part).__module__.startswith("torch.nn."):
+            if not type(part).__module__.startswith("torch.nn."):
                 part.compile(**self.options)
                 continue
-            # Torch 2.9 does not compile methods that are defined in torch's own files.
+            # Torch 2.9 to 2.11 do not compile methods that are defined in torch's own files.
             from torch._dynamo.external_utils import wrap_inline
 
             part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **self.options)
