@@ -75,6 +75,8 @@ class RunOptions(Section):
     """`never`, `auto` (the newest unfinished run of this config), or a state folder to resume from."""
     max_time: WallTime | None = None
     """Save and leave after so much wall time, such as `2h`."""
+    hang_timeout: OrAuto | WallTime = "auto"
+    """End with exit code 7 after so long without progress, such as `10m`; `auto` only says where it hangs."""
 
 
 class Sweep(Section):

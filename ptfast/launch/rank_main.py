@@ -153,13 +153,16 @@ class RankPart:
         from ptfast.profiling.debugging import debugging
         from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
         from ptfast.training.fit import fit
+        from ptfast.training.hang_watch import HangWatch
 
         self.display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
         debug = self.config.debug
         looking = debugging(run=run, **vars(debug))
         compilation = run.compilation
         compiling = contextlib.nullcontext() if compilation is None else compilation.booking(run.clock)
-        with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
+        limit = self.config.run.hang_timeout
+        hang_watch = HangWatch(run, None if limit == "auto" else limit.seconds)
+        with looking, compiling, naming_mismatch(self.config.checkpointing.mode), hang_watch:
             status = fit(run)
         if self.ranks.is_first and status in ("finished", "stopped", "paused"):
             from ptfast.training.examples import examples
