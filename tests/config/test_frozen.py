@@ -48,7 +48,14 @@ def test_the_folder_of_a_run_is_not_that_of_its_repetition() -> None:
     composed = compose(["run.dir=a", "run.resume=auto", "run.max_time=1h", "run.name=b"])
     freeze(composed, Path("config.yaml"))
     run = load(Path("config.yaml")).tree["run"]
-    assert run == {"name": "b", "root": "runs", "dir": None, "resume": "never", "max_time": "1h", "hang_timeout": "auto"}
+    assert run == {
+        "name": "b",
+        "root": "runs",
+        "dir": None,
+        "resume": "never",
+        "max_time": "1h",
+        "hang_timeout": "auto",
+    }
 
 
 @pytest.mark.parametrize("length", ["epochs=3", "steps=20"])
