@@ -35,12 +35,12 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
 
     def __init__(self, run: Run, timeout_s: float | None) -> None:
         self._run, self._timeout_s = run, timeout_s
-        self._file = (run.folder / f"hang-rank{run.ranks.rank}.txt").open("a", encoding="utf-8")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ptfast-hang-watch", daemon=True)
         self._error: ParallelError | None = None
 
     def __enter__(self) -> HangWatch:
+        self._file = (self._run.folder / f"hang-rank{self._run.ranks.rank}.txt").open("a", encoding="utf-8")
         self._before = signal.signal(signal.SIGVTALRM, self._raise)
         self._thread.start()
         return self
