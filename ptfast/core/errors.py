@@ -331,6 +331,13 @@ def summary_of(error: BaseException, depth: int = 0) -> str:
     return type(error).__name__ + (places[-1] if places else "") + (f": {text}" if text else "")
 
 
+def user_place(frame: Any) -> str:
+    """` (FILE:LINE)` of the innermost user's code that is running in `frame`; empty if there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith((*INSTALLED, "<")):
+        frame = frame.f_back
+    return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
 def name_of(made: Any) -> str:
     """The import path of a function, or of the class of anything else."""
     made = getattr(made, "func", made)  # of a partial one

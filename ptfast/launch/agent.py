@@ -15,6 +15,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
+from ptfast.training.hangs.hang_supervisor import DUMP
+
 POLL_S = 0.1
 SHUTDOWN_S = 600.0
 """How long ranks that were sent a signal may take to end their step and save."""
@@ -163,6 +165,9 @@ class _Watch:
             self.all_left_s = min(self.all_left_s, now)
         elif now > self.deadline_s and not ended.hung:
             ended.hung = [rank for rank in self.processes if rank not in self.left]
+            # Where they stand goes to a file first.
+            self._send(DUMP)
+            time.sleep(POLL_S)
             self._send(signal.SIGKILL)
             self.all_left_s = now
 

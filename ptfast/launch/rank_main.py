@@ -44,6 +44,7 @@ from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import build_display
 from ptfast.run import Run
+from ptfast.training.hangs.hang_watch import HangWatch
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
 SKIPPED_NAMES = 5
@@ -80,9 +81,14 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
     outcome = Outcome()
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
-    with caught_signals(part.display, ranks) as signals:
+    limit = config.run.hang_timeout
+    limit_s = None if limit == "auto" else limit.seconds
+    with (
+        caught_signals(part.display, ranks) as signals,
+        HangWatch(folder, ranks, part.display, clock, signals, limit_s) as hang_watch,
+    ):
         try:
-            run = part.build(state_folder, signals)
+            run = hang_watch.run = part.build(state_folder, signals)
             part.display.panel(*build_panel(dict(config), run))
             outcome = part.fit(run)
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
@@ -153,16 +159,13 @@ class RankPart:
         from ptfast.profiling.debugging import debugging
         from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
         from ptfast.training.fit import fit
-        from ptfast.training.hang_watch import HangWatch
 
         self.display.start(run.progress.step, run.total_steps, run.train_loader.plan.steps_per_epoch)
         debug = self.config.debug
         looking = debugging(run=run, **vars(debug))
         compilation = run.compilation
         compiling = contextlib.nullcontext() if compilation is None else compilation.booking(run.clock)
-        limit = self.config.run.hang_timeout
-        hang_watch = HangWatch(run, None if limit == "auto" else limit.seconds)
-        with looking, compiling, naming_mismatch(self.config.checkpointing.mode), hang_watch:
+        with looking, compiling, naming_mismatch(self.config.checkpointing.mode):
             status = fit(run)
         if self.ranks.is_first and status in ("finished", "stopped", "paused"):
             from ptfast.training.examples import examples

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ptfast.core.distributed import Ranks, abort_process_group, all_come_to
-from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, user_place
 from ptfast.core.protocols import takes_own_steps
 from ptfast.report.terminal.display import drop_unread
+from ptfast.training.hangs.hang_supervisor import DUMP
 
 if TYPE_CHECKING:
     from ptfast.run import Run
@@ -31,10 +32,14 @@ HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
 """How long a step, the evaluation of a batch or a callback may go on after a signal, on one rank or among
 several; twice a step's usual time if that is more."""
 UNHANDLED_S = 10.0
-"""The same for a call that keeps Python from handling the signal: a rank in CUDA that waits for another."""
+"""The same for a call that keeps Python from handling the signal: a rank that waits for another."""
+SAVING_S = 60.0
+"""The same for saving, or as long as all that was saved so far has taken."""
 REPEATED_S = 1.0
 """Signals within this time count as one: a scheduler and a script in between may both have sent it."""
 CAUGHT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+MOST_SWALLOWED = 3
+"""So many times code may swallow the exception that ends the run."""
 LAST_S = 10.0
 """How long the process has to leave after a second signal."""
 
@@ -96,9 +101,11 @@ class Signals:
         self.closing = False
         """Only the outcome of the run is left to write."""
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
-        self._first_s, self._leaves, self._aborted = 0.0, False, False
+        self._first_s, self._leaves, self._aborted, self._place = 0.0, False, False, ""
         self._heard_s = self._moved_s = 0.0
         self._last_place: Any = None
+        self._swallowed: tuple[Any, int] = (None, 0)
+        """Where exceptions that end the run were raised, and how many in a row."""
 
     @property
     def exit_code(self) -> int:
@@ -114,7 +121,7 @@ class Signals:
         run, first, self.received = self.run, self.received is None, number
         self._heard_s = time.monotonic()
         if first:
-            self._first_s = self._heard_s
+            self._first_s, self._place = self._heard_s, user_place(frame)
             self._call_later(LATE_S, self._check_progress)
         drop_unread(sys.stdout, sys.stderr)
         if run is not None:
@@ -130,11 +137,14 @@ class Signals:
         if self.closing:
             return
         if not self._several or self._aborted or (run is not None and run.waits == "alone"):
+            if run is not None and run.waits:
+                with contextlib.suppress(RuntimeError):
+                    self._display.note(f"stopping: it waits for data{self._place}; the state is being saved")
             self._end_wait()
         if run is not None and first:
             # Python's streams refuse a line inside another one that the signal may have interrupted.
             with contextlib.suppress(RuntimeError):
-                self._display.note("stopping after this step; the state is being saved")
+                self._display.note(f"stopping after this step{self._place}; the state is being saved")
         if run is not None and again:
             raise self._unsaved("again ")
 
@@ -156,24 +166,37 @@ class Signals:
                 run, now = self.run, time.monotonic()
                 if came_s is None or self._heard_s > came_s - REPEATED_S:
                     came_s = None
-                elif run is not None and run.device.type == "cuda" and run.clock.cause != "saving":
-                    late_s = now - came_s - self._patience_s(UNHANDLED_S)
-                    if late_s > 0 and not self._aborted:
+                elif run is not None and run.clock.cause != "saving":
+                    late_s = now - came_s - self.patience_s(UNHANDLED_S)
+                    if late_s > 0 and not self._aborted and run.device.type == "cuda":
                         self._aborted = True
                         # Aborting may hang too.
                         threading.Thread(target=abort_process_group, daemon=True).start()
                     if late_s > LAST_S:
+                        if signal.getsignal(DUMP) != signal.SIG_DFL:
+                            os.kill(os.getpid(), DUMP)
+                            time.sleep(0.5)
                         os._exit(self.exit_code)
 
     def _unsaved(self, why: str = "") -> Preempted:
         step = f"at step {self.run.progress.step}, without saving" if self.run else "before the first step"
-        return Preempted(f"{signal.Signals(self.received or signal.SIGTERM).name} {why}{step}")
+        return Preempted(f"{signal.Signals(self.received or signal.SIGTERM).name} {why}{step}{self._place}")
+
+    def _interrupt(self, error: Preempted) -> NoReturn:
+        """Raise `error` in the code that is running, or leave if that has swallowed it again and again."""
+        place = None if self.run is None else (self.run.progress.step, self.run.num_batches, self.run.waits)
+        before, times = self._swallowed
+        self._swallowed = place, times + 1 if place == before else 1
+        if self._swallowed[1] > MOST_SWALLOWED:
+            print(f"ptfast: {self._unsaved('again and again ')}", file=sys.stderr, flush=True)
+            os._exit(self.exit_code)
+        raise error
 
     def _end_wait(self) -> None:
         if self.run is None or self._aborted:
-            raise self._unsaved("while waiting for other ranks " * self._aborted)
+            self._interrupt(self._unsaved("while waiting for other ranks " * self._aborted))
         if self.run.waits:
-            raise Stopped
+            self._interrupt(Stopped())
 
     def _check_progress(self) -> None:
         """End a wait, or a step that hangs; called every `LATE_S` from the first signal on."""
@@ -183,15 +206,20 @@ class Signals:
         self._call_later(LATE_S, self._check_progress)
         self._end_wait()
         assert run is not None
-        place = run.progress.step, run.num_batches
-        if place != self._last_place or run.clock.cause == "saving":
+        saves = run.clock.cause == "saving"
+        place = run.progress.step, run.num_batches, saves
+        limit_s = self.patience_s(HUNG_TOGETHER_S if self._several else HUNG_S)
+        if saves:
+            limit_s = max(SAVING_S, run.clock.seconds["saving"])
+        if place != self._last_place or (saves and self._several):
             self._last_place, self._moved_s = place, self._heard_s
-        elif self._heard_s - self._moved_s > self._patience_s(HUNG_TOGETHER_S if self._several else HUNG_S):
-            if self._several or run.clock.cause == "optimizer" or takes_own_steps(run.task):
-                raise self._unsaved("in a step that hangs ")
-            raise Stopped
+        elif self._heard_s - self._moved_s > limit_s:
+            if self._several or run.clock.cause in ("optimizer", "saving") or takes_own_steps(run.task):
+                self._interrupt(self._unsaved("in a step that hangs "))
+            self._interrupt(Stopped())
 
-    def _patience_s(self, seconds: float) -> float:
+    def patience_s(self, seconds: float) -> float:
+        """So many seconds, or twice a step's usual time if that is more."""
         progress = self.run.progress if self.run is not None else None
         return max(seconds, 2 * progress.timed_s / max(progress.timed_steps, 1)) if progress else seconds
 

@@ -12,7 +12,7 @@ from conftest import RunPtfast
 from running import records, train
 
 from ptfast.core.protocols import Callback
-from ptfast.training import hang_watch
+from ptfast.training.hangs import hang_watch
 
 WORDS = ("+recipe=resnet_digits", "model=mlp", "steps=6", "epochs=null", "run.dir=r", "log_every=2steps")
 

@@ -117,7 +117,7 @@ def test_a_signal_while_the_data_loads_ends_the_run(in_tmp: Path, name: str, cod
     assert train(*SMALL, *data, "steps=20", "run.dir=a") == code
     result = summary(Path("a"))
     assert (result["exit_code"], "steps" in result) == (code, False)
-    assert result["error"].endswith("before the first step")
+    assert "before the first step" in result["error"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -194,7 +194,7 @@ def test_a_second_signal_ends_a_run_that_does_not_get_to_the_first(
     assert train(*SMALL, "steps=20", "run.dir=a", twice) == 75
     result = summary(Path("a"))
     assert (result["status"], result["exit_code"]) == ("preempted", 75)
-    assert result["error"] == "SIGTERM again at step 7, without saving"
+    assert result["error"].startswith("SIGTERM again at step 7, without saving")
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 

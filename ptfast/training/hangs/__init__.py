@@ -1,0 +1,1 @@
+"""Runs that stand still: watched, told of, and ended."""

@@ -1,0 +1,190 @@
+"""A run that stands still: where all its threads are, in a file, and an end where one was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ptfast.core.clock import Clock
+from ptfast.core.distributed import Ranks
+from ptfast.core.errors import ParallelError, error_line
+from ptfast.core.units import short_time
+from ptfast.run import Run
+from ptfast.training.hangs import hang_supervisor
+from ptfast.training.hangs.hang_supervisor import BEAT, DUMP, HANDLED
+from ptfast.training.stopping import LATE_S, Signals
+
+TICK_S = 1.0
+LEAST_S, TIMES = 60.0, 10
+"""How long a run may stand still unless the config says so: so many times the longest pause so far."""
+LAST_S = 10.0
+"""How long a rank that is to end may take to write its summary."""
+UNHEARD_S = 20.0
+"""How long a signal may wait for code that keeps Python from handling it; two steps if that is more."""
+SLOW_CAUSES = "start_up", "warm_up"
+"""What may take minutes: loading the data, and compiling."""
+
+
+class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
+    """Watches a rank from a thread: whether batches and steps come, or its work changes.
+
+    After too long a pause the stacks of all threads and workers go to `hang-rankN.txt` in the run directory,
+    and a line says so and which rank the others wait for. With a `timeout_s` the rank then raises P001
+    wherever its main thread is, or leaves if that does not wake up: what was trained since the last save is
+    lost. Loading the data and compiling may take a minute at least with a `timeout_s`, and any time without.
+    While the whole process is stopped no time passes.
+
+    Code that keeps Python's lock, or a signal from being handled, is ended by a process of its own.
+
+    Cost: a thread that looks once a second; that process, of 9 MB, which starts in 15 ms beside the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        display: Any,
+        clock: Clock,
+        signals: Signals,
+        timeout_s: float | None,
+    ) -> None:
+        self.run: Run | None = None
+        """None until it is built."""
+        self._ranks, self._display, self._clock, self._signals = ranks, display, clock, signals
+        self._timeout_s, self._path = timeout_s, folder / f"hang-rank{ranks.rank}.txt"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ptfast-hang-watch", daemon=True)
+        self._error: ParallelError | None = None
+
+    def __enter__(self) -> HangWatch:
+        self._file = self._path.open("a", encoding="utf-8")
+        self._before = signal.signal(DUMP, self._raise)
+        # Processes that are forked later inherit it.
+        faulthandler.register(DUMP, self._file, chain=True)
+        command = [sys.executable, "-I", "-S", hang_supervisor.__file__, str(os.getpid())]
+        command += [str((self._timeout_s or -LAST_S) + LAST_S), str(self._path)]
+        # Of several ranks, the launcher ends those that hear no signal.
+        self._supervisor = None
+        if self._timeout_s is not None or not self._ranks.distributed:
+            self._supervisor = subprocess.Popen(
+                command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+        self._fd_before = None
+        if self._supervisor is not None and not self._ranks.distributed:
+            assert self._supervisor.stdin is not None
+            os.set_blocking(self._supervisor.stdin.fileno(), False)
+            self._fd_before = signal.set_wakeup_fd(self._supervisor.stdin.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._fd_before is not None:
+            signal.set_wakeup_fd(self._fd_before)
+        if self._supervisor is not None:
+            self._supervisor.communicate()
+        faulthandler.unregister(DUMP)
+        signal.signal(DUMP, self._before)
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        with contextlib.suppress(OSError):
+            if not self._path.stat().st_size:
+                self._path.unlink()
+
+    def _watch(self) -> None:
+        last, pause_s, longest_s, told = None, 0.0, 0.0, False
+        while True:
+            limit_s = self._timeout_s or max(LEAST_S, TIMES * longest_s)
+            # Fires only if this thread does not get Python's lock.
+            faulthandler.dump_traceback_later(limit_s + LAST_S, file=self._file)
+            self._beat()
+            if self._over.wait(TICK_S):
+                return
+            run = self.run
+            cause = (self._clock if run is None else run.clock).cause
+            place = (cause,) if run is None else (run.progress.step, run.num_batches, cause)
+            if place != last:
+                last, pause_s, longest_s, told = place, 0.0, max(longest_s, pause_s), False
+            pause_s += TICK_S
+            asked = self._signals.received is not None and cause != "saving"
+            if asked:
+                limit_s = min(limit_s, LATE_S)
+            elif cause in SLOW_CAUSES:
+                limit_s = math.inf if self._timeout_s is None else max(limit_s, LEAST_S)
+            if told or pause_s < limit_s:
+                continue
+            told = True
+            at = "before the first step" if run is None else f"at step {run.progress.step}"
+            what = f"no progress for {short_time(pause_s)} {at}, in {cause}"
+            with contextlib.suppress(OSError):
+                self._tell(what)
+            if self._ranks.num_ranks > 1:
+                what += self._awaited()
+            what += f"; where every thread stands is in {self._path}"
+            if self._timeout_s is None or asked:
+                faulthandler.dump_traceback(self._file)
+                self._display.warn(what)
+            else:
+                self._end(what)
+
+    def _beat(self) -> None:
+        """Tell the supervisor that Python runs here, and whether it gets to signals."""
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            patience_s = min(int(self._signals.patience_s(UNHEARD_S)), HANDLED - BEAT - 1)
+            with contextlib.suppress(OSError):
+                self._supervisor.stdin.write(
+                    bytes([HANDLED if self._signals.received else BEAT + patience_s])
+                )
+
+    def _tell(self, what: str) -> None:
+        """Write a line, and the stacks of the processes that load data."""
+        print(what, file=self._file, flush=True)
+        for file in Path("/proc/self/task").glob("*/children"):
+            for pid in file.read_text().split():
+                status = Path("/proc", pid, "status").read_text()
+                found = re.search(r"State:\s+\w \((.*)\)[\s\S]*SigCgt:\s+(\w+)", status)
+                if found is not None and int(found[2], 16) >> (DUMP - 1) & 1:
+                    print(f"process {pid}, {found[1]}", file=self._file, flush=True)
+                    os.kill(int(pid), DUMP)
+                    time.sleep(0.1)
+        print("this process", file=self._file, flush=True)
+
+    def _awaited(self) -> str:
+        """Which ranks the others wait for: those that have come less far, or do not say where they are."""
+        time.sleep(2 * TICK_S)
+        places: dict[int, Any] = {}
+        for rank in range(self._ranks.num_ranks):
+            with contextlib.suppress(OSError):
+                text = self._path.with_name(f"hang-rank{rank}.txt").read_text(encoding="utf-8")
+                if found := re.findall(r"^no progress for .* at step (\d+), in (\w+)", text, re.MULTILINE):
+                    step, cause = found[-1]
+                    places[rank] = int(step), cause == "gradient_sync", cause == "backward"
+        silent = [rank for rank in range(self._ranks.num_ranks) if rank not in places]
+        late = silent or [rank for rank, place in places.items() if place < max(places.values())]
+        waits = 0 < len(late) < self._ranks.num_ranks
+        return f"; the others wait for rank {', '.join(map(str, late))}" if waits else ""
+
+    def _end(self, what: str) -> None:
+        """Raise an error in the main thread, or leave if it does not take it."""
+        hint = "Raise run.hang_timeout if it would have gone on"
+        self._error = error = ParallelError("P001", what, key="run.hang_timeout", suggestion=hint)
+        signal.pthread_kill(threading.main_thread().ident or 0, DUMP)
+        if not self._over.wait(LAST_S):
+            print(error_line(error), file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._error is not None:
+            raise self._error
