@@ -187,7 +187,7 @@ class RankPart:
                 signalled, signals.exit_code, str(error) or f"stopped {where}", together=False
             ), None
         if isinstance(error, KeyboardInterrupt):
-            return Outcome("interrupted", EXIT_INTERRUPTED, f"interrupted {where}"), error
+            return Outcome("interrupted", EXIT_INTERRUPTED, f"interrupted {where}{signals.place}"), error
         is_lost = ranks.distributed and is_connection_lost(error)
         known: PtfastError | None = None
         if isinstance(error, PtfastError):

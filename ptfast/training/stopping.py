@@ -101,7 +101,7 @@ class Signals:
         self.closing = False
         """Only the outcome of the run is left to write."""
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
-        self._first_s, self._leaves, self._aborted, self._place = 0.0, False, False, ""
+        self._first_s, self._leaves, self._aborted, self.place = 0.0, False, False, ""
         self._heard_s = self._moved_s = 0.0
         self._last_place: Any = None
         self._swallowed: tuple[Any, int] = (None, 0)
@@ -121,7 +121,7 @@ class Signals:
         run, first, self.received = self.run, self.received is None, number
         self._heard_s = time.monotonic()
         if first:
-            self._first_s, self._place = self._heard_s, user_place(frame)
+            self._first_s, self.place = self._heard_s, user_place(frame)
             self._call_later(LATE_S, self._check_progress)
         drop_unread(sys.stdout, sys.stderr)
         if run is not None:
@@ -139,12 +139,12 @@ class Signals:
         if not self._several or self._aborted or (run is not None and run.waits == "alone"):
             if run is not None and run.waits:
                 with contextlib.suppress(RuntimeError):
-                    self._display.note(f"stopping: it waits for data{self._place}; the state is being saved")
+                    self._display.note(f"stopping: it waits for data{self.place}; the state is being saved")
             self._end_wait()
         if run is not None and first:
             # Python's streams refuse a line inside another one that the signal may have interrupted.
             with contextlib.suppress(RuntimeError):
-                self._display.note(f"stopping after this step{self._place}; the state is being saved")
+                self._display.note(f"stopping after this step{self.place}; the state is being saved")
         if run is not None and again:
             raise self._unsaved("again ")
 
@@ -180,7 +180,7 @@ class Signals:
 
     def _unsaved(self, why: str = "") -> Preempted:
         step = f"at step {self.run.progress.step}, without saving" if self.run else "before the first step"
-        return Preempted(f"{signal.Signals(self.received or signal.SIGTERM).name} {why}{step}{self._place}")
+        return Preempted(f"{signal.Signals(self.received or signal.SIGTERM).name} {why}{step}{self.place}")
 
     def _interrupt(self, error: Preempted) -> NoReturn:
         """Raise `error` in the code that is running, or leave if that has swallowed it again and again."""
