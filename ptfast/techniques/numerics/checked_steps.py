@@ -1,0 +1,139 @@
+"""Steps whose loss or gradients are not finite: found on the device, and left out on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.distributed import Ranks, sum_over_ranks
+from ptfast.core.tensors.dtensors import is_sharded, local_part
+from ptfast.core.tensors.torch_internals import BatchNorm
+
+
+class CheckedSteps:
+    """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
+
+    Nothing changes in a step that is left out: weights, state and step counts of the optimizer stay. If the
+    optimizer takes `found_inf`, as fused ones and ours do for fp16, the device decides and the host never
+    waits. On a CPU the host looks, and elsewhere it has to wait for every step.
+
+    Args:
+        build_step: makes the function that steps `optimizer`, given the tensor that is 1 to skip, or None.
+        skipped_steps: those before, of a run that is resumed.
+
+    Cost: a read of the gradients a step, and a sum of one number over several ranks. 5 us on a CPU.
+    """
+
+    scale = 1.0
+    """Of the gradients."""
+    cause = "loss or gradients were not finite"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        build_step: Callable[[torch.optim.Optimizer, Tensor | None], Callable[[], object]],
+        parameters: Sequence[Tensor],
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        limit: int,
+        skipped_steps: int = 0,
+    ) -> None:
+        self._parameters, self._ranks, self.limit = parameters, ranks, limit
+        takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.on_device = device.type != "cpu" and takes_flag and not is_sharded(parameters[0])
+        self.waits = device.type != "cpu" and not self.on_device
+        self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._step = build_step(optimizer, self._found if self.on_device else None)
+        self._yes = torch.ones((), device=device, dtype=torch.bool)
+        self.skipped: Tensor | None = None
+        """True if the last step was left out, on the device; None if the host knows that it was taken."""
+        zero = torch.zeros((), device=device, dtype=torch.int64) if self.on_device else 0
+        self._in_a_row: Tensor | int = zero
+        self._skipped_steps: Tensor | int = zero + skipped_steps
+
+    @property
+    def counts(self) -> tuple[Tensor | int, ...]:
+        """Steps left out in a row, and twice those in all: the same on all ranks."""
+        return self._in_a_row, self._skipped_steps, self._skipped_steps
+
+    @torch.no_grad()
+    def check(self, loss_sum: Tensor) -> None:
+        """Look at the gradients and the sum of the losses, before clipping, which would hide infinities."""
+        parts = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if parts and (is_sharded(parts[0]) or any(part.is_sparse for part in parts)):
+            parts = [local_part(part._values() if part.is_sparse else part) for part in parts]
+        # Nothing is scaled: one kernel for all tells if there is a number that is not finite.
+        torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
+        if self._ranks.distributed:
+            # Torch's kernels skip a step at exactly 1.
+            sum_over_ranks(self._found, self._ranks).clamp_(max=1)
+
+    def take(self) -> None:
+        """Take the step, or leave it out."""
+        if not self.on_device:
+            if not self._found.item():
+                self._step()
+                self.skipped, self._in_a_row = None, 0
+                return
+            self.skipped = self._yes
+        else:
+            self._step()
+            self.skipped = self._found > 0
+        self._in_a_row = (self._in_a_row + 1) * (1 if self.skipped is self._yes else self.skipped)
+        self._skipped_steps = self._skipped_steps + (1 if self.skipped is self._yes else self.skipped)
+        self._found.zero_()
+
+
+class KeptBuffers:
+    """Puts back what a forward pass did to a model's buffers, such as BatchNorm's statistics, if it must go.
+
+    After the first step only those buffers are followed that it changed, and those of BatchNorm.
+
+    Cost: two copies of these buffers a step, in a few kernels.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.numel()
+        ]
+        self._before: list[tuple[Tensor, int]] | None = None
+        self._kept: dict[torch.dtype, Tensor] = {}
+        self._first = True
+
+    def keep(self) -> None:
+        """Copy the buffers, before a step."""
+        if not self._places:
+            return
+        buffers = self._buffers()
+        if self._first:
+            self._before = [(buffer, buffer._version) for buffer in buffers]
+        self._kept = _flat(buffers)
+
+    def put_back(self, skipped: Tensor | None) -> bool:
+        """Put the copies back if the step was `skipped`, known on the device alone; True if it may have been."""
+        if self._before is not None:
+            pairs = zip(self._places, self._buffers(), self._before, strict=True)
+            self._places = [
+                place
+                for place, buffer, (before, version) in pairs
+                if isinstance(place[0], BatchNorm) or buffer is not before or buffer._version != version
+            ]
+            changed = self._before
+            self._first, self._before = False, None
+        if skipped is None or not self._places:
+            return False
+        buffers = self._buffers()
+        for dtype, now in _flat(buffers).items():
+            own = [buffer for buffer in buffers if buffer.dtype == dtype]
+            parts = torch.where(skipped, self._kept[dtype], now).split([buffer.numel() for buffer in own])
+            torch._foreach_copy_(own, [p.view_as(b) for p, b in zip(parts, own, strict=True)])
+        return True
+
+    def _buffers(self) -> list[Tensor]:
+        return [module._buffers[name] for module, name in self._places]
