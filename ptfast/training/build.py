@@ -47,6 +47,7 @@ def build(
     state_folder: Path | None = None,
     check_state: bool = True,
     data: Data | None = None,
+    rewinds: bool = False,
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
@@ -60,6 +61,7 @@ def build(
         state_folder: the state to resume; None starts afresh.
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
+        rewinds: the run has gone back to this state, and checks its steps from here on.
     """
     device = resolve_device(config.device, ranks)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
@@ -99,6 +101,7 @@ def build(
     add_average(run)
     add_settings(run)
     check_own_steps(run)
+    run.checks_steps, run.skip_limit = rewinds or run.checks_steps, config.numerics.limit
     if state is not None:
         restore_training(run, state, run.before.total_steps)
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
@@ -140,6 +143,7 @@ def add_settings(run: PartialRun) -> None:
             raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
     run.patience, run.keep_best, run.keep_states = stop.patience, config.saving.best, config.saving.keep
     run.max_time_s = config.run.max_time.seconds if config.run.max_time is not None else None
+    run.checks_steps = config.numerics.mode == "skip"
     run.debug, run.log_norm = config.debug.mode, config.gradients.log_norm
     run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
 
@@ -166,6 +170,7 @@ def check_own_steps(run: PartialRun) -> None:
         "parallel": "Set parallel=single" if run.ranks.num_ranks > 1 else None,
         "micro_batches": "Set gradients.accumulate=1" if run.micro_batches > run.ranks.num_ranks else None,
         clipped or "optimizer.groups": f"{unclip}, and clip in step" if run.clip is not None else None,
+        "numerics": "Set numerics=stop" if run.config.numerics.mode != "stop" else None,
         "precision": "Set precision=bf16 or fp32" if run.precision.scaler is not None else None,
     }
     for key, hint in out_of_reach.items():

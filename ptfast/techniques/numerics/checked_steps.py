@@ -21,7 +21,7 @@ class CheckedSteps:
 
     Args:
         build_step: makes the function that steps `optimizer`, given the tensor that is 1 to skip, or None.
-        skipped_steps: those before, of a run that is resumed.
+        first_step, skipped_steps: those taken and left out before, of a run that is resumed.
 
     Cost: a read of the gradients a step, and a sum of one number over several ranks. 5 us on a CPU.
     """
@@ -39,6 +39,7 @@ class CheckedSteps:
         ranks: Ranks,
         *,
         limit: int,
+        first_step: int = 0,
         skipped_steps: int = 0,
     ) -> None:
         self._parameters, self._ranks, self.limit = parameters, ranks, limit
@@ -51,13 +52,14 @@ class CheckedSteps:
         self.skipped: Tensor | None = None
         """True if the last step was left out, on the device; None if the host knows that it was taken."""
         zero = torch.zeros((), device=device, dtype=torch.int64) if self.on_device else 0
+        self._step_number, self._last = first_step, zero
         self._in_a_row: Tensor | int = zero
         self._skipped_steps: Tensor | int = zero + skipped_steps
 
     @property
     def counts(self) -> tuple[Tensor | int, ...]:
-        """Steps left out in a row, and twice those in all: the same on all ranks."""
-        return self._in_a_row, self._skipped_steps, self._skipped_steps
+        """Steps left out in a row and, twice, in all; the last one, from 1. The same on all ranks."""
+        return self._in_a_row, self._skipped_steps, self._skipped_steps, self._last
 
     @torch.no_grad()
     def check(self, loss_sum: Tensor) -> None:
@@ -73,24 +75,26 @@ class CheckedSteps:
 
     def take(self) -> None:
         """Take the step, or leave it out."""
-        if not self.on_device:
-            if not self._found.item():
-                self._step()
-                self.skipped, self._in_a_row = None, 0
-                return
-            self.skipped = self._yes
+        self._step_number += 1
+        if self.on_device:
+            self._step()
+            left_out = self.skipped = self._found > 0
+        elif self._found.item():
+            self.skipped, left_out = self._yes, 1
         else:
             self._step()
-            self.skipped = self._found > 0
-        self._in_a_row = (self._in_a_row + 1) * (1 if self.skipped is self._yes else self.skipped)
-        self._skipped_steps = self._skipped_steps + (1 if self.skipped is self._yes else self.skipped)
+            self.skipped, self._in_a_row = None, 0
+            return
+        self._last = self._last + (self._step_number - self._last) * left_out
+        self._in_a_row = (self._in_a_row + 1) * left_out
+        self._skipped_steps = self._skipped_steps + left_out
         self._found.zero_()
 
 
 class KeptBuffers:
-    """Puts back what a forward pass did to a model's buffers, such as BatchNorm's statistics, if it must go.
+    """Puts back the buffers of a model, such as BatchNorm's statistics, after a step that is left out.
 
-    After the first step only those buffers are followed that it changed, and those of BatchNorm.
+    After the first step it follows those of BatchNorm and those that were changed; others are constants.
 
     Cost: two copies of these buffers a step, in a few kernels.
     """
@@ -102,38 +106,47 @@ class KeptBuffers:
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.numel()
         ]
-        self._before: list[tuple[Tensor, int]] | None = None
         self._kept: dict[torch.dtype, Tensor] = {}
-        self._first = True
+        self._versions: list[tuple[Tensor, int]] | None = None
+        """Of the buffers before the first step; empty after it."""
 
     def keep(self) -> None:
         """Copy the buffers, before a step."""
         if not self._places:
             return
+        self._places = self._changed()
         buffers = self._buffers()
-        if self._first:
-            self._before = [(buffer, buffer._version) for buffer in buffers]
         self._kept = _flat(buffers)
+        if self._versions is None:
+            self._versions = [(buffer, buffer._version) for buffer in buffers]
 
-    def put_back(self, skipped: Tensor | None) -> bool:
-        """Put the copies back if the step was `skipped`, known on the device alone; True if it may have been."""
-        if self._before is not None:
-            pairs = zip(self._places, self._buffers(), self._before, strict=True)
-            self._places = [
-                place
-                for place, buffer, (before, version) in pairs
-                if isinstance(place[0], BatchNorm) or buffer is not before or buffer._version != version
-            ]
-            changed = self._before
-            self._first, self._before = False, None
-        if skipped is None or not self._places:
-            return False
-        buffers = self._buffers()
-        for dtype, now in _flat(buffers).items():
+    @torch.no_grad()
+    def put_back(self, skipped: Tensor) -> None:
+        """Put the copies back if the step was `skipped`: 0-d, on the device."""
+        buffers, changed = self._buffers(), self._changed()
+        for dtype, after in _flat(buffers).items():
             own = [buffer for buffer in buffers if buffer.dtype == dtype]
-            parts = torch.where(skipped, self._kept[dtype], now).split([buffer.numel() for buffer in own])
-            torch._foreach_copy_(own, [p.view_as(b) for p, b in zip(parts, own, strict=True)])
-        return True
+            parts = torch.where(skipped, self._kept[dtype], after).split([each.numel() for each in own])
+            torch._foreach_copy_(own, [part.view_as(each) for part, each in zip(parts, own, strict=True)])
+        self._places = changed
+
+    def _changed(self) -> list[tuple[nn.Module, str]]:
+        """Those to follow: after the first step, the ones that it changed."""
+        if not self._versions:
+            return self._places
+        now = zip(self._places, self._buffers(), self._versions, strict=True)
+        self._versions = []
+        return [
+            (module, name)
+            for (module, name), buffer, (before, version) in now
+            if isinstance(module, BatchNorm) or buffer is not before or buffer._version != version
+        ]
 
     def _buffers(self) -> list[Tensor]:
-        return [module._buffers[name] for module, name in self._places]
+        return [getattr(module, name) for module, name in self._places]
+
+
+def _flat(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+    """All elements in a row, by type: a copy."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}
