@@ -61,7 +61,7 @@ def build(
         state_folder: the state to resume; None starts afresh.
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
-        rewinds: the run has gone back to this state, and checks its steps from here on.
+        rewinds: this run has gone back to this state, and checks its steps from here on.
     """
     device = resolve_device(config.device, ranks)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
@@ -101,7 +101,9 @@ def build(
     add_average(run)
     add_settings(run)
     check_own_steps(run)
-    run.checks_steps, run.skip_limit = rewinds or run.checks_steps, config.numerics.limit
+    numerics = config.numerics
+    run.checks_steps, run.skip_limit = rewinds or numerics.mode == "skip", numerics.limit
+    run.goes_back = numerics.mode == "rewind" and not rewinds
     if state is not None:
         restore_training(run, state, run.before.total_steps)
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
@@ -143,7 +145,6 @@ def add_settings(run: PartialRun) -> None:
             raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
     run.patience, run.keep_best, run.keep_states = stop.patience, config.saving.best, config.saving.keep
     run.max_time_s = config.run.max_time.seconds if config.run.max_time is not None else None
-    run.checks_steps = config.numerics.mode == "skip"
     run.debug, run.log_norm = config.debug.mode, config.gradients.log_norm
     run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
 

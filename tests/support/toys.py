@@ -270,3 +270,19 @@ class PixelNet(nn.Sequential):
             nn.ReLU(),
             nn.Conv2d(width, num_classes, 3, padding=1),
         )
+
+
+class Holed(Dataset[Any]):
+    """Points, some of which are not finite."""
+
+    num_classes = 2
+
+    def __init__(self, places: list[int], num_samples: int = 50) -> None:
+        self.whole, self.places = blobs(num_samples), places
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.whole[index]
+        return inputs * (math.nan if index in self.places else 1.0), target

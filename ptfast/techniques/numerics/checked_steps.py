@@ -12,6 +12,10 @@ from ptfast.core.tensors.dtensors import is_sharded, local_part
 from ptfast.core.tensors.torch_internals import BatchNorm
 
 
+READ_AT_ONCE = ("cpu",)
+"""Devices whose numbers the host reads without a wait."""
+
+
 class CheckedSteps:
     """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
 
@@ -44,8 +48,9 @@ class CheckedSteps:
     ) -> None:
         self._parameters, self._ranks, self.limit = parameters, ranks, limit
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self.on_device = device.type != "cpu" and takes_flag and not is_sharded(parameters[0])
-        self.waits = device.type != "cpu" and not self.on_device
+        at_once = device.type in READ_AT_ONCE
+        self.on_device = not at_once and takes_flag and not is_sharded(parameters[0])
+        self.waits = not at_once and not self.on_device
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._step = build_step(optimizer, self._found if self.on_device else None)
         self._yes = torch.ones((), device=device, dtype=torch.bool)
