@@ -254,9 +254,7 @@ def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> C
     return step
 
 
-def _fused_kernels(
-    optimizer: Optimizer, found_inf: torch.Tensor | None = None
-) -> Callable[[], bool] | None:
+def _fused_kernels(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> Callable[[], bool] | None:
     """A fused step with lists made once, if all groups have a kernel; it returns False if they are stale."""
     parts: list[tuple[dict[str, Any], list[Any], list[Any], dict[str, list[Any]]]] = []
     for group in optimizer.param_groups:

@@ -237,7 +237,11 @@ class LossWindow:
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
         by_value = isinstance(self.skips, CheckedSteps)
-        if not by_value and max(skipped_in_a_row, 1) == step and (error := self._first_look.not_finite()) is not None:
+        if (
+            not by_value
+            and max(skipped_in_a_row, 1) == step
+            and (error := self._first_look.not_finite()) is not None
+        ):
             return error
         hint = (
             f"Lower optimizer.lr (now at {look.lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"

@@ -83,7 +83,9 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
         if not found and not bool(loss.isfinite()):
             found.append(_Cause("in the loss", number))
         if not found:
-            names, weights = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+            names, weights = zip(
+                *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+            )
             grads = torch.autograd.grad(loss, weights, allow_unused=True)
             for name, grad in zip(names, grads, strict=True):
                 if grad is not None and not bool(grad.isfinite().all()):
