@@ -19,12 +19,12 @@ from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival, scalars
 from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameter_groups import reference_lr
+from ptfast.profiling.not_finite import explain
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.numerics.checked_steps import CheckedSteps
 from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.training.first_step import FirstStep
-from ptfast.training.not_finite import explain
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
@@ -132,7 +132,7 @@ class LossWindow:
         self.num_items = self.num_items + num_items
 
     def leave_out(self, skipped: Tensor) -> None:
-        """Take back what the last step added if it was skipped; called after every step, or see `remember`."""
+        """Take back what the last step added if it was skipped; after every step, or one with `remember`."""
         loss_before, items_before = self._before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)

@@ -116,7 +116,7 @@ def test_checking_changes_no_bit_of_a_run_that_is_finite(tmp_path: Path) -> None
 
 
 def cases(ranks: Ranks) -> dict[str, Any]:
-    """Whether two ranks, of which the second has NaN in some steps, end as by hand, and with the same bits."""
+    """Whether two ranks, the second with NaN in some steps, end as by hand and with the same bits."""
     found: dict[str, Any] = {}
 
     def built(name: str, *words: str) -> Run:

@@ -11,7 +11,6 @@ from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.tensors.dtensors import is_sharded, local_part
 from ptfast.core.tensors.torch_internals import BatchNorm
 
-
 READ_AT_ONCE = ("cpu",)
 """Devices whose numbers the host reads without a wait."""
 
