@@ -16,8 +16,8 @@ from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
-from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.techniques.precision.number_formats import ScaledSteps
+from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
 
