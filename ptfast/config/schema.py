@@ -146,6 +146,8 @@ class Config(Section):
     """Samples of one optimizer step, over all ranks and micro-batches."""
     micro_batches: Count | None = None
     """Parts that a batch is cut into; null for ranks x `gradients.accumulate`."""
+    determinism: Literal["same_ranks", "elastic"] = "same_ranks"
+    """`elastic` gives the same bits on any number of ranks that divides `micro_batches`."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

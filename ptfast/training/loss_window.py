@@ -186,7 +186,7 @@ class LossWindow:
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
         # Every rank has the same norm, and `begin_sums` adds them up.
-        norms = [] if self._norm is None else [self._norm / run.ranks.num_ranks]
+        norms = [] if self._norm is None else [self._norm * run.ranks.is_first]
         counts = () if self.skips is None else self.skips.counts
         sums = begin_sums([self.loss_sum, self.num_items, *norms], run.device, run.ranks, counts)
         lr = reference_lr(run.optimizer)

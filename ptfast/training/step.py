@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptfast.core import devices
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
@@ -22,6 +23,7 @@ from ptfast.run import Run
 from ptfast.techniques.compile.compilation import NotCompiledError
 from ptfast.techniques.numerics.checked_steps import CheckedSteps, KeptBuffers
 from ptfast.techniques.parallel.ddp import GradientAveraging
+from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 from ptfast.techniques.precision.number_formats import ScaledSteps, kept_conversions
 from ptfast.training.first_step import FirstStep
@@ -47,13 +49,17 @@ class Trainer:
         self.dtype = torch.float64 if is_double else torch.float32
         scaler = run.precision.scaler
         self.fp16 = None if scaler is None else ScaledSteps(scaler, run.optimizer, run.device, run.progress)
-        self.batchnorm = RunningStatistics(run.model, run.ranks) if run.ranks.distributed else None
+        self.sums = run.forward if isinstance(run.forward, OrderedSums) else None
+        averages = run.ranks.distributed and self.sums is None
+        self.batchnorm = RunningStatistics(run.model, run.ranks) if averages else None
         self.optimizers = named_optimizers(run.optimizer) if takes_own_steps(run.task) else None
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
-        self.window = LossWindow(run, self.dtype, self.parameters, self.fp16, self.first_look)
-        self.checked: CheckedSteps | None = None
+        # Sums of float32 losses in float64 are exact, and so do not depend on who adds them.
+        sum_dtype = self.dtype if self.sums is None else devices.sum_dtype(run.device)
+        self.window = LossWindow(run, sum_dtype, self.parameters, self.fp16, self.first_look)
         self.take_step = build_step(run.optimizer) if self.fp16 is None else self.fp16.take
+        self.checked: CheckedSteps | None = None
         if run.checks_steps and self.fp16 is None:
             self.checked = self.window.skips = build_checked_steps(run, self.parameters)
             self.take_step = self.checked.take
@@ -147,13 +153,17 @@ class Trainer:
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Run forward and backward of this rank's micro-batches: the gradient of the step's mean loss."""
-        run, mark, alone = self.run, self.run.clock.to, self.batchnorm is None
+        run, mark, alone, sums = self.run, self.run.clock.to, self.batchnorm is None, self.sums
         weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
         # Sharded weights are gathered in the half type, and released in between.
         converts_once = last > 0 and run.precision.half_type is not None and not run.sharded
+        if sums is not None:
+            sums.begin()
         with kept_conversions() if converts_once else _nothing:
             for index, (data, num_samples) in enumerate(batch.micro_batches):
                 if not num_samples and alone:
+                    if sums is not None:
+                        sums.keep(self.first_micro_batch + index)
                     continue
                 mark("forward")
                 run.seed_step(run.seed, step, self.first_micro_batch + index)
@@ -169,8 +179,13 @@ class Trainer:
                     # A rank without samples runs a dummy of weight 0, so that every rank joins the
                     # collectives.
                     backward(loss, weight if num_samples else weight * 0)
+                if sums is not None:
+                    sums.keep(self.first_micro_batch + index)
                 if num_samples:
                     self.window.add(loss.detach(), num_items)
+        if sums is not None:
+            mark("gradient_sync")
+            sums.finish()
 
     def loss_of(self, data: Any, step: int) -> tuple[Tensor, Any]:
         """The sum of the losses of a micro-batch's items, and their count."""
@@ -197,10 +212,12 @@ class Trainer:
                 zero = torch.zeros((), dtype=torch.int64, device=run.device)
                 run.clock.to("gradient_sync")
                 num_items = sum_over_ranks(zero + num_items, run.ranks)
+        # Gradients are averaged over the ranks, or summed.
+        ranks = run.ranks.num_ranks if self.sums is None else 1
         if isinstance(num_items, Tensor):
-            weight = run.ranks.num_ranks / num_items.clamp(min=1).to(self.dtype)
+            weight = ranks / num_items.clamp(min=1).to(self.dtype)
         elif (weight := self._weights.get(num_items)) is None:
-            value = run.ranks.num_ranks / max(num_items, 1)
+            value = ranks / max(num_items, 1)
             weight = self._weights[num_items] = torch.full((), value, device=run.device, dtype=self.dtype)
         return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
 
@@ -261,6 +278,7 @@ class Trainer:
             # They would keep averaging beside those of the new wrapper.
             run.forward._remove_autograd_hooks()
         run.forward = run.wrap()
+        self.sums = run.forward if isinstance(run.forward, OrderedSums) else None
         return True
 
     def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
@@ -272,7 +290,7 @@ class Trainer:
         included.
         """
         run, window = self.run, self.window
-        averaged = run.ranks.distributed and not run.sharded
+        averaged = run.ranks.distributed and not run.sharded and self.sums is None
         resumes = averaged and run.progress.step
         due = (resumes or run.compilation is not None) and self.optimizers is None
         if not due or run.progress.step >= run.total_steps:

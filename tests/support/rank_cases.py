@@ -59,6 +59,9 @@ RESNET = (
 )
 RUNNING = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
 RUNNING = (*RUNNING, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
+ELASTIC = ("model=resnet_digits", "model.width=4", "determinism=elastic", "micro_batches=6", "batch_size=48")
+ELASTIC = (*ELASTIC, "epochs=1", "log_every=3", "eval.every=5steps", "gradients.clip_norm=0.5", "ema=swa")
+ELASTIC = (*ELASTIC, "ema.swa_start=50%", "ema.swa_every=4steps", "data.val=293samples")
 FORGETFUL = ("model=custom", "model._target_=toys.Forgetful", "data=custom", "data._target_=toys.blobs")
 FORGETFUL = (*FORGETFUL, "data.val=0", "batch_size=10", "steps=6", "log_every=50steps")
 UNUSED = {
@@ -284,6 +287,7 @@ def ddp_cases(on: Cases) -> dict[str, Any]:
     found["powersgd"] = {"weights": weights(Path("powersgd"))}
     found["layers"] = [normed(on.ranks, shares) for shares in ((3, 2), (0, 5), (4, 4))]
     found["resnet synced"] = on.train("resnet-synced", *RESNET, "parallel.sync_batchnorm=true")
+    found["elastic"] = on.train("elastic", *ELASTIC)
     found["running"] = on.train("running", *RUNNING)
     found["synced"] = on.train("synced", *SYNCED, "parallel.sync_batchnorm=true")
     return found

@@ -227,6 +227,7 @@ def build_eval_loader(
     rank: int = 0,
     num_ranks: int = 1,
     drop_last: bool = False,
+    whole_batches: bool = False,
     side: SideStream | None = None,
 ) -> EvaluationLoader:
     """The evaluation loader of one rank: consecutive samples, in order, each once over all ranks.
@@ -236,6 +237,7 @@ def build_eval_loader(
         batch_size: samples of one forward pass on this rank.
         drop_last: leave out the samples at the end that do not fill a batch. Ranks then share out whole
             batches, so that the same samples are left out for any number of ranks.
+        whole_batches: ranks share out whole batches, which are then the same for any number of ranks.
 
     Raises:
         ConfigError: C011 for `drop_last` with a stream, whose end is unknown.
@@ -260,7 +262,9 @@ def build_eval_loader(
         )
         hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
         raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
-    order = InOrder(counted, batch_size, rank, num_ranks, unit=batch_size if drop_last else 1)
+    order = InOrder(
+        counted, batch_size, rank, num_ranks, unit=batch_size if drop_last or whole_batches else 1
+    )
     fetch: Any = RawBatches(source, Augment())
     if isinstance(source, TensorSource):
         held = source

@@ -167,13 +167,15 @@ class Sampler:
 class InOrder:
     """The shares of one rank of an evaluation: consecutive samples, a micro-batch a step, each sample once.
 
-    Ranks share out `size` samples in pieces of `unit`, which divides it. All have the same number of steps.
+    Ranks share out `size` samples in pieces of `unit`, of which the last may be smaller. All have the same
+    number of steps.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int, num_ranks: int, unit: int = 1) -> None:
-        self._start, self._stop = (r * (size // unit) // num_ranks * unit for r in (rank, rank + 1))
+        pieces = -(-size // unit)
+        self._start, self._stop = (min(r * pieces // num_ranks * unit, size) for r in (rank, rank + 1))
         self._batch_size = batch_size
-        most = -(-size // unit // num_ranks) * unit
+        most = -(-pieces // num_ranks) * unit
         self.num_steps = -(-most // batch_size)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[Share], int]]:

@@ -147,6 +147,23 @@ def whole_under_fsdp(
         yield ConfigError("C011", what, key="rewrites.chunked_loss", value=True, suggestion=hint)
 
 
+def the_same_on_any_ranks(
+    determinism: str, parallel: Parallel, micro_batches: int | None
+) -> Iterator[PtfastError]:
+    """Refuse what depends on the number of ranks under `determinism=elastic`."""
+    if determinism != "elastic":
+        return
+    if micro_batches is None:
+        what, hint = "needs a fixed number of micro-batches, which ranks share", "Set micro_batches=4, say"
+        yield ConfigError("C011", what, key="determinism", value="elastic", suggestion=hint)
+    for key, off in {"strategy": "ddp", "sync_batchnorm": False, "compression": "none"}.items():
+        value = getattr(parallel, key)
+        if value not in (off, "single"):
+            what = "depends on the number of ranks, and determinism=elastic does not"
+            hint = f"Use parallel.{key}={str(off).lower()}" if key != "strategy" else "Use parallel=ddp"
+            yield ConfigError("C011", what, key=f"parallel.{key}", value=value, suggestion=hint)
+
+
 def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
     """Refuse more ranks than GPUs, if there are any GPUs."""
     if parallel.strategy == "single" or parallel.nproc == "auto" or device not in ("auto", "cuda"):
@@ -302,7 +319,13 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="parallel",
-    rules=(keys_of_the_strategy, readable_rendezvous, allowed_by_ranks, whole_under_fsdp),
+    rules=(
+        keys_of_the_strategy,
+        readable_rendezvous,
+        allowed_by_ranks,
+        whole_under_fsdp,
+        the_same_on_any_ranks,
+    ),
     machine_rules=(gpus_for_ranks,),
     unused=(
         Unused.unless(
@@ -321,7 +344,12 @@ FAMILY = Family(
         ),
     ),
     acts={
-        "shape_model": ("sync_batchnorm.apply_sync_batchnorm", "fsdp.Sharded", "ddp.GradientAveraging"),
+        "shape_model": (
+            "sync_batchnorm.apply_sync_batchnorm",
+            "fsdp.Sharded",
+            "ddp.GradientAveraging",
+            "ordered_sums.OrderedSums",
+        ),
         "Trainer": ("sync_batchnorm.RunningStatistics",),
     },
     free_keys=tuple(

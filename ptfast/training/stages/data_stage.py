@@ -151,6 +151,7 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
                 rank=run.ranks.rank,
                 num_ranks=run.ranks.num_ranks,
                 drop_last=last == "drop",
+                whole_batches=run.config.determinism == "elastic",
                 side=side,
             )
 

@@ -26,13 +26,15 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
     Without `trains`, cuDNN's search for kernels stays off: a single evaluation does not repay it.
     """
     config, device, ranks = run.config, run.device, run.ranks
-    if trains and run.before.num_ranks != ranks.num_ranks:
+    elastic = config.determinism == "elastic"
+    if trains and not elastic and run.before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway, and one rank's threads and workers would crowd several ranks.
         run.before = replace(run.before, threads=0, threads_reason="", workers=0)
     switches = apply_backend(
         config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False}),
         device=device,
-        num_local_ranks=ranks.num_local_ranks,
+        # As many ranks as there can be: the number of threads changes the order of sums.
+        num_local_ranks=config.micro_batches or 1 if elastic else ranks.num_local_ranks,
         before=run.before,
         reads_ahead=config.dataloader.read_ahead,
     )

@@ -29,6 +29,7 @@ from ptfast.tasks.supervised import SupervisedTask
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
+from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
 from ptfast.techniques.precision.half_inputs import casts_inputs
 from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
@@ -226,7 +227,15 @@ def shape_model(run: PartialRun) -> None:
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
 
+    elastic = config.determinism == "elastic"
+    if elastic and takes_own_steps(run.task):
+        what = "is for gradients that ptfast sums, and this task takes its own steps"
+        hint = "Use determinism=same_ranks"
+        raise ConfigError("C011", what, key="determinism", value="elastic", suggestion=hint)
+
     def wrap() -> Any:
+        if elastic:
+            return OrderedSums(model, ranks, run.micro_batches)
         if not ranks.distributed:
             return model
         if run.shards_weights:

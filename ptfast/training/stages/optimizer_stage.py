@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import Watched
 from ptfast.data.loaders.build_loaders import EvaluationLoader, build_eval_loader
@@ -74,7 +75,7 @@ def add_average(run: PartialRun) -> None:
 
     measure = forward if samples is not None else None
     if section.swa_start is None:
-        run.ema = ScheduleFree(model, optimizer, measure, ranks=run.ranks)
+        run.ema = ScheduleFree(model, optimizer, measure, ranks=_measuring(run))
         return
     start_step = plan.steps("ema.swa_start", section.swa_start)
     steps = [step for step in plan.every("ema.swa_every", section.swa_every) if step >= start_step]
@@ -87,14 +88,19 @@ def add_average(run: PartialRun) -> None:
         model,
         steps,
         measure,
-        ranks=run.ranks,
+        ranks=_measuring(run),
         extendable="percent" not in (section.swa_start.unit, section.swa_every.unit),
     )
 
 
+def _measuring(run: PartialRun) -> Ranks:
+    """The ranks that share out the statistics of averaged weights: none do where bits must not differ."""
+    return Ranks() if run.config.determinism == "elastic" else run.ranks
+
+
 def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     """Build the loader of some thousand training samples in a random order, as many on each rank."""
-    data, ranks, batch_size = run.splits, run.ranks, eval_batch_size(run)
+    data, ranks, batch_size = run.splits, _measuring(run), eval_batch_size(run)
     if isinstance(data.train, IterableSource):
         return None
     size = len(data.train)

@@ -1,0 +1,185 @@
+"""Steps that come out the same on any number of ranks: gradients and BatchNorm's statistics in one order."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.distributed import Ranks, gathered
+from ptfast.core.tensors.torch_internals import BatchNorm
+
+
+class Part(NamedTuple):
+    """The gradients of micro-batches `start` to `start + size`, summed; `size` is a power of two."""
+
+    start: int
+    size: int
+    gradients: list[Tensor]
+
+
+def add_part(parts: list[Part], part: Part) -> None:
+    """Append `part`, and join neighbours that are the halves of a larger part, as often as there are any."""
+    parts.append(part)
+    while len(parts) > 1 and parts[-2].size == parts[-1].size and parts[-2].start % (2 * part.size) == 0:
+        right, left = parts.pop(), parts.pop()
+        if left.gradients:
+            torch._foreach_add_(left.gradients, right.gradients)
+        part = Part(left.start, 2 * left.size, left.gradients)
+        parts.append(part)
+
+
+def total(parts: list[Part]) -> list[Tensor]:
+    """The sum of all parts, which together hold each micro-batch once, from the last to the first."""
+    while len(parts) > 1:
+        right = parts.pop()
+        torch._foreach_add_(parts[-1].gradients, right.gradients)
+    return parts.pop().gradients
+
+
+class OrderedSums(nn.Module):
+    """A model whose steps have the same bits on any number of ranks that share its micro-batches evenly.
+
+    The gradients of neighbouring micro-batches are added, then those of neighbouring pairs, and so on: an
+    order that depends on nothing but the number of micro-batches. Each rank joins its own as far as it can;
+    then it receives one slice of what all have, adds it up to the end and sends it to all.
+
+    Cost: as many bytes as all-reduce sends where the micro-batches of a rank are a power of two, at most
+    log2(k) times as many otherwise, and none of them during backward. A rank of k micro-batches holds up to
+    log2(k) + 1 gradients of the model, and three more while ranks exchange them.
+    """
+
+    compression = None
+
+    def __init__(self, model: nn.Module, ranks: Ranks, micro_batches: int) -> None:
+        super().__init__()
+        self.module, self._ranks = model, ranks
+        self._summed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._by_type: dict[torch.dtype, list[int]] = {}
+        for index, parameter in enumerate(self._summed):
+            self._by_type.setdefault(parameter.dtype, []).append(index)
+        share = micro_batches // ranks.num_ranks
+        self._parts: list[Part] = []
+        self._layouts: list[list[Part]] = []
+        """The parts that each rank ends up with, without their gradients."""
+        for rank in range(ranks.num_ranks):
+            self._layouts.append([])
+            for index in range(rank * share, (rank + 1) * share):
+                add_part(self._layouts[-1], Part(index, 1, []))
+        self._statistics = OrderedStatistics(model, ranks)
+        if ranks.num_ranks > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                torch.distributed.broadcast(tensor.detach(), 0)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.module(*inputs, **keywords)
+
+    def check_gradients(self) -> None:
+        """A parameter without a gradient has one of zeros here."""
+
+    def begin(self) -> None:
+        """Prepare for the micro-batches of a step."""
+        self._parts.clear()
+        self._statistics.begin()
+
+    def keep(self, index: int) -> None:
+        """Take the gradients and statistics of micro-batch `index` of the step, in order."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._summed]
+        for parameter in self._summed:
+            parameter.grad = None
+        add_part(self._parts, Part(index, 1, gradients))
+        self._statistics.keep()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the sums over the micro-batches of all ranks into place."""
+        self._statistics.finish()
+        if self._ranks.num_ranks == 1:
+            for parameter, gradient in zip(self._summed, total(self._parts), strict=True):
+                parameter.grad = gradient
+            return
+        for indices in self._by_type.values():
+            self._exchange(indices)
+        self._parts.clear()
+
+    def _exchange(self, indices: list[int]) -> None:
+        """Sum the gradients of some parameters, all of one type, over all ranks."""
+        num_ranks, parameters = self._ranks.num_ranks, [self._summed[index] for index in indices]
+        sizes = [parameter.numel() for parameter in parameters]
+        length = -(-sum(sizes) // num_ranks)
+        padding = parameters[0].new_zeros(length * num_ranks - sum(sizes))
+        own = [torch.cat([*(part.gradients[i].flatten() for i in indices), padding]) for part in self._parts]
+        slices = torch.stack(own).view(len(own), num_ranks, length).transpose(0, 1).flatten()
+        counts = [len(layout) * length for layout in self._layouts]
+        received = slices.new_empty(sum(counts))
+        torch.distributed.all_to_all_single(received, slices, counts, [len(own) * length] * num_ranks)
+        rows = received.view(-1, length)
+        parts: list[Part] = []
+        for part, row in zip(chain.from_iterable(self._layouts), rows, strict=True):
+            add_part(parts, part._replace(gradients=[row]))
+        flat = gathered(total(parts)[0], num_ranks).flatten()
+        for parameter, summed in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
+            # In memory of its own and in the parameter's order, as on one rank: norms sum in that order.
+            parameter.grad = torch.empty_like(parameter).copy_(summed.view(parameter.shape))
+
+
+class OrderedStatistics:
+    """BatchNorm's running statistics, moved by one micro-batch after the other in their order on all ranks.
+
+    Each micro-batch starts from zeros, so that what it adds is the same wherever it runs: statistics r become
+    (1 - momentum) ** batches * r + part, or for layers without a momentum the average over all batches.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        norms = (module for module in model.modules() if isinstance(module, BatchNorm))
+        self._all, self._ranks = [norm for norm in norms if norm.running_mean is not None], ranks
+        self._norms: list[Any] = []
+        self._rows: list[Tensor] = []
+
+    def begin(self) -> None:
+        # The others normalise by their running statistics.
+        self._norms = [norm for norm in self._all if norm.training]
+        self._rows.clear()
+        if self._norms:
+            self._before = self._take()
+
+    def keep(self) -> None:
+        if self._norms:
+            self._rows.append(self._take())
+
+    @torch.no_grad()
+    def _take(self) -> Tensor:
+        """All statistics, then the batches of each layer; they are zero afterwards."""
+        counters = [norm.num_batches_tracked for norm in self._norms]
+        statistics = [buffer for norm in self._norms for buffer in (norm.running_mean, norm.running_var)]
+        taken = torch.cat([*(b.double() for b in statistics), torch.stack(counters).double()])
+        torch._foreach_zero_(statistics)
+        torch._foreach_zero_(counters)
+        return taken
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if not (norms := self._norms):
+            return
+        rows = torch.stack(self._rows)
+        if self._ranks.num_ranks > 1:
+            rows = gathered(rows.flatten(), self._ranks.num_ranks).view(-1, rows.size(1))
+        widths = [2 * norm.num_features for norm in norms]
+        device, num_values = rows.device, sum(widths)
+        owner = torch.arange(len(norms)).repeat_interleave(torch.tensor(widths)).to(device)
+        # NaN stands for a layer without a momentum.
+        momenta = [float("nan") if norm.momentum is None else norm.momentum for norm in norms]
+        kept = 1 - torch.tensor(momenta, dtype=torch.float64).to(device)[owner]
+        merged, counts = self._before.split([num_values, len(norms)])
+        for row in rows:
+            moved, batches = row.split([num_values, len(norms)])
+            share = (batches / (counts + batches).clamp(min=1))[owner]
+            averaged = merged + share * (moved - merged)
+            merged = torch.where(kept.isnan(), averaged, kept ** batches[owner] * merged + moved)
+            counts = counts + batches
+        for norm, part, count in zip(norms, merged.split(widths), counts, strict=True):
+            norm.running_mean.copy_(part[: norm.num_features])
+            norm.running_var.copy_(part[norm.num_features :])
+            norm.num_batches_tracked.copy_(count)
