@@ -113,6 +113,8 @@ class Progress:
     """The same before the last step: how far the schedule of fp16 is behind in the next one."""
     skipped_logged: int = 0
     """The same at the last log line."""
+    went_back: bool = False
+    """It went back to an earlier state (`numerics=rewind`), and checks its steps since."""
 
     @property
     def samples_per_s(self) -> float | None:

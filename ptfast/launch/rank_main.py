@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -82,14 +83,17 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
     with caught_signals(part.display, ranks) as signals:
         try:
-            run = part.build(state_folder, signals)
+            run, cause = part.build(state_folder, signals), None
             part.display.panel(*build_panel(dict(config), run))
             try:
                 outcome = part.fit(run)
             except PtfastError as error:
                 if not (run.goes_back and run.not_finite):
                     raise
-                outcome = part.fit(part.rewind(error.what, state_folder, signals))
+                cause = error.what
+            if cause is not None:
+                del run  # Frees its memory, which the error kept alive so far.
+                outcome = part.fit(part.rewind(cause, state_folder, signals))
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
             outcome, raised = part.ended_by(error, signals)
             if raised is error:
@@ -126,15 +130,16 @@ class RankPart:
 
         That is the last one that this process has saved, else the one that it was `begun_from`, if any.
         """
-        run, state_folder = self.run, begun_from
-        assert run is not None
-        if run.saved_step is not None:
-            state_folder = self.folder / "saved" / f"step-{run.saved_step}"
+        state_folder = begun_from
+        assert self.run is not None
+        if self.run.saved_step is not None:
+            state_folder = self.folder / "saved" / f"step-{self.run.saved_step}"
         back = int(state_folder.name.removeprefix("step-")) if state_folder is not None else 0
         self.display.warn(f"{cause}: going back to step {back}, to leave out steps that are not finite")
-        run.close()
+        self.run.close()
         self.logger.close()
         self.run = signals.run = None
+        gc.collect()
         barrier(self.ranks)  # The state may be on its way to the disk.
         return self.build(state_folder, signals, rewinds=True)
 

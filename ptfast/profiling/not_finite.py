@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptfast.core.distributed import on_all_ranks
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.run import Run
+from ptfast.techniques.parallel.sync_batchnorm import SyncedBatchNorm
 
 NAMED = 5
 """Samples that are named; the others are counted."""
@@ -27,7 +28,9 @@ def explain(run: Run, step: int, batch: StepBatch | None) -> None:
     Cost: a copy of the model, a forward pass and perhaps a backward pass, once a run.
     """
     cause = None
-    if batch is not None and not run.sharded:
+    # Layers that exchange statistics in their forward pass would wait for ranks that have found a cause.
+    synced = any(isinstance(each, (SyncedBatchNorm, nn.SyncBatchNorm)) for each in run.model.modules())
+    if batch is not None and not run.sharded and not synced:
         # A model may refuse to be copied, or memory end.
         with contextlib.suppress(Exception):
             cause = _find_cause(run, step, batch.micro_batches)

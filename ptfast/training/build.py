@@ -101,11 +101,12 @@ def build(
     add_average(run)
     add_settings(run)
     check_own_steps(run)
-    numerics = config.numerics
-    run.checks_steps, run.skip_limit = rewinds or numerics.mode == "skip", numerics.limit
-    run.goes_back = numerics.mode == "rewind" and not rewinds
     if state is not None:
         restore_training(run, state, run.before.total_steps)
+    run.progress.went_back |= rewinds
+    mode, run.skip_limit = config.numerics.mode, config.numerics.limit
+    run.goes_back = mode == "rewind" and not run.progress.went_back
+    run.checks_steps = mode != "stop" and not run.goes_back
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
     run.state = run.data = None
     run.counter = StepCounter(run)

@@ -236,12 +236,8 @@ class LossWindow:
             found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
-        by_value = isinstance(self.skips, CheckedSteps)
-        if (
-            not by_value
-            and max(skipped_in_a_row, 1) == step
-            and (error := self._first_look.not_finite()) is not None
-        ):
+        first = max(skipped_in_a_row, 1) == step and not isinstance(self.skips, CheckedSteps)
+        if first and (error := self._first_look.not_finite()) is not None:
             return error
         hint = (
             f"Lower optimizer.lr (now at {look.lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"

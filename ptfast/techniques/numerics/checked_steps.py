@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 
 from ptfast.core.distributed import Ranks, sum_over_ranks
 from ptfast.core.tensors.dtensors import is_sharded, local_part
-from ptfast.core.tensors.torch_internals import BatchNorm
 
 READ_AT_ONCE = ("cpu",)
 """Devices whose numbers the host reads without a wait."""
@@ -48,6 +48,8 @@ class CheckedSteps:
         self._parameters, self._ranks, self.limit = parameters, ranks, limit
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         at_once = device.type in READ_AT_ONCE
+        kinds = torch.bfloat16, torch.complex64, torch.complex128
+        self._special = any(is_sharded(each) or each.dtype in kinds for each in parameters)
         self.on_device = not at_once and takes_flag and not is_sharded(parameters[0])
         self.waits = not at_once and not self.on_device
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
@@ -65,12 +67,18 @@ class CheckedSteps:
         """Steps left out in a row and, twice, in all; the last one, from 1. The same on all ranks."""
         return self._in_a_row, self._skipped_steps, self._skipped_steps, self._last
 
-    @torch.no_grad()
     def check(self, loss_sum: Tensor) -> None:
         """Look at the gradients and the sum of the losses, before clipping, which would hide infinities."""
         parts = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if parts and (is_sharded(parts[0]) or any(part.is_sparse for part in parts)):
+        if self._special or any(part.is_sparse for part in parts):
             parts = [local_part(part._values() if part.is_sparse else part) for part in parts]
+            halves = [part for part in parts if part.dtype == torch.bfloat16 and part.numel()]
+            parts = [
+                torch.view_as_real(p) if p.is_complex() else p for p in parts if p.dtype != torch.bfloat16
+            ]
+            if halves:
+                # On CUDA the kernel below takes no bfloat16: PyTorch issue 127176.
+                parts.append(torch.stack(torch._foreach_norm(halves, math.inf)).float())
         # Nothing is scaled: one kernel for all tells if there is a number that is not finite.
         torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
         if self._ranks.distributed:
@@ -96,55 +104,33 @@ class CheckedSteps:
 
 
 class KeptBuffers:
-    """Puts back the buffers of a model, such as BatchNorm's statistics, after a step that is left out.
+    """Puts back the saved buffers of a model, such as BatchNorm's statistics, after a step that is left out.
 
-    After the first step it follows those of BatchNorm and those that were changed; others are constants.
+    Those that are not saved with the model are constants, or are made anew.
 
     Cost: two copies of these buffers a step, in a few kernels.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (module, name)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.numel()
-        ]
+        saved = model.state_dict(keep_vars=True)
+        names = (name for name, buffer in model.named_buffers() if name in saved and buffer.numel())
+        split = (name.rpartition(".") for name in names)
+        self._places = [(model.get_submodule(owner), name) for owner, _, name in split]
         self._kept: dict[torch.dtype, Tensor] = {}
-        self._versions: list[tuple[Tensor, int]] | None = None
-        """Of the buffers before the first step; empty after it."""
 
     def keep(self) -> None:
         """Copy the buffers, before a step."""
-        if not self._places:
-            return
-        self._places = self._changed()
-        buffers = self._buffers()
-        self._kept = _flat(buffers)
-        if self._versions is None:
-            self._versions = [(buffer, buffer._version) for buffer in buffers]
+        if self._places:
+            self._kept = _flat(self._buffers())
 
     @torch.no_grad()
     def put_back(self, skipped: Tensor) -> None:
         """Put the copies back if the step was `skipped`: 0-d, on the device."""
-        buffers, changed = self._buffers(), self._changed()
+        buffers = self._buffers()
         for dtype, after in _flat(buffers).items():
             own = [buffer for buffer in buffers if buffer.dtype == dtype]
             parts = torch.where(skipped, self._kept[dtype], after).split([each.numel() for each in own])
             torch._foreach_copy_(own, [part.view_as(each) for part, each in zip(parts, own, strict=True)])
-        self._places = changed
-
-    def _changed(self) -> list[tuple[nn.Module, str]]:
-        """Those to follow: after the first step, the ones that it changed."""
-        if not self._versions:
-            return self._places
-        now = zip(self._places, self._buffers(), self._versions, strict=True)
-        self._versions = []
-        return [
-            (module, name)
-            for (module, name), buffer, (before, version) in now
-            if isinstance(module, BatchNorm) or buffer is not before or buffer._version != version
-        ]
 
     def _buffers(self) -> list[Tensor]:
         return [getattr(module, name) for module, name in self._places]
