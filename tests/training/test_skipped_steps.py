@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.plain_display import Display
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.launch.rank_main import RankPart
-from ptfast.optim.build_optimizer import apply_lr
+from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.numerics import checked_steps
 from ptfast.training.build import build
@@ -112,6 +113,52 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(
         # Where only the device knows, the average is another formula.
         torch.testing.assert_close(found.pop("average"), expected.pop("average"))
     assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("decides", ["host", "device"])
+@pytest.mark.parametrize("kind", ["half", "complex", "sparse"])
+def test_gradients_of_every_kind_are_checked(
+    kind: str, decides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def as_on_cuda(tensors: list[torch.Tensor], *others: torch.Tensor) -> None:
+        assert all(tensor.dtype != torch.bfloat16 for tensor in tensors)
+        kernel(tensors, *others)
+
+    if decides == "device":
+        monkeypatch.setattr(checked_steps, "READ_AT_ONCE", ())
+        monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", as_on_cuda)
+    dtype = {"half": torch.bfloat16, "complex": torch.complex64}.get(kind, torch.float32)
+    weight = torch.nn.Parameter(torch.ones(3, 1, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    steps = checked_steps.CheckedSteps(
+        optimizer, build_step, [weight], torch.device("cpu"), Ranks(), limit=10
+    )
+    for value in (1.0, math.nan, 2.0, math.inf, -math.inf, 3.0):
+        gradient = torch.ones_like(weight)
+        gradient[2] = value
+        weight.grad = gradient.to_sparse(1) if kind == "sparse" else gradient
+        before = weight.detach().clone()
+        steps.check(torch.ones(()))
+        steps.take()
+        assert torch.equal(before, weight.detach()) != math.isfinite(value)
+    assert int(steps.counts[1]) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [("optimizer=adamw", "precision=bf16"), ("optimizer=lamb",)], ids=str)
+def test_a_gpu_leaves_out_the_steps_that_a_cpu_does(words: tuple[str, ...], tmp_path: Path) -> None:
+    skipped = []
+    for device in ("cpu", "cuda"):
+        holes = ("data.places=[13,31,77]", "numerics=skip", f"device={device}")
+        run = build_run(tmp_path / device, *merged(*WORDS, *words, *holes))
+        run.logger = Lines()
+        assert fit(run) == "finished"
+        assert all(bool(part.isfinite().all()) for part in run.model.state_dict().values())
+        skipped.append([line.get("skipped_steps", 0) for line in run.logger])
+    assert skipped[0] == skipped[1]
+    assert sum(skipped[0]) > 1
 
 
 def test_checking_changes_no_bit_of_a_run_that_is_finite(tmp_path: Path) -> None:

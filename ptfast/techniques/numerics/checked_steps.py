@@ -48,8 +48,9 @@ class CheckedSteps:
         self._parameters, self._ranks, self.limit = parameters, ranks, limit
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         at_once = device.type in READ_AT_ONCE
-        kinds = torch.bfloat16, torch.complex64, torch.complex128
-        self._special = any(is_sharded(each) or each.dtype in kinds for each in parameters)
+        self._special = any(is_sharded(each) or each.is_complex() for each in parameters)
+        # On CUDA the kernel of `check` takes no bfloat16: PyTorch issue 127176.
+        self._has_halves = not at_once and any(each.dtype == torch.bfloat16 for each in parameters)
         self.on_device = not at_once and takes_flag and not is_sharded(parameters[0])
         self.waits = not at_once and not self.on_device
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
@@ -72,13 +73,11 @@ class CheckedSteps:
         parts = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self._special or any(part.is_sparse for part in parts):
             parts = [local_part(part._values() if part.is_sparse else part) for part in parts]
+            parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+        if self._has_halves:
             halves = [part for part in parts if part.dtype == torch.bfloat16 and part.numel()]
-            parts = [
-                torch.view_as_real(p) if p.is_complex() else p for p in parts if p.dtype != torch.bfloat16
-            ]
-            if halves:
-                # On CUDA the kernel below takes no bfloat16: PyTorch issue 127176.
-                parts.append(torch.stack(torch._foreach_norm(halves, math.inf)).float())
+            norms = torch._foreach_norm(halves, math.inf) if halves else []
+            parts = [*(part for part in parts if part.dtype != torch.bfloat16), *(n.float() for n in norms)]
         # Nothing is scaled: one kernel for all tells if there is a number that is not finite.
         torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
         if self._ranks.distributed:
