@@ -154,6 +154,11 @@ def compiled_step(bench: Job, clock: Clock) -> None:
         command_line(bench, clock, "compile=step", watch)
 
 
+def checked_steps(bench: Job, clock: Clock) -> None:
+    """The same with every step checked for numbers that are not finite."""
+    command_line(bench, clock, "numerics=skip", ptfast.WATCH)
+
+
 def command_line(bench: Job, clock: Clock, *more: str) -> None:
     """ptfast's command line, in this process: composing, logging, seeding, saving and report included."""
     words = [
@@ -178,6 +183,7 @@ class Contender:
 CONTENDERS = (
     Contender("ptfast", command_line),
     Contender("ptfast compile=step", compiled_step),
+    Contender("ptfast numerics=skip", checked_steps),
     Contender("by hand: ptfast's batches, fused SGD, LR table", lean_by_hand),
     Contender("by hand: DataLoader, SGD, LambdaLR", by_hand.train),
     Contender("Ignite", ignite.train, ("pytorch-ignite",)),

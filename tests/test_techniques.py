@@ -49,6 +49,7 @@ NO_TECHNIQUES = {
     "data": "what is trained on",
     "model": "what is trained",
     "saving": "what is kept",
+    "numerics": "what becomes of steps that are not finite",
     "logger": "where figures go",
     "sampling": "which samples come, for data in which some are rare",
     "preset": "sets of techniques",

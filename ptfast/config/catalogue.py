@@ -23,6 +23,7 @@ from ptfast.techniques import (
     ema,
     gradients,
     loop_practices,
+    numerics,
     parallel,
     precision,
     rewrites,
@@ -32,7 +33,7 @@ from ptfast.techniques import (
 PARTS = (
     *(loaders, sampling, decoding, debug, optim, schedule, gradients),
     *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
-    *(parallel, models, loop_practices),
+    *(numerics, parallel, models, loop_practices),
 )
 """The modules of the families, in the order of the table of techniques."""
 FAMILIES: tuple[Family, ...] = tuple(part.FAMILY for part in PARTS)

@@ -28,6 +28,7 @@ from ptfast.techniques.curriculum import Curriculum
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
+from ptfast.techniques.numerics import Numerics
 from ptfast.techniques.parallel import Parallel
 from ptfast.techniques.precision import Precision
 from ptfast.techniques.rewrites import Rewrites
@@ -178,6 +179,7 @@ class Config(Section):
     checkpointing: Checkpointing = Field(default_factory=Checkpointing)
     rewrites: Rewrites = Field(default_factory=Rewrites)
     compile: Compile = Field(default_factory=Compile)
+    numerics: Numerics = Field(default_factory=Numerics)
     ema: Ema = Field(default_factory=Ema)
     backend: Backend = Field(default_factory=Backend)
     debug: Debug = Field(default_factory=Debug)

@@ -108,11 +108,13 @@ class Progress:
     evaluation_due: bool = False
     """The evaluation of this step is still to be made."""
     skipped_steps: int = 0
-    """Steps that were left out because fp16 gradients overflowed."""
+    """Steps that were left out because a loss or gradients were not finite, or overflowed in fp16."""
     skipped_before: int = 0
-    """The same before the last step: how far the schedule is behind in the next one."""
+    """The same before the last step: how far the schedule of fp16 is behind in the next one."""
     skipped_logged: int = 0
     """The same at the last log line."""
+    went_back: bool = False
+    """It went back to an earlier state (`numerics=rewind`), and checks its steps since."""
 
     @property
     def samples_per_s(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -85,12 +86,20 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     limit_s = None if limit == "auto" else limit.seconds
     with (
         caught_signals(part.display, ranks) as signals,
-        HangWatch(folder, ranks, part.display, clock, signals, limit_s) as hang_watch,
+        HangWatch(folder, ranks, part.display, clock, signals, limit_s),
     ):
         try:
-            run = hang_watch.run = part.build(state_folder, signals)
+            run, cause = part.build(state_folder, signals), None
             part.display.panel(*build_panel(dict(config), run))
-            outcome = part.fit(run)
+            try:
+                outcome = part.fit(run)
+            except PtfastError as error:
+                if not (run.goes_back and run.not_finite):
+                    raise
+                cause = error.what
+            if cause is not None:
+                del run  # Frees its memory, which the error kept alive so far.
+                outcome = part.fit(part.rewind(cause, state_folder, signals))
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
             outcome, raised = part.ended_by(error, signals)
             if raised is error:
@@ -122,10 +131,28 @@ class RankPart:
     resumed_step: int | None = None
     """The step that a resumed run starts from."""
 
-    def build(self, state_folder: Path | None, signals: Signals) -> Run:
+    def rewind(self, cause: str, begun_from: Path | None, signals: Signals) -> Run:
+        """Build the run from its last state once more, to check every step from there on.
+
+        That is the last one that this process has saved, else the one that it was `begun_from`, if any.
+        """
+        state_folder = begun_from
+        assert self.run is not None
+        if self.run.saved_step is not None:
+            state_folder = self.folder / "saved" / f"step-{self.run.saved_step}"
+        back = int(state_folder.name.removeprefix("step-")) if state_folder is not None else 0
+        self.display.warn(f"{cause}: going back to step {back}, to leave out steps that are not finite")
+        self.run.close()
+        self.logger.close()
+        self.run = signals.run = None
+        gc.collect()
+        barrier(self.ranks)  # The state may be on its way to the disk.
+        return self.build(state_folder, signals, rewinds=True)
+
+    def build(self, state_folder: Path | None, signals: Signals, *, rewinds: bool = False) -> Run:
         """Join the other ranks, build the run, and open its loggers on the first of them."""
         config, ranks = self.config, self.ranks
-        if ranks.distributed:
+        if ranks.distributed and not rewinds:
             from ptfast.techniques.backend.torch_settings import resolve_device
 
             init_process_group(resolve_device(config.device, ranks), ranks, config.parallel.timeout.seconds)
@@ -143,6 +170,7 @@ class RankPart:
             state_folder=state_folder,
             # The first machine has checked it to choose the state; one rank of each other does so here.
             check_state=ranks.local_rank == 0 and not ranks.is_first,
+            rewinds=rewinds,
         )
         signals.run, self.clock = run, run.clock
         self.resumed_step = run.progress.step if state_folder is not None else None
@@ -282,6 +310,8 @@ class RankPart:
                 "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
                 **run.figures,
             }
+            if progress.skipped_steps:
+                summary["skipped_steps"] = progress.skipped_steps
             if (share := run.resolved.padding_share) is not None:
                 summary["padding_share"] = share
             if missing := left_out(run):

@@ -222,13 +222,17 @@ def _keep_compiler_unimported() -> None:
             hide_from_compiler(method)
 
 
-def build_step(optimizer: Optimizer) -> Callable[[], object]:
+def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> Callable[[], object]:
     """Build the function that steps `optimizer`: for torch's own and ours, the formula alone, 20 us faster.
 
     The public method also looks for hooks, opens a profiler range and imports the compiler to break its
     graph. It is called if the optimizer has hooks or comes from elsewhere, and under a profiler. A fused step
     goes to its kernel, with lists that are made once instead of in each step, as long as all have gradients.
+
+    `found_inf`, of an optimizer that takes it from a gradient scaler, is 1 on the device to leave a step out.
     """
+    if found_inf is not None:
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf  # pyright: ignore[reportAttributeAccessIssue]
     public = type(optimizer).step
     formula = inspect.unwrap(public)
     ours = type(optimizer).__module__.startswith(("torch.optim.", "ptfast.optim.")) and formula is not public
@@ -245,12 +249,12 @@ def build_step(optimizer: Optimizer) -> Callable[[], object]:
             optimizer.step()
         elif kernels is None or not kernels():
             formula(optimizer)
-            kernels = _fused_kernels(optimizer)
+            kernels = _fused_kernels(optimizer, found_inf)
 
     return step
 
 
-def _fused_kernels(optimizer: Optimizer) -> Callable[[], bool] | None:
+def _fused_kernels(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> Callable[[], bool] | None:
     """A fused step with lists made once, if all groups have a kernel; it returns False if they are stale."""
     parts: list[tuple[dict[str, Any], list[Any], list[Any], dict[str, list[Any]]]] = []
     for group in optimizer.param_groups:
@@ -275,6 +279,8 @@ def _fused_kernels(optimizer: Optimizer) -> Callable[[], bool] | None:
                 return False
         for (group, weights, _, kept), grads in zip(parts, every, strict=True):
             shared = {name: group[name] for name in ("lr", "weight_decay", "maximize")}
+            if found_inf is not None:
+                shared["found_inf"] = found_inf
             if "betas" not in group:
                 own = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
                 torch._fused_sgd_(
@@ -286,6 +292,8 @@ def _fused_kernels(optimizer: Optimizer) -> Callable[[], bool] | None:
             kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             own = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": False}
             kernel(weights, grads, *moments, [], steps, **shared, **own)
+            if found_inf is not None:
+                torch._foreach_sub_(steps, [found_inf] * len(steps))
         return True
 
     return step

@@ -15,12 +15,14 @@ from ptfast.core import devices
 from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
 from ptfast.core.errors import NumericsError, PtfastError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes, processor_time_s
-from ptfast.core.protocols import takes_own_steps
+from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival, scalars
 from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameter_groups import reference_lr
+from ptfast.profiling.not_finite import explain
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
+from ptfast.techniques.numerics.checked_steps import CheckedSteps
 from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.training.first_step import FirstStep
 
@@ -28,8 +30,6 @@ LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
 NAMED = 5
 """Parameters without a gradient that are named; the others are counted."""
-MOST_SKIPPED = 30
-"""Overflowing fp16 steps in a row, each of which halves the scale, after which no scale will help."""
 
 
 class Usage:
@@ -71,7 +71,7 @@ class Look:
     epoch: float
     lr: float
     sums: Arrival
-    """Loss, items, norm of the gradients if it is logged; of fp16, counts of skipped steps."""
+    """Loss, items, norm of the gradients if it is logged; counts of skipped steps if there may be some."""
     since: int
     """The step of the last log line; -1 before the first."""
     has_norm: bool
@@ -105,13 +105,15 @@ class LossWindow:
         scaled: ScaledSteps | None,
         first_look: FirstStep,
     ) -> None:
-        self._run, self._parameters, self._scaled, self._first_look = run, parameters, scaled, first_look
+        self._run, self._parameters, self._first_look = run, parameters, first_look
+        self.skips: ScaledSteps | CheckedSteps | None = scaled
+        """What may leave steps out."""
         # A resumed window was summed over all ranks; one of them carries it on.
         progress = run.progress
         restored = (progress.window_loss, progress.window_items) if run.ranks.is_first else (0.0, 0.0)
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=dtype)
         self.num_items: Tensor | int = int(restored[1])
-        self._before = self.sums()
+        self._before: tuple[Tensor | float, Tensor | int] = self.sums()
         self._norm: Tensor | None = None
         self.unread: Look | None = None
         """What the next `settle` reports."""
@@ -120,7 +122,7 @@ class LossWindow:
         """Seconds of a step by the newest look that was timed and read."""
         run.settle = self.settle
         self._unreached: set[str] | None = None
-        self._named_unreached = False
+        self._named_unreached = self._explained = False
         self._logged_step, self._logged = -1, self._timed()
         self._usage = Usage(run.device.type, run.display.warn)
 
@@ -130,11 +132,15 @@ class LossWindow:
         self.num_items = self.num_items + num_items
 
     def leave_out(self, skipped: Tensor) -> None:
-        """Take back what the last step added if fp16 skipped it because its gradients overflowed."""
+        """Take back what the last step added if it was skipped; after every step, or one with `remember`."""
         loss_before, items_before = self._before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
         self._before = self.sums()
+
+    def remember(self) -> None:
+        """Note the sums before a step, where it costs the host no wait."""
+        self._before = self.loss_sum.item(), self.num_items
 
     def sums(self) -> tuple[Tensor, Tensor | int]:
         """Loss and items of this rank so far."""
@@ -158,7 +164,7 @@ class LossWindow:
             run.forward.check_gradients()
         if run.log_norm:
             norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
-            self._norm = norm if self._scaled is None else norm / self._scaled.scale
+            self._norm = norm if self.skips is None else norm / self.skips.scale
         if not self._named_unreached:
             named = run.model.named_parameters()
             missing = {name for name, p in named if p.requires_grad and p.grad is None}
@@ -181,7 +187,7 @@ class LossWindow:
         run.clock.to("logging")
         # Every rank has the same norm, and `begin_sums` adds them up.
         norms = [] if self._norm is None else [self._norm * run.ranks.is_first]
-        counts = () if self._scaled is None else self._scaled.counts
+        counts = () if self.skips is None else self.skips.counts
         sums = begin_sums([self.loss_sum, self.num_items, *norms], run.device, run.ranks, counts)
         lr = reference_lr(run.optimizer)
         return Look(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
@@ -201,26 +207,37 @@ class LossWindow:
             look.norm = others.pop(0)
         skipped_in_a_row = 0
         if others:
-            skipped_in_a_row, progress.skipped_before, progress.skipped_steps = map(int, others)
+            before = progress.skipped_steps
+            skipped_in_a_row, progress.skipped_before, progress.skipped_steps, *last = map(int, others)
+            if last and progress.skipped_steps > before:
+                self.explain(last[0])
         loss = progress.window_loss / max(progress.window_items, 1)
-        if not math.isfinite(loss) or skipped_in_a_row >= MOST_SKIPPED:
+        if not math.isfinite(loss) or (self.skips is not None and skipped_in_a_row >= self.skips.limit):
+            self._run.not_finite = True
             look.error = self._diagnosis(look, loss, skipped_in_a_row)
             raise look.error
         look.loss = loss if progress.window_items or not skipped_in_a_row else math.nan
         return look.loss
 
+    def explain(self, step: int, batch: StepBatch | None = None) -> None:
+        """Say what made `step`, counted from 1, be left out: of the first one, on all ranks."""
+        if not self._explained:
+            self._explained = True
+            explain(self._run, step - 1, batch or self._run.train_loader.batch_at(step - 1))
+
     def _diagnosis(self, look: Look, loss: float, skipped_in_a_row: int) -> PtfastError:
         """The error for a loss that is not finite: the samples or the part of the model that made it so."""
         run, step = self._run, look.step
         what = f"the loss is {loss} by step {step}"
-        if skipped_in_a_row >= MOST_SKIPPED:
-            what = f"fp16 gradients overflowed in {skipped_in_a_row} steps in a row, by step {step}"
+        if self.skips is not None and skipped_in_a_row >= self.skips.limit:
+            what = f"{self.skips.cause} in {skipped_in_a_row} steps in a row, by step {step}"
         else:
             mine = run.train_loader.not_finite(max(0, look.since), step)
             found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
-        if max(skipped_in_a_row, 1) == step and (error := self._first_look.not_finite()) is not None:
+        first = max(skipped_in_a_row, 1) == step and not isinstance(self.skips, CheckedSteps)
+        if first and (error := self._first_look.not_finite()) is not None:
             return error
         hint = (
             f"Lower optimizer.lr (now at {look.lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
@@ -308,7 +325,10 @@ def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: 
 
 
 def begin_sums(
-    values: Sequence[Tensor | float], device: torch.device, ranks: Ranks, alike: Sequence[Tensor] = ()
+    values: Sequence[Tensor | float],
+    device: torch.device,
+    ranks: Ranks,
+    alike: Sequence[Tensor | int] = (),
 ) -> Arrival:
     """Scalars of this rank, summed over all ranks, and those that are `alike` on all: on their way."""
     dtype = devices.sum_dtype(device)

@@ -22,6 +22,10 @@ from ptfast.training.user_code import callback_states
 
 def save_training(run: Run, is_best: bool) -> None:
     """Write the current state, mark it if it is the best, delete states that are too old; on every rank."""
+    if run.goes_back:
+        # All ranks find the same, and go back together.
+        _check_finite(run.model.state_dict(), run)
+    run.saved_step = run.progress.step
     if not (run.ranks.is_first or run.saves_together):
         return
     model = run.model.state_dict()
@@ -36,7 +40,8 @@ def save_training(run: Run, is_best: bool) -> None:
         training["compression"] = run.forward.compression.gather_state(run.ranks)
     if not (run.ranks.is_first or run.sharded):
         return
-    _check_finite(model, run)
+    if not run.goes_back:
+        _check_finite(model, run)
     training["callbacks"] = callback_states(run) if run.ranks.is_first else []
     facts = {
         "progress": asdict(run.progress),
@@ -66,6 +71,7 @@ def _check_finite(model: dict[str, Tensor], run: Run) -> None:
     norms = torch._foreach_norm([part for part in trained if part.numel()], math.inf)
     finite = bool(torch.stack([norm.isfinite() for norm in norms]).all()) if norms else True
     if not (all(on_all_ranks(finite, run.ranks.num_ranks)) if run.sharded else finite):
+        run.not_finite = True
         what = f"the weights are not finite after step {run.progress.step}"
         hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
         raise NumericsError("N001", what, suggestion=hint)

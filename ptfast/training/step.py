@@ -21,6 +21,7 @@ from ptfast.core.tensors.torch_internals import after_backward, backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import NotCompiledError
+from ptfast.techniques.numerics.checked_steps import CheckedSteps, KeptBuffers
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
@@ -48,7 +49,6 @@ class Trainer:
         self.dtype = torch.float64 if is_double else torch.float32
         scaler = run.precision.scaler
         self.fp16 = None if scaler is None else ScaledSteps(scaler, run.optimizer, run.device, run.progress)
-        self.take_step = build_step(run.optimizer) if self.fp16 is None else self.fp16.take
         self.sums = run.forward if isinstance(run.forward, OrderedSums) else None
         averages = run.ranks.distributed and self.sums is None
         self.batchnorm = RunningStatistics(run.model, run.ranks) if averages else None
@@ -58,6 +58,12 @@ class Trainer:
         # Sums of float32 losses in float64 are exact, and so do not depend on who adds them.
         sum_dtype = self.dtype if self.sums is None else devices.sum_dtype(run.device)
         self.window = LossWindow(run, sum_dtype, self.parameters, self.fp16, self.first_look)
+        self.take_step = build_step(run.optimizer) if self.fp16 is None else self.fp16.take
+        self.checked: CheckedSteps | None = None
+        if run.checks_steps and self.fp16 is None:
+            self.checked = self.window.skips = build_checked_steps(run, self.parameters)
+            self.take_step = self.checked.take
+        self.buffers = KeptBuffers(run.model) if run.checks_steps else None
         self.votes: Arrival | None = None
         """What the ranks told each other at the last look."""
         self._weights: dict[int, Tensor] = {}
@@ -73,6 +79,7 @@ class Trainer:
         run, progress, optimizer, mark = self.run, self.run.progress, self.run.optimizer, self.run.clock.to
         parameters, base_lrs, rates = self.parameters, self.base_lrs, self._rates(last_step)
         clip, fp16, ema, batchnorm, window = run.clip, self.fp16, run.ema, self.batchnorm, self.window
+        checked, skips = self.checked, window.skips
         on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         inspected_step = last_step - 1  # the host looks up after it
         if (whole := self.whole) is not None:
@@ -84,6 +91,8 @@ class Trainer:
                 if not self._take_whole(whole, batch, step, inspects=step == inspected_step):
                     whole, rates = None, chain([rate], rates)
             if whole is None:
+                if self.buffers is not None:
+                    self.prepare_to_skip(self.buffers)
                 if self.optimizers is None:
                     self.accumulate(batch, step)
                 if batchnorm is not None:
@@ -92,6 +101,8 @@ class Trainer:
                 mark("optimizer")
                 if step == inspected_step:
                     window.inspect_gradients()
+                if checked is not None:
+                    checked.check(window.loss_sum)
                 if clip is not None:
                     if fp16 is not None:
                         fp16.scaler.unscale_(optimizer)
@@ -105,10 +116,11 @@ class Trainer:
                     parameter.grad = None
             progress.step += 1
             progress.samples += batch.num_samples
-            if fp16 is not None:
-                window.leave_out(fp16.skipped)
+            skipped = None if skips is None else skips.skipped
+            if skipped is not None:
+                self.leave_out(skipped, batch)
             if ema is not None:
-                ema.update(progress.step, None if fp16 is None else fp16.skipped)
+                ema.update(progress.step, skipped)
             if on_step:
                 mark("callbacks")
                 for method in on_step:
@@ -241,6 +253,22 @@ class Trainer:
             raise UserPart("task", task).error(what)
         self.window.add(given[0].detach(), given[1])
 
+    def prepare_to_skip(self, buffers: KeptBuffers) -> None:
+        """Note what a forward pass changes, before a step that may be left out."""
+        buffers.keep()
+        if self.checked is not None and not self.checked.on_device:
+            self.window.remember()
+
+    def leave_out(self, skipped: Tensor, batch: StepBatch) -> None:
+        """Take back the last step's figures and statistics if it was `skipped`: 0-d, on the device."""
+        self.window.leave_out(skipped)
+        if self.buffers is not None:
+            self.buffers.put_back(skipped)
+            if self.batchnorm is not None:
+                self.batchnorm.reread()
+            if self.checked is not None and not self.checked.on_device:
+                self.window.explain(self.run.progress.step, batch)
+
     def switch(self) -> bool:
         """Freeze and thaw parameters that are due before the next step; return True if any were."""
         run = self.run
@@ -302,6 +330,18 @@ class Trainer:
         if fp16 is None:
             return iter(rates)
         return (rates[index + held_steps - fp16.held_steps] for index in count())
+
+
+def build_checked_steps(run: Run, parameters: list[Tensor]) -> CheckedSteps:
+    """Build what leaves out the steps of a run whose loss or gradients are not finite."""
+    counts = {"first_step": run.progress.step, "skipped_steps": run.progress.skipped_steps}
+    steps = CheckedSteps(
+        run.optimizer, build_step, parameters, run.device, run.ranks, limit=run.skip_limit, **counts
+    )
+    if steps.waits:
+        name = type(run.optimizer).__name__
+        run.display.warn(f"numerics: {name} takes no flag on the device, so every step waits for it")
+    return steps
 
 
 def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

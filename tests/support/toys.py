@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ptfast.core.protocols import Callback
 from ptfast.models.mlp import Mlp
+from ptfast.run import Run
 
 SMALL = ("model.hidden=[16]", "log_every=5", "saving.every=1000steps", "schedule=constant")
 
@@ -270,3 +271,39 @@ class PixelNet(nn.Sequential):
             nn.ReLU(),
             nn.Conv2d(width, num_classes, 3, padding=1),
         )
+
+
+class Holed(Dataset[Any]):
+    """Points, of which those at `places` are `mark`, and all are NaN while that is `planted`."""
+
+    num_classes = 2
+    planted: ClassVar[bool] = False
+
+    def __init__(self, places: list[int] | None = None, mark: float = math.nan) -> None:
+        self.whole, self.places, self.mark = blobs(), places or [], mark
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.whole[index]
+        if Holed.planted or index in self.places:
+            inputs = torch.full_like(inputs, math.nan if Holed.planted else self.mark)
+        return inputs, target
+
+
+class Plant(Callback):
+    """Lets all samples of a rank be not finite in some steps, counted from 1; ends the run after `stop`."""
+
+    stop: ClassVar[int | None] = None
+
+    def __init__(self, steps: list[int], rank: int = 0) -> None:
+        self.steps, self.rank = steps, rank
+
+    def on_start(self, run: Run) -> None:
+        Holed.planted = run.progress.step + 1 in self.steps and run.ranks.rank == self.rank
+
+    def on_step(self, run: Run, step: int) -> None:
+        self.on_start(run)
+        if step == self.stop:
+            run.stop_signal = signal.SIGTERM

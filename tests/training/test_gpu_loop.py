@@ -37,6 +37,9 @@ SETTINGS = {
         "dataloader.last=drop",
     ),
     "LAMB": ("optimizer=lamb", "precision=amp_fp16"),
+    "checked": ("optimizer=lamb", "precision=bf16", "gradients=clip", "ema=ema", "numerics=skip"),
+    "checked, fused": ("optimizer=adamw", "precision=bf16_true", "numerics=skip"),
+    "checked under a scaler": ("optimizer=lamb", "precision=amp_fp16", "numerics=skip"),
 }
 
 

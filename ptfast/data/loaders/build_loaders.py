@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError, DataError
@@ -76,6 +78,21 @@ class Loader:
         if self._thread is not None:
             self._thread.close()
         self.batches.close()
+
+    def batch_at(self, step: int) -> StepBatch | None:
+        """The batch of a step once more; None where to read it would disturb those to come."""
+        if self.batches.shares is None or self.workers:
+            return None
+        batches = self.batches.steps(step, step + 1)
+        return next(self._transformed(batches, step) if self.transforms else batches, None)
+
+    def sample_numbers(self, step: int) -> list[NDArray[np.int64]]:
+        """The samples of each of this rank's micro-batches in a step; none for a stream."""
+        if self.batches.shares is None:
+            return []
+        kept = self._data.kept
+        shares = [share for share in self.batches.shares(step)[0] if share.num_samples]
+        return [share.indices if kept is None else kept[share.indices] for share in shares]
 
     def not_finite(self, first_step: int, last_step: int) -> list[int]:
         """This rank's samples with numbers that are not finite, in the first of these steps that has some.

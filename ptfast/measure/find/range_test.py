@@ -16,8 +16,9 @@ from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.run import Run
+from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.techniques.schedule.scheduled_run import LrSchedule
-from ptfast.training.loss_window import MOST_SKIPPED, sum_and_read
+from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
 
 LOSS_DIVERGED = "the loss diverged"
@@ -84,7 +85,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
             trainer.window.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
-            if not items and skipped_in_a_row < MOST_SKIPPED:
+            if not items and skipped_in_a_row < ScaledSteps.limit:
                 continue
             loss = loss_sum / items if items else math.nan
             if not math.isfinite(loss):

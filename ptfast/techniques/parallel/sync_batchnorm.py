@@ -165,12 +165,17 @@ class RunningStatistics:
         self._counters: list[Any] = [norm.num_batches_tracked for norm in moving]
         if moving:
             self._sizes = [buffer.numel() for buffer in self._buffers]
-            self._statistics = torch.cat(self._buffers)
-            self._counts = torch.stack(self._counters)
+            self.reread()
             device, repeats = self._counts.device, [2 * norm.num_features for norm in moving]
             self._owner = torch.arange(len(moving)).repeat_interleave(torch.tensor(repeats)).to(device)
             kept = [1 - float(norm.momentum or 0) for norm in moving]
             self._kept = torch.tensor(kept, dtype=self._statistics.dtype).to(device)[self._owner]
+
+    def reread(self) -> None:
+        """Take the statistics in the model for those after the last step, as when that was left out."""
+        if self._buffers:
+            self._statistics = torch.cat(self._buffers)
+            self._counts = torch.stack(self._counters)
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -295,6 +295,10 @@ class ScaledSteps:
     the device, and in every step if torch's optimizer is not fused, which then reads the scale.
     """
 
+    limit = 30
+    """Skipped steps in a row, each of which halves the scale, after which no scale will help."""
+    cause = "fp16 gradients overflowed"
+
     def __init__(
         self,
         scaler: torch.amp.GradScaler,

@@ -20,7 +20,6 @@ from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ParallelError, error_line
 from ptfast.core.units import short_time
-from ptfast.run import Run
 from ptfast.training.hangs import hang_supervisor
 from ptfast.training.hangs.hang_supervisor import BEAT, DUMP, HANDLED
 from ptfast.training.stopping import LATE_S, Signals
@@ -59,8 +58,6 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         signals: Signals,
         timeout_s: float | None,
     ) -> None:
-        self.run: Run | None = None
-        """None until it is built."""
         self._ranks, self._display, self._clock, self._signals = ranks, display, clock, signals
         self._timeout_s, self._path = timeout_s, folder / f"hang-rank{ranks.rank}.txt"
         self._over = threading.Event()
@@ -110,9 +107,10 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             # Fires only if this thread does not get Python's lock.
             faulthandler.dump_traceback_later(limit_s + LAST_S, file=self._file)
             self._beat()
+            run = None  # One that goes back to a state is to free its memory.
             if self._over.wait(TICK_S):
                 return
-            run = self.run
+            run = self._signals.run
             cause = (self._clock if run is None else run.clock).cause
             place = (cause,) if run is None else (run.progress.step, run.num_batches, cause)
             if place != last:

@@ -28,7 +28,8 @@ def add_optimizer(run: PartialRun) -> None:
         section.target, run.model, run.device, grouping.parts()
     )
     resolved.lr_scaling = scale_for_batch(run.optimizer, section, run.config.batch_size)
-    if run.precision.scaler is not None:
+    on_device = run.device.type != "cpu" and run.config.numerics.mode != "stop"
+    if run.precision.scaler is not None or on_device:
         start_momentum(run.optimizer)
     run.clip = build_clipper(
         run.config.gradients, run.model.parameters(), head=head_of(run.model), by_group=grouping.clip_norms()
