@@ -94,7 +94,9 @@ class Saving(Section):
     """When states are saved, and how many are kept."""
 
     every: Every = Duration(1, "epochs")
-    """How often the state is saved, such as `1epochs` or `500steps`."""
+    """How often the state is saved, such as `1epochs`, `500steps` or `10m`."""
+    background: bool | OrAuto = "auto"
+    """Write states while training goes on; `auto` where they are large and a copy fits into memory."""
     keep: Count = 1
     """Newest states that are kept."""
     best: bool = True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from copy import copy
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +16,22 @@ from ptfast.core.distributed import on_all_ranks
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, summary_of
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
-from ptfast.core.tensors.saved_state import State, check_length, point, prune, write_shards, write_state
+from ptfast.core.tensors.saved_state import ShardedDraft, State, check_length, point, prune, write_state
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states
 
 
-def save_training(run: Run, is_best: bool) -> None:
-    """Write the current state, mark it if it is the best, delete states that are too old; on every rank."""
+def save_training(
+    run: Run, is_best: bool, *, background: bool = False, tell: Callable[[Path], Any] = lambda folder: None
+) -> None:
+    """Write the current state, mark it if it is the best, delete states that are too old; on every rank.
+
+    Args:
+        background: it may be written while training goes on.
+        tell: called on the first rank with the folder, when the state is on disk.
+    """
+    run.saver.begin()
     if not (run.ranks.is_first or run.saves_together):
         return
     model = run.model.state_dict()
@@ -47,16 +57,32 @@ def save_training(run: Run, is_best: bool) -> None:
         "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
     }
     saved = run.folder / "saved"
-    step, state = run.progress.step, State(model, training, facts)
-    if run.sharded:
-        state_folder = write_shards(saved, step, state, run.ranks)
-    else:
-        state_folder = write_state(saved, step, state)
-    if not run.ranks.is_first:
+    step, keep, is_first = run.progress.step, run.keep_states, run.ranks.is_first
+
+    def mark(state_folder: Path) -> Path:
+        if is_best:
+            point(saved, "best", state_folder)
+        prune(saved, keep)
+        return state_folder
+
+    if not run.sharded:
+        # Marked by the thread as well: links and folders change in the order of the saves.
+        run.saver.write(
+            (model, training, facts),
+            lambda content: mark(write_state(saved, step, State(*content))),
+            lambda written: tell(written()),
+            together=False,
+            background=background,
+        )
         return
-    if is_best:
-        point(saved, "best", state_folder)
-    prune(saved, run.keep_states)
+    draft = ShardedDraft(saved, step, State(model, training, copy.deepcopy(facts)), run.ranks)
+
+    def publish(written: Callable[[], tuple[str, str]]) -> None:
+        state_folder = draft.publish(written)
+        if is_first:
+            tell(mark(state_folder))
+
+    run.saver.write(draft.tensors, draft.write, publish, together=True, background=background)
 
 
 def _check_finite(model: dict[str, Tensor], run: Run) -> None:
@@ -74,7 +100,7 @@ def _check_finite(model: dict[str, Tensor], run: Run) -> None:
 def restore_model(model: nn.Module, state: State) -> None:
     """Put a saved state's weights into `model`: all of them, or this rank's part if they are sharded."""
     # The versions of modules, which torch leaves beside the names, have to stay.
-    own, weights = model.state_dict(), copy(state.model)
+    own, weights = model.state_dict(), copy.copy(state.model)
     try:
         weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
         model.load_state_dict(weights)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import same_bits, whole_facts
+from running import same_bits, whole_facts, write_shards
 from safetensors import SafetensorError
 
 from ptfast.core.distributed import Ranks
@@ -27,7 +27,6 @@ from ptfast.core.tensors.saved_state import (
     point,
     prune,
     read_state,
-    write_shards,
     write_state,
 )
 
