@@ -27,14 +27,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--hidden", type=int, default=4950, help="width of two layers (default: 25 M weights)")
+    parser.add_argument(
+        "--hidden", type=int, default=4950, help="width of two layers (default: 25 M weights)"
+    )
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--folder", type=Path, help="where states are written (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where states are written (default: the temporary folder)"
+    )
     given = parser.parse_args()
     import torch
     from bench_tools import machine
 
     from ptfast.config.read import read_config
+    from ptfast.core.distributed import Ranks
     from ptfast.core.plain_display import Display
     from ptfast.training.build import build
     from ptfast.training.state import save_training
@@ -44,7 +49,7 @@ def main() -> None:
     words = ("data=digits", "model=mlp", f"model.hidden=[{given.hidden},{given.hidden}]", "device=cpu")
     words = (*words, f"batch_size={given.batch}", "steps=100000", "optimizer=adamw", "optimizer.lr=1e-6")
     words = (*words, f"backend.threads={given.threads}", "saving.background=true")
-    run = build(read_config(words)[1], folder=folder, display=Display())
+    run = build(read_config(words)[1], ranks=Ranks(), folder=folder, display=Display())
     trainer, saver = Trainer(run), run.saver
     batches = run.train_loader.steps(0, run.total_steps)
 
@@ -54,7 +59,7 @@ def main() -> None:
         return time.perf_counter() - start_s
 
     def steps(number: int | None = None) -> tuple[int, float, float]:
-        """Steps taken, `number` or as long as a state is written; seconds a step, by the wall and the processor."""
+        """Take `number` steps, or steps while a state is written; their wall and processor time in s."""
         taken, wall_s, processor_s = 0, time.perf_counter(), time.thread_time()
         while taken < number if number is not None else not saver.is_written:
             trainer.train(batches, run.progress.step + 1)
@@ -76,7 +81,10 @@ def main() -> None:
         rows.append((at_once_s, stall_s, writing_s, *beside, *alone))
     at_once, stall, writing, *_ = zip(*rows, strict=True)
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    print(f"{weights / 1e6:.1f} million weights, AdamW, {given.threads} threads, {given.rounds} rounds; median [range]")
+    print(
+        f"{weights / 1e6:.1f} million weights, AdamW, {given.threads} threads, {given.rounds} rounds: "
+        "median [range]"
+    )
     for name, values in {
         "saving at once, s": at_once,
         "stall beside training, s": stall,

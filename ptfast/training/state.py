@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.distributed import on_all_ranks
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, summary_of
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
@@ -46,7 +45,7 @@ def save_training(
         training["compression"] = run.forward.compression.gather_state(run.ranks)
     if not (run.ranks.is_first or run.sharded):
         return
-    _check_finite(model, run)
+    to_check = _to_check(model, run)
     training["callbacks"] = callback_states(run) if run.ranks.is_first else []
     facts = {
         "progress": asdict(run.progress),
@@ -66,33 +65,49 @@ def save_training(
         return state_folder
 
     if not run.sharded:
+
+        def write_whole(content: Any) -> Path:
+            *parts, weights = content
+            _check_finite(weights, step)
+            return mark(write_state(saved, step, State(*parts)))
+
         # Marked by the thread as well: links and folders change in the order of the saves.
+        content = model, training, facts, to_check
         run.saver.write(
-            (model, training, facts),
-            lambda content: mark(write_state(saved, step, State(*content))),
-            lambda written: tell(written()),
-            together=False,
-            background=background,
+            content, write_whole, lambda done: tell(done()), together=False, background=background
         )
         return
     draft = ShardedDraft(saved, step, State(model, training, copy.deepcopy(facts)), run.ranks)
+
+    def write_part(content: Any) -> tuple[str, str]:
+        tensors, weights = content
+        _check_finite(weights, step)
+        return draft.write(tensors)
 
     def publish(written: Callable[[], tuple[str, str]]) -> None:
         state_folder = draft.publish(written)
         if is_first:
             tell(mark(state_folder))
 
-    run.saver.write(draft.tensors, draft.write, publish, together=True, background=background)
+    content = draft.tensors, to_check
+    run.saver.write(content, write_part, publish, together=True, background=background)
 
 
-def _check_finite(model: dict[str, Tensor], run: Run) -> None:
+def _to_check(model: dict[str, Tensor], run: Run) -> list[Tensor]:
+    """This rank's trained weights; on a device that is not waited for, their largest magnitudes."""
     named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
-    trained = [local_part(model.get(name, p.detach())) for name, p in named]
+    trained = [local_part(model.get(name, p.detach())).detach() for name, p in named]
+    trained = [part for part in trained if part.numel()]
+    if run.device.type == "cpu" or not trained:
+        return trained
     # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
-    norms = torch._foreach_norm([part for part in trained if part.numel()], math.inf)
-    finite = bool(torch.stack([norm.isfinite() for norm in norms]).all()) if norms else True
-    if not (all(on_all_ranks(finite, run.ranks.num_ranks)) if run.sharded else finite):
-        what = f"the weights are not finite after step {run.progress.step}"
+    return [torch.stack(list(torch._foreach_norm(trained, math.inf)))]
+
+
+def _check_finite(weights: list[Tensor], step: int) -> None:
+    parts = (torch.view_as_real(part) if part.is_complex() else part for part in weights)
+    if not all(bool(end.isfinite()) for part in parts for end in torch.aminmax(part)):
+        what = f"the weights are not finite after step {step}"
         hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
         raise NumericsError("N001", what, suggestion=hint)
 
