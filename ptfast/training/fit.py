@@ -46,8 +46,6 @@ def fit(run: Run) -> str:
     """
     try:
         return _fit_or_stop(run)
-    except KeyboardInterrupt:
-        raise
     except BaseException:
         run.saver.leave()
         raise
@@ -221,7 +219,8 @@ def _save(run: Run, is_best: bool, *, settles: bool, ends: bool) -> None:
     called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
     save_training(run, is_best, background=not (ends or called), tell=tell)
     run.clock.to(None)
-    run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)
+    if not ends:
+        run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)
 
 
 def try_out(run: Run) -> None:

@@ -151,12 +151,13 @@ def _seal(
     saved = draft.parent
     write_manifest(draft, step, facts, version, digests)
     final = saved / f"step-{step}"
-    if final.exists():
-        # Left by an attempt that went further and was damaged, or resumed from an earlier state.
-        _remove(final)
+    # One may be left by an attempt that went further, or be of this step: it stays until the new one is there.
+    old = _hide(final) if final.exists() else None
     draft.rename(final)
     _flush(saved)
     point(saved, "last", final)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -196,7 +197,7 @@ def prune(saved: Path, keep: int) -> None:
     followed = {last, (saved / "best").resolve()}
     for folder in states:
         if folder in beyond or (folder not in kept and folder.resolve() not in followed):
-            _remove(folder)
+            shutil.rmtree(_hide(folder), ignore_errors=True)
     best = saved / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()
@@ -347,12 +348,11 @@ def _sha256(path: Path) -> str:
         return digest.hexdigest()
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first: a kill while files go must not leave a state that is half there.
+def _hide(folder: Path) -> Path:
+    """Rename a state that is to go: a kill while its files go must not leave one that is half there."""
     doomed = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return folder.rename(doomed)
 
 
 def _flush(path: Path) -> None:

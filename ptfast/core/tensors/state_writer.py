@@ -72,7 +72,7 @@ class HostCopies:
             copied = torch.empty(0, dtype=tensor.dtype)
             storage = of_storage[tensor.untyped_storage()._cdata]
             copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            memo[id(tensor)] = copied
+            memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
         device = next((source.device for source in sources if source.is_cuda), None)
         if device is None:
             return deepcopy(values, memo), lambda: None
@@ -193,8 +193,10 @@ class StateWriter:
         self.in_background += background
         if background:
             self._together, self._publish = together, lambda: publish(read)
-            self._thread = threading.Thread(target=run, name="ptfast-state-writer", daemon=True)
-            self._thread.start()
+            # No daemon: one that the interpreter stops inside of torch aborts the process.
+            thread = threading.Thread(target=run, name="ptfast-state-writer")
+            thread.start()
+            self._thread = thread
         else:
             run()
             publish(read)
@@ -212,7 +214,8 @@ class StateWriter:
             self._publish()
         finally:
             self._publish = lambda: None
-            if waits:
+            # Callbacks that were told of the state have marks of their own.
+            if self._clock.cause != cause:
                 self._clock.to(cause)
 
     def leave(self) -> None:
@@ -264,7 +267,7 @@ def _copy(buffers: list[Tensor], sources: list[Tensor]) -> None:
 def _has_storage(tensor: Any) -> bool:
     """Return True for what can be rebuilt over another storage; anything else is cloned."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
-    return plain and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _bytes_of(storage: Any) -> Tensor:
