@@ -105,7 +105,8 @@ class StateWriter:
         self.due = False
         """The ranks have agreed that it is time for a state."""
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
-        self._thread: threading.Thread | None = None
+        # No thread: before Python 3.13 one counts as ended once a signal has interrupted `join`.
+        self._written: threading.Event | None = None
         self._together = False
         self._publish: Callable[[], None] = lambda: None
         self.states = self.in_background = 0
@@ -121,7 +122,7 @@ class StateWriter:
     @property
     def is_written(self) -> bool:
         """Whether this rank's thread has written all it has to."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._written is not None and self._written.is_set()
 
     def look(self, *, due: bool, all_written: bool) -> None:
         """Publish the state under way if it is written, and note if the next one is `due`.
@@ -170,6 +171,7 @@ class StateWriter:
         if background or (on_gpu and fits):
             content, arrived = self._copies.take(content)
         outcome: list[tuple[Any, Exception | None]] = []
+        written = threading.Event()
 
         def run() -> None:
             start_s = time.perf_counter()
@@ -181,7 +183,9 @@ class StateWriter:
                 outcome.append((write(content), None))
             except Exception as error:
                 outcome.append((None, error))
-            self.writing_s += time.perf_counter() - start_s
+            finally:
+                self.writing_s += time.perf_counter() - start_s
+                written.set()
 
         def read() -> Any:
             found, error = outcome[0]
@@ -194,22 +198,21 @@ class StateWriter:
         if background:
             self._together, self._publish = together, lambda: publish(read)
             # No daemon: one that the interpreter stops inside of torch aborts the process.
-            thread = threading.Thread(target=run, name="ptfast-state-writer")
-            thread.start()
-            self._thread = thread
+            threading.Thread(target=run, name="ptfast-state-writer").start()
+            self._written = written
         else:
             run()
             publish(read)
 
     def finish(self) -> None:
         """Wait until the state under way is written, and publish it; raise the error of its writing."""
-        if self._thread is None:
+        if self._written is None:
             return
-        cause, waits = self._clock.cause, self._together or self._thread.is_alive()
-        if waits:
+        cause = self._clock.cause
+        if self._together or not self.is_written:
             self._clock.to("saving")
-        self._thread.join()
-        self._thread = None
+        self._written.wait()
+        self._written = None
         try:
             self._publish()
         finally:
@@ -220,9 +223,9 @@ class StateWriter:
 
     def leave(self) -> None:
         """Wait for the writing of a run that has failed. A state of several ranks stays unpublished."""
-        if self._thread is not None:
+        if self._written is not None:
             self._clock.to("saving")
-            self._thread.join()
+            self._written.wait()
 
     def figures(self) -> dict[str, float]:
         """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
