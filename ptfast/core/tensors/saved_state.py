@@ -34,6 +34,8 @@ EXPORT_FORMAT = 3
 WEIGHTS = "model.safetensors"
 """The weights of an export."""
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"
+"""Ending of the name of a hidden state whose step is saved once more."""
 TREE = "tree.json"
 """The values of a state of several ranks besides its tensors, and where each tensor goes."""
 
@@ -151,8 +153,8 @@ def _seal(
     saved = draft.parent
     write_manifest(draft, step, facts, version, digests)
     final = saved / f"step-{step}"
-    # One may be left by an attempt that went further, or be of this step: it stays until the new one is there.
-    old = _hide(final) if final.exists() else None
+    # One may be left by an attempt that went further, or by a save of this step. A kill leaves one of both.
+    old = _hide(final, REPLACED) if final.exists() else None
     draft.rename(final)
     _flush(saved)
     point(saved, "last", final)
@@ -197,7 +199,7 @@ def prune(saved: Path, keep: int) -> None:
     followed = {last, (saved / "best").resolve()}
     for folder in states:
         if folder in beyond or (folder not in kept and folder.resolve() not in followed):
-            shutil.rmtree(_hide(folder), ignore_errors=True)
+            shutil.rmtree(_hide(folder, ".removed"), ignore_errors=True)
     best = saved / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()
@@ -207,12 +209,16 @@ def list_states(saved: Path) -> list[Path]:
     """The state folders of a run, newest first."""
     if not saved.is_dir():
         return []
-    folders = [path for path in saved.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(folders, key=step_of, reverse=True)
+    # A replaced one counts only if a kill came before the new one took its place.
+    found = [*saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
+    folders = {step_of(path): path for path in found if path.is_dir() and step_of(path) >= 0}
+    return [folders[step] for step in sorted(folders, reverse=True)]
 
 
 def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    """The step of a state folder, by its name; -1 for any other."""
+    found = re.fullmatch(r"step-([0-9]+)", folder.name.removeprefix(".").removesuffix(REPLACED))
+    return int(found[1]) if found else -1
 
 
 def config_of(state_folder: Path) -> Path:
@@ -348,9 +354,9 @@ def _sha256(path: Path) -> str:
         return digest.hexdigest()
 
 
-def _hide(folder: Path) -> Path:
+def _hide(folder: Path, ending: str) -> Path:
     """Rename a state that is to go: a kill while its files go must not leave one that is half there."""
-    doomed = folder.with_name(f".{folder.name}.removed")
+    doomed = folder.with_name(f".{folder.name}{ending}")
     shutil.rmtree(doomed, ignore_errors=True)
     return folder.rename(doomed)
 

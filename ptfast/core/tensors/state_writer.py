@@ -50,7 +50,7 @@ class HostCopies:
         """Main memory held by the buffers."""
         return sum(map(len, self._buffers))
 
-    def take(self, values: T) -> tuple[T, Callable[[], None]]:
+    def take(self, values: T) -> tuple[T, Callable[[], Any]]:
         """Return a deep copy of `values`, and a function that waits until a device has filled it.
 
         The copy before it is overwritten.
@@ -73,12 +73,11 @@ class HostCopies:
             storage = of_storage[tensor.untyped_storage()._cdata]
             copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
             memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        device = next((source.device for source in sources if source.is_cuda), None)
-        if device is None:
-            return deepcopy(values, memo), lambda: None
-        event = torch.Event(device=device)
-        event.record()
-        return deepcopy(values, memo), lambda: wait_for(event)
+        devices = {source.device for source in sources if source.is_cuda}
+        events = [torch.Event(device=device) for device in devices]
+        for event in events:
+            event.record()
+        return deepcopy(values, memo), lambda: deque(map(wait_for, events), maxlen=0)
 
 
 class StateWriter:
@@ -261,7 +260,7 @@ def _copy(buffers: list[Tensor], sources: list[Tensor]) -> None:
     pieces = [
         piece
         for buffer, source in pairs
-        for piece in zip(buffer.split(PIECE_BYTES), source.split(PIECE_BYTES))
+        for piece in zip(buffer.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
     ]
     with ThreadPoolExecutor(2) as pool:
         deque(pool.map(lambda piece: piece[0].copy_(piece[1]), pieces), maxlen=0)
@@ -269,8 +268,9 @@ def _copy(buffers: list[Tensor], sources: list[Tensor]) -> None:
 
 def _has_storage(tensor: Any) -> bool:
     """Return True for what can be rebuilt over another storage; anything else is cloned."""
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
-    return plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    plain = plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return plain and tensor.device.type in ("cpu", "cuda")
 
 
 def _bytes_of(storage: Any) -> Tensor:
