@@ -78,7 +78,7 @@ def drafts() -> list[str]:
 
 def test_a_state_holds_its_step_however_long_it_is_written(in_tmp: Path, slow_disk: list[int]) -> None:
     assert train(*WORDS, "run.dir=a") == 0
-    assert sum(taken > 1 for taken in slow_disk) > 6, "hardly anything was trained beside the writing"
+    assert sum(taken >= 2 for taken in slow_disk) >= 4, "hardly anything was trained beside the writing"
     slow_disk.clear()
     assert train(*WORDS, "saving.background=false", "run.dir=b") == 0
     assert not any(slow_disk)
