@@ -24,6 +24,7 @@ from ptfast.core.tensors import arrivals, state_writer
 from ptfast.core.tensors.saved_state import list_states, read_state, step_of
 from ptfast.core.tensors.state_writer import HostCopies
 from ptfast.training.fit import fit
+from ptfast.training.state import save_training
 
 NET = ("model.hidden=[128]", "batch_size=128", "optimizer=adamw", "ema.decay=0.9", "log_every=5")
 RHYTHM = ("epochs=3", "saving.every=4steps", "eval.every=6steps", "saving.keep=9", "run.resume=auto")
@@ -233,6 +234,26 @@ def test_a_callback_is_told_once_a_state_is_on_disk(
     assert (saved == now) == (background == "auto")
     assert all(later > step for step, later in told.saved[:-1]) == (background == "true")
     assert run.saver.figures()["in_background"] == (len(saved) - 1) * (background == "true")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_the_writer_gives_way_until_training_waits_for_it(
+    tmp_path: Path, slow_disk: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it would keep training waiting otherwise."""
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, who, value: set_to.append((who, value)))
+    run = build_run(tmp_path, *WORDS[:-1])
+    save_training(run, False, background=True)
+    while not set_to:
+        time.sleep(0.001)
+    run.saver.finish()
+    (thread, away), (waited_for, back) = set_to
+    assert thread == waited_for != os.getpid()
+    assert (away, back) == (
+        os.getpriority(os.PRIO_PROCESS, 0) + state_writer.NICENESS,
+        away - state_writer.NICENESS,
+    )
 
 
 def test_small_states_are_written_at_once(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ LEAST_BYTES = 4 << 20
 PIECE_BYTES = 8 << 20
 """What two threads that copy take at a time."""
 NICENESS = 10
-"""By how much the thread that writes gives way to those that train."""
+"""By how much the thread that writes gives way to those that train, until they wait for it."""
 
 
 class HostCopies:
@@ -106,6 +106,7 @@ class StateWriter:
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
         # No thread: before Python 3.13 one counts as ended once a signal has interrupted `join`.
         self._written: threading.Event | None = None
+        self._thread_id: int | None = None
         self._together = False
         self._publish: Callable[[], None] = lambda: None
         self.states = self.in_background = 0
@@ -176,7 +177,8 @@ class StateWriter:
             start_s = time.perf_counter()
             try:
                 if background:
-                    _yield_to_training()
+                    self._thread_id = threading.get_native_id()
+                    _set_niceness(self._thread_id, NICENESS)
                 if arrived is not None:
                     arrived()
                 outcome.append((write(content), None))
@@ -192,6 +194,7 @@ class StateWriter:
                 raise error
             return found
 
+        self._thread_id = None
         self.states += 1
         self.in_background += background
         if background:
@@ -210,7 +213,7 @@ class StateWriter:
         cause = self._clock.cause
         if self._together or not self.is_written:
             self._clock.to("saving")
-        self._written.wait()
+        self._wait()
         self._written = None
         try:
             self._publish()
@@ -224,7 +227,13 @@ class StateWriter:
         """Wait for the writing of a run that has failed. A state of several ranks stays unpublished."""
         if self._written is not None:
             self._clock.to("saving")
-            self._written.wait()
+            self._wait()
+
+    def _wait(self) -> None:
+        assert self._written is not None
+        if self._thread_id is not None and not self._written.is_set():
+            _set_niceness(self._thread_id, 0)
+        self._written.wait()
 
     def figures(self) -> dict[str, float]:
         """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
@@ -243,11 +252,16 @@ def _size_of(content: Any) -> tuple[int, bool]:
     return sum(storage.nbytes() for storage in storages.values()), any(t.is_cuda for t in tensors)
 
 
-def _yield_to_training() -> None:
-    """Give this thread the cores that training leaves, where the system knows priorities of threads."""
+def _set_niceness(thread_id: int, niceness: int) -> None:
+    """Set by how much a thread gives way to the main one, where the system knows priorities of threads.
+
+    Taking niceness back may need a privilege: without it a busy machine keeps the thread waiting.
+    """
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.setpriority(
+                os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
+            )
 
 
 def _copy(buffers: list[Tensor], sources: list[Tensor]) -> None:
