@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ptfast.core.tensors.state_writer import StateWriter
     from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
     from ptfast.data.streams.stream_loaders import Marks
     from ptfast.optim.parameter_groups import Freezing
@@ -114,6 +115,8 @@ class Run:
     patience: int | None = None
     """Evaluations without gain after which training stops."""
     max_time_s: float | None = None
+    saver: StateWriter = field(init=False)
+    """Writes states, beside training if it may."""
     keep_best: bool = field(init=False)
     keep_states: int = field(init=False)
     """Newest states kept on disk."""

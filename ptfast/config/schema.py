@@ -12,7 +12,16 @@ from ptfast.config import catalogue
 from ptfast.core.durations import Duration
 from ptfast.core.errors import is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
-from ptfast.core.sections.section import GATHERED, Count, Every, Natural, OrAuto, Section, WallTime
+from ptfast.core.sections.section import (
+    GATHERED,
+    Count,
+    Every,
+    EveryOrTime,
+    Natural,
+    OrAuto,
+    Section,
+    WallTime,
+)
 from ptfast.core.sections.targets import Target, plain
 from ptfast.data import DataSection
 from ptfast.data.loaders import Dataloader
@@ -94,8 +103,10 @@ class Sweep(Section):
 class Saving(Section):
     """When states are saved, and how many are kept."""
 
-    every: Every = Duration(1, "epochs")
-    """How often the state is saved, such as `1epochs` or `500steps`."""
+    every: EveryOrTime = Duration(1, "epochs")
+    """How often the state is saved, such as `1epochs`, `500steps` or `10m`."""
+    background: bool | OrAuto = "auto"
+    """Write states while training goes on; `auto` where they are large and a copy fits into memory."""
     keep: Count = 1
     """Newest states that are kept."""
     best: bool = True

@@ -322,6 +322,8 @@ class RankPart:
                 summary["compile"] = run.compilation.report()
             if run.unreadable is not None and (files := run.unreadable()):
                 summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
+            if run.saver.states:
+                summary["saving"] = run.saver.figures()
             if progress.best_step is not None:
                 summary["best"] = {"step": progress.best_step, **run.best_figures}
         budget = self.clock.ledger()

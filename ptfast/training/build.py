@@ -16,6 +16,7 @@ from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger, hooks, takes_own_steps
 from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.saved_state import read_state
+from ptfast.core.tensors.state_writer import StateWriter
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.build_model import remedy
@@ -125,10 +126,12 @@ def add_settings(run: PartialRun) -> None:
     counts_epochs = plan.batches.size is not None and hooks(run.callbacks, "on_epoch")
     run.seed, run.seed_step = config.seed, build_seeder(run.device)
     run.total_steps, run.batch_size = plan.total_steps, config.batch_size
+    saves_s = config.saving.every.seconds if config.saving.every.unit == "seconds" else None
+    run.saver = StateWriter(run.ranks, run.clock, config.saving.background, saves_s)
     run.cadence = Cadence(
         plan.every("log_every", config.log_every, times=CURVE_POINTS),
         plan.every("eval.every", config.eval.every),
-        plan.every("saving.every", config.saving.every),
+        () if saves_s else plan.every("saving.every", config.saving.every),
         switch_steps=run.freezing.switch_steps if run.freezing is not None else (),
         epoch_steps=plan.batches.every(Duration(1, "epochs"), plan.total_steps) if counts_epochs else (),
     )

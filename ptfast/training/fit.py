@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -44,11 +45,19 @@ def fit(run: Run) -> str:
         PtfastError: N001 if the loss is no longer finite; D006 if the data ends before the last step.
     """
     try:
+        return _fit_or_stop(run)
+    except BaseException:
+        run.saver.leave()
+        raise
+
+
+def _fit_or_stop(run: Run) -> str:
+    try:
         return _fit(run)
     except Stopped:
         # It hung outside of a step.
         status, _ = _poll_signals(run)
-        _save(run, False, settles=False)
+        _save(run, False, settles=False, ends=True)
         return status
     except Exception:
         if not run.ranks.distributed:
@@ -89,8 +98,8 @@ def _fit(run: Run) -> str:
             if status == "finished" and progress.step < run.total_steps:
                 status = _judge(run)
         ends = progress.step >= run.total_steps or status != "finished"
-        if is_best or ends or progress.step in run.cadence.save_steps:
-            _save(run, is_best, settles=data_comes)
+        if is_best or ends or run.saver.due or progress.step in run.cadence.save_steps:
+            _save(run, is_best, settles=data_comes, ends=ends)
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
@@ -189,19 +198,29 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
             run.display.warn(advice)
 
 
-def _save(run: Run, is_best: bool, *, settles: bool) -> None:
-    """Save the current state; `settles` first completes averaged weights, which may take batches."""
+def _save(run: Run, is_best: bool, *, settles: bool, ends: bool) -> None:
+    """Save the current state; `settles` first completes averaged weights, which may take batches.
+
+    A run that `ends` waits until the state is on disk.
+    """
     run.settle()
+    booked = run.clock.seconds
     run.clock.to("saving")
+    before_s, step = booked["saving"], run.progress.step
     if run.ema is not None and settles:
         with run.uncompiled(), suppress(Stopped):
             run.ema.settle(partial(interruptible, run))
-    save_training(run, is_best)
-    run.clock.to(None)
-    if run.ranks.is_first:
-        step = run.progress.step
+
+    def tell(folder: Path) -> None:
         with suppress(Stopped):
-            run.call_back("on_save", step, run.folder / "saved" / f"step-{step}")
+            run.call_back("on_save", step, folder)
+
+    # A callback expects the state of the step at which it is called, unless the config says otherwise.
+    called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
+    save_training(run, is_best, background=not (ends or called), tell=tell)
+    run.clock.to(None)
+    if not ends:
+        run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)
 
 
 def try_out(run: Run) -> None:
@@ -282,19 +301,23 @@ def _poll_signals(
     late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
     over = run.progress.step >= run.total_steps
     code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
+    saver = run.saver
+    due, written = saver.is_due and run.ranks.is_first, int(saver.is_written)
     if run.ranks.distributed:
         dtype, pins = devices.sum_dtype(run.device), run.device.type == "cuda"
-        own = torch.zeros(run.ranks.num_ranks + 1, dtype=dtype, pin_memory=pins)
-        own[run.ranks.rank], own[-1] = code, seconds_per_step
+        own = torch.zeros(run.ranks.num_ranks + 3, dtype=dtype, pin_memory=pins)
+        own[run.ranks.rank], own[-3], own[-2], own[-1] = code, due, written, seconds_per_step
         votes = Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks))
         if trainer is not None:
             # One rank cannot end a sharded evaluation, so all agree before it.
             evaluates = run.sharded and run.progress.step in run.cadence.eval_steps
             waits = over or evaluates or not trainer.window.defers
             trainer.votes, votes = votes, votes if waits else trainer.votes or votes
-        *codes, seconds = votes.read()
+        *codes, due, written, seconds = votes.read()
         code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks
-    look_steps = max(1, int(LOOK_S / max(seconds_per_step, 1e-6)))
+    if trainer is not None:
+        saver.look(due=bool(due), all_written=written == run.ranks.num_ranks)
+    look_steps = max(1, int(min(LOOK_S, saver.every_s or LOOK_S) / max(seconds_per_step, 1e-6)))
     if not code:
         return "finished", look_steps
     run.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from copy import copy
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +16,28 @@ from ptfast.core.distributed import on_all_ranks
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, summary_of
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
-from ptfast.core.tensors.saved_state import State, check_length, point, prune, write_shards, write_state
+from ptfast.core.tensors.saved_state import ShardedDraft, State, check_length, point, prune, write_state
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states
 
 
-def save_training(run: Run, is_best: bool) -> None:
-    """Write the current state, mark it if it is the best, delete states that are too old; on every rank."""
+def save_training(
+    run: Run, is_best: bool, *, background: bool = False, tell: Callable[[Path], Any] = lambda folder: None
+) -> None:
+    """Write the current state, mark it if it is the best, delete states that are too old; on every rank.
+
+    Args:
+        background: it may be written while training goes on.
+        tell: called on the first rank with the folder, when the state is on disk.
+    """
+    run.saver.begin()
     if run.goes_back:
         # All ranks find the same, and go back together.
-        _check_finite(run.model.state_dict(), run)
+        weights = _to_check(run.model.state_dict(), run)
+        if not all(on_all_ranks(_are_finite(weights), run.ranks.num_ranks)):
+            run.not_finite = True
+            raise _not_finite_error(run.progress.step)
     run.saved_step = run.progress.step
     if not (run.ranks.is_first or run.saves_together):
         return
@@ -40,8 +53,7 @@ def save_training(run: Run, is_best: bool) -> None:
         training["compression"] = run.forward.compression.gather_state(run.ranks)
     if not (run.ranks.is_first or run.sharded):
         return
-    if not run.goes_back:
-        _check_finite(model, run)
+    to_check = _to_check(model, run)
     training["callbacks"] = callback_states(run) if run.ranks.is_first else []
     facts = {
         "progress": asdict(run.progress),
@@ -52,35 +64,74 @@ def save_training(run: Run, is_best: bool) -> None:
         "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
     }
     saved = run.folder / "saved"
-    step, state = run.progress.step, State(model, training, facts)
-    if run.sharded:
-        state_folder = write_shards(saved, step, state, run.ranks)
-    else:
-        state_folder = write_state(saved, step, state)
-    if not run.ranks.is_first:
+    step, keep, is_first = run.progress.step, run.keep_states, run.ranks.is_first
+
+    def mark(state_folder: Path) -> Path:
+        if is_best:
+            point(saved, "best", state_folder)
+        prune(saved, keep)
+        return state_folder
+
+    if not run.sharded:
+
+        def write_whole(content: Any) -> Path:
+            *parts, weights = content
+            _check_finite(weights, step)
+            return mark(write_state(saved, step, State(*parts)))
+
+        # Marked by the thread as well: links and folders change in the order of the saves.
+        content = model, training, facts, to_check
+        run.saver.write(
+            content, write_whole, lambda done: tell(done()), together=False, background=background
+        )
         return
-    if is_best:
-        point(saved, "best", state_folder)
-    prune(saved, run.keep_states)
+    draft = ShardedDraft(saved, step, State(model, training, copy.deepcopy(facts)), run.ranks)
+
+    def write_part(content: Any) -> tuple[str, str]:
+        tensors, weights = content
+        _check_finite(weights, step)
+        return draft.write(tensors)
+
+    def publish(written: Callable[[], tuple[str, str]]) -> None:
+        state_folder = draft.publish(written)
+        if is_first:
+            tell(mark(state_folder))
+
+    content = draft.tensors, to_check
+    run.saver.write(content, write_part, publish, together=True, background=background)
 
 
-def _check_finite(model: dict[str, Tensor], run: Run) -> None:
+def _to_check(model: dict[str, Tensor], run: Run) -> list[Tensor]:
+    """This rank's trained weights; on a device that is not waited for, their largest magnitudes."""
     named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
-    trained = [local_part(model.get(name, p.detach())) for name, p in named]
+    trained = [local_part(model.get(name, p.detach())).detach() for name, p in named]
+    trained = [part for part in trained if part.numel()]
+    if run.device.type == "cpu" or not trained:
+        return trained
     # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
-    norms = torch._foreach_norm([part for part in trained if part.numel()], math.inf)
-    finite = bool(torch.stack([norm.isfinite() for norm in norms]).all()) if norms else True
-    if not (all(on_all_ranks(finite, run.ranks.num_ranks)) if run.sharded else finite):
-        run.not_finite = True
-        what = f"the weights are not finite after step {run.progress.step}"
-        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
-        raise NumericsError("N001", what, suggestion=hint)
+    return [torch.stack(list(torch._foreach_norm(trained, math.inf)))]
+
+
+def _are_finite(weights: list[Tensor]) -> bool:
+    parts = (torch.view_as_real(part) if part.is_complex() else part for part in weights)
+    return all(bool(end.isfinite()) for part in parts for end in torch.aminmax(part))
+
+
+def _check_finite(weights: list[Tensor], step: int) -> None:
+    if not _are_finite(weights):
+        raise _not_finite_error(step)
+
+
+def _not_finite_error(step: int) -> NumericsError:
+    what = f"the weights are not finite after step {step}"
+    hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
+    return NumericsError("N001", what, suggestion=hint)
 
 
 def restore_model(model: nn.Module, state: State) -> None:
     """Put a saved state's weights into `model`: all of them, or this rank's part if they are sharded."""
     # The versions of modules, which torch leaves beside the names, have to stay.
-    own, weights = model.state_dict(), copy(state.model)
+    own, weights = model.state_dict(), copy.copy(state.model)
     try:
         weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
         model.load_state_dict(weights)

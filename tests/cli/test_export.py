@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from running import train, training_state, weights
+from running import train, training_state, weights, write_shards
 from safetensors.torch import load_file
 from toys import shapes
 
 from ptfast.cli.command_line import run
 from ptfast.core.distributed import Ranks
-from ptfast.core.tensors.saved_state import find_state, read_state, write_shards
+from ptfast.core.tensors.saved_state import find_state, read_state
 from ptfast.training.exports import export_run
 
 DIGITS = ("+recipe=resnet_digits", "model.width=4", "epochs=null", "steps=6", "batch_size=32")

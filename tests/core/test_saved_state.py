@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import same_bits, whole_facts
+from running import same_bits, whole_facts, write_shards
 from safetensors import SafetensorError
 
 from ptfast.core.distributed import Ranks
@@ -27,7 +27,6 @@ from ptfast.core.tensors.saved_state import (
     point,
     prune,
     read_state,
-    write_shards,
     write_state,
 )
 
@@ -183,6 +182,29 @@ def test_a_state_is_written_over_one_of_the_same_step(saved: Path) -> None:
     (folder / "model.pt").write_bytes(b"damaged")
     write_state(saved, 3, a_state(2.0))
     assert read_state(folder).model["weight"][0, 0] == 2.0
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_both(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state(saved, 3, a_state(1.0, 3))
+    rename = Path.rename
+
+    def rename_or_die(path: Path, target: Path) -> Path:
+        if path.name.startswith(".step-3."):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            write_state(saved, 3, a_state(2.0, 3))
+    (left,) = list_states(saved)
+    assert find_state(saved.parent) == left
+    assert read_state(left).model["weight"][0, 0] == 1.0
+    write_state(saved, 3, a_state(3.0, 3))
+    prune(saved, 1)
+    assert sorted(path.name for path in saved.iterdir()) == ["last", "step-3"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,10 @@ from trials import read
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
 from ptfast.core.plain_display import Display
+from ptfast.core.tensors import saved_state
+from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.saved_state import read_state
+from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
@@ -332,6 +338,36 @@ def normed(ranks: Ranks, shares: tuple[int, int], dtype: torch.dtype = torch.flo
     return float(worst)
 
 
+def saved_beside(on: Cases, name: str, *words: str, **given: Any) -> tuple[bool, int, str]:
+    """Whether states written slowly beside training are those of the run `name`; how many there are.
+
+    And how a sharded run ends when the last rank's writer fails.
+    """
+    writers = saved_state.write_tensors, torch.save
+    words = (*words, "saving.background=true")
+
+    def slowly(write: Callable[..., None]) -> Callable[..., None]:
+        return lambda *contents: (time.sleep(0.05), write(*contents))[1]
+
+    def fail(*contents: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    try:
+        saved_state.write_tensors, torch.save = map(slowly, writers)
+        run = on.build(f"{name}-beside", *words, **given)
+        fit(run)
+        torch.distributed.barrier()
+        pairs = [[f"{folder}/saved/step-{step}" for folder in (name, f"{name}-beside")] for step in (4, 8)]
+        states = [[read_state(Path(path)) for path in pair] for pair in pairs]
+        nests = [[map_tensors(whole, [each.model, each.training]) for each in pair] for pair in states]
+        if on.ranks.rank == on.ranks.num_ranks - 1:
+            saved_state.write_tensors = fail
+        says = on.refusal(f"{name}-full", *words, **given) if run.sharded else ""
+    finally:
+        saved_state.write_tensors, torch.save = writers
+    return all(same_bits(*pair) for pair in nests), run.saver.in_background, says
+
+
 def fsdp_cases(on: Cases) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if on.ranks.is_first:
@@ -340,8 +376,9 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
     for strategy in ("ddp", "fsdp"):
         words = (*SMALL, "optimizer=nadam", "optimizer.lr=0.01")
         found[f"nadam {strategy}"] = on.train(f"nadam-{strategy}", *words, strategy=strategy)
-        words = (*SMALL, *MIXED, "saving.every=4steps", "saving.keep=9")
+        words = (*SMALL, *MIXED, "saving.every=2steps", "saving.keep=9")
         found[f"mixed {strategy}"] = on.train(f"mixed-{strategy}", *words, strategy=strategy)
+        found[f"beside {strategy}"] = saved_beside(on, f"mixed-{strategy}", *words, strategy=strategy)
     for strategy in ("ddp", "fsdp"):
         found[f"resnet {strategy}"] = on.train(f"resnet-{strategy}", *RESNET, strategy=strategy)
         words = (*RESNET, "checkpointing=full", "parallel.sync_batchnorm=true")

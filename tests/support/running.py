@@ -18,7 +18,7 @@ from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import read_state
+from ptfast.core.tensors.saved_state import ShardedDraft, State, read_state
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import PROBE_SIZE
@@ -35,6 +35,12 @@ FREE = ("samples_per_s", "step_s", "peak_memory_bytes", "memory_bytes", "cpu_cor
 def train(*words: str) -> int:
     """`ptfast train WORDS...`, later words in place of earlier ones of their key; returns the exit code."""
     return command_line.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
+
+
+def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
+    """Write a state as several ranks do together, each its part."""
+    draft = ShardedDraft(saved, step, state, ranks)
+    return draft.publish(lambda: draft.write(draft.tensors))
 
 
 def whole_facts(step: int) -> dict[str, Any]:

@@ -26,6 +26,9 @@ Part = Annotated[float, Range(0, 1, open_low=True)]
 Share = Annotated[float, Range(0, 1, open_low=True, open_high=True)]
 """Above 0, below 1."""
 Every = Annotated[Duration, InUnit("epochs"), POSITIVE]
+EveryOrTime = Annotated[
+    Duration, InUnit("epochs", ("steps", "epochs", "samples", "percent", "seconds")), POSITIVE
+]
 WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
 OrAuto = Literal["auto"]
 

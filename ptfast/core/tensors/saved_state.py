@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import SavedStateError, cannot_write
@@ -33,6 +34,8 @@ EXPORT_FORMAT = 3
 WEIGHTS = "model.safetensors"
 """The weights of an export."""
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"
+"""Ending of the name of a hidden state whose step is saved once more."""
 TREE = "tree.json"
 """The values of a state of several ranks besides its tensors, and where each tensor goes."""
 
@@ -103,36 +106,44 @@ def write_state(saved: Path, step: int, state: State) -> Path:
         raise
 
 
-def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
-    """Write a state of which each rank has a part, with the guarantees of `write_state`.
+class ShardedDraft:
+    """A state of which each rank has a part, with the guarantees of `write_state`.
 
     Every rank writes its rows into a file of its own, so that none holds more than its share. When all files
     are on disk, the first rank adds what is whole, the facts and the manifest, and renames the folder, which
-    until then is no state. All ranks call this, and all raise if one fails.
+    until then is no state. All ranks make a draft and publish it together; each writes by itself.
     """
-    draft = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
-    tree, tensors = pack({"model": state.model, "training": state.training}, is_first=ranks.is_first)
 
-    def write() -> tuple[str, str]:
-        with writing(saved):
-            draft.mkdir(parents=True, exist_ok=True)
-            file = draft / f"shard-{ranks.rank + 1:05}-of-{ranks.num_ranks:05}.safetensors"
-            write_tensors(file, tensors)
-            _flush(file)
-            return file.name, _sha256(file)
+    def __init__(self, saved: Path, step: int, state: State, ranks: Ranks) -> None:
+        self._step, self._ranks, self._facts = step, ranks, state.facts
+        self._folder = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
+        parts = {"model": state.model, "training": state.training}
+        self._tree, self.tensors = pack(parts, is_first=ranks.is_first)
 
-    def complete(digests: Mapping[str, str]) -> Path:
-        with writing(saved):
-            (draft / TREE).write_text(json.dumps(tree, indent=1))
-            return _seal(draft, step, state.facts, SHARDED_FORMAT, digests)
+    def write(self, tensors: dict[str, Tensor]) -> tuple[str, str]:
+        """Write this rank's file, from its `tensors` or copies of them; return its name and checksum."""
+        with writing(self._folder.parent):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            name = f"shard-{self._ranks.rank + 1:05}-of-{self._ranks.num_ranks:05}.safetensors"
+            write_tensors(self._folder / name, tensors)
+            _flush(self._folder / name)
+            return name, _sha256(self._folder / name)
 
-    try:
-        digests = dict(once_per_rank(write, ranks))
-        return once_per_rank(lambda: complete(digests) if ranks.is_first else saved, ranks)[0]
-    except Exception:
-        if ranks.is_first:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
+    def publish(self, written: Callable[[], tuple[str, str]]) -> Path:
+        """Make a state of it; `written` returns what `write` did. All ranks raise if one fails."""
+
+        def complete() -> Path:
+            with writing(self._folder.parent):
+                (self._folder / TREE).write_text(json.dumps(self._tree, indent=1))
+                return _seal(self._folder, self._step, self._facts, SHARDED_FORMAT, digests)
+
+        try:
+            digests = dict(once_per_rank(written, self._ranks))
+            return once_per_rank(complete if self._ranks.is_first else lambda: self._folder, self._ranks)[0]
+        except Exception:
+            if self._ranks.is_first:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
 
 def _seal(
@@ -142,12 +153,13 @@ def _seal(
     saved = draft.parent
     write_manifest(draft, step, facts, version, digests)
     final = saved / f"step-{step}"
-    if final.exists():
-        # Left by an attempt that went further and was damaged, or resumed from an earlier state.
-        _remove(final)
+    # One may be left by an attempt that went further, or by a save of this step. A kill leaves one of both.
+    old = _hide(final, REPLACED) if final.exists() else None
     draft.rename(final)
     _flush(saved)
     point(saved, "last", final)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -187,7 +199,7 @@ def prune(saved: Path, keep: int) -> None:
     followed = {last, (saved / "best").resolve()}
     for folder in states:
         if folder in beyond or (folder not in kept and folder.resolve() not in followed):
-            _remove(folder)
+            shutil.rmtree(_hide(folder, ".removed"), ignore_errors=True)
     best = saved / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()
@@ -197,12 +209,16 @@ def list_states(saved: Path) -> list[Path]:
     """The state folders of a run, newest first."""
     if not saved.is_dir():
         return []
-    folders = [path for path in saved.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(folders, key=step_of, reverse=True)
+    # A replaced one counts only if a kill came before the new one took its place.
+    found = [*saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
+    folders = {step_of(path): path for path in found if path.is_dir() and step_of(path) >= 0}
+    return [folders[step] for step in sorted(folders, reverse=True)]
 
 
 def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    """The step of a state folder, by its name; -1 for any other."""
+    found = re.fullmatch(r"step-([0-9]+)", folder.name.removeprefix(".").removesuffix(REPLACED))
+    return int(found[1]) if found else -1
 
 
 def config_of(state_folder: Path) -> Path:
@@ -338,12 +354,11 @@ def _sha256(path: Path) -> str:
         return digest.hexdigest()
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first: a kill while files go must not leave a state that is half there.
-    doomed = folder.with_name(f".{folder.name}.removed")
+def _hide(folder: Path, ending: str) -> Path:
+    """Rename a state that is to go: a kill while its files go must not leave one that is half there."""
+    doomed = folder.with_name(f".{folder.name}{ending}")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return folder.rename(doomed)
 
 
 def _flush(path: Path) -> None:

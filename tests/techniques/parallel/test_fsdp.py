@@ -47,6 +47,16 @@ def test_it_goes_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["fsdp resumes"]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_states_are_written_beside_training(two_ranks: dict[str, Any], strategy: str) -> None:
+    """An error of one rank's writer is that of all."""
+    same, in_background, says = two_ranks[f"beside {strategy}"]
+    assert same
+    assert in_background == 3
+    assert not says or says.startswith("E002 after step ")
+    assert bool(says) == (strategy == "fsdp")
+
+
 def test_weights_of_two_types_are_refused(two_ranks: dict[str, Any]) -> None:
     """Among weights in bf16, norms stay in float32."""
     assert two_ranks["two types"].startswith("C011: parallel=fsdp: the weights are bfloat16 and float32")

@@ -1,0 +1,291 @@
+"""States written beside training: a copy in main memory, and a thread that writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ptfast.core.clock import Clock
+from ptfast.core.distributed import Ranks, on_all_ranks
+from ptfast.core.machine import available_memory, usable_cores
+from ptfast.core.tensors.arrivals import wait_for
+from ptfast.core.tensors.trees import tensors_in
+
+T = TypeVar("T")
+
+LEAST_BYTES = 4 << 20
+"""`saving.background=auto` writes smaller states at once: there is little to gain."""
+
+PIECE_BYTES = 8 << 20
+"""What two threads that copy take at a time."""
+NICENESS = 10
+"""By how much the thread that writes gives way to those that train, until they wait for it."""
+
+
+class HostCopies:
+    """Copies nested values into main memory; its buffers are kept for the next copy.
+
+    Copies share storage where tensors do, and keep strides: files made from them are the same.
+
+    Cost: one pass over the bytes, and as much main memory. From CUDA the copies go into page-locked memory,
+    in the stream that trains: its next kernel waits for them, the host does not.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Main memory held by the buffers."""
+        return sum(map(len, self._buffers))
+
+    def take(self, values: T) -> tuple[T, Callable[[], Any]]:
+        """Return a deep copy of `values`, and a function that waits until a device has filled it.
+
+        The copy before it is overwritten.
+        """
+        tensors = [tensor for tensor in tensors_in(values) if _has_storage(tensor)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        sources = [_bytes_of(storage) for storage in storages.values()]
+        buffers, kept = list[Tensor](), dict(enumerate(self._buffers))
+        for index, source in enumerate(sources):
+            buffer = kept.pop(index, None)
+            if buffer is None or len(buffer) != len(source) or buffer.is_pinned() != source.is_cuda:
+                buffer = torch.empty(len(source), dtype=torch.uint8, pin_memory=source.is_cuda)
+            buffers.append(buffer)
+        self._buffers = buffers
+        _copy(buffers, sources)
+        of_storage = dict(zip(storages, (buffer.untyped_storage() for buffer in buffers), strict=True))
+        memo: dict[int, Any] = {}
+        for tensor in tensors:
+            copied = torch.empty(0, dtype=tensor.dtype)
+            storage = of_storage[tensor.untyped_storage()._cdata]
+            copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        devices = {source.device for source in sources if source.is_cuda}
+        events = [torch.Event(device=device) for device in devices]
+        for event in events:
+            event.record()
+        return deepcopy(values, memo), lambda: deque(map(wait_for, events), maxlen=0)
+
+
+class StateWriter:
+    """Writes the states of a run, at once or from a thread, one at a time.
+
+    Training goes on once a state is copied. A state that is due while another is being written waits for it.
+
+    Args:
+        background: write from a thread; `auto` does so for states of at least `LEAST_BYTES` whose copy takes
+            less than half of the memory that is free.
+        every_s: wall time between two saves; None if they come by steps.
+
+    Cost: nothing between saves but a look at the thread whenever the host looks up from training.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        clock: Clock,
+        background: bool | Literal["auto"] = "auto",
+        every_s: float | None = None,
+    ) -> None:
+        self.background, self.every_s, self._ranks, self._clock = background, every_s, ranks, clock
+        self.due = False
+        """The ranks have agreed that it is time for a state."""
+        self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
+        # No thread: before Python 3.13 one counts as ended once a signal has interrupted `join`.
+        self._written: threading.Event | None = None
+        self._thread_id: int | None = None
+        self._together = False
+        self._publish: Callable[[], None] = lambda: None
+        self.states = self.in_background = 0
+        """States written so far, and those of them that a thread has written."""
+        self.writing_s = self.longest_stall_s = 0.0
+        """Time spent writing, whether training went on meanwhile or not; the longest pause for one state."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next state, by this rank's clock."""
+        return self.every_s is not None and self._clock.elapsed_s() - self._saved_s >= self.every_s
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's thread has written all it has to."""
+        return self._written is not None and self._written.is_set()
+
+    def look(self, *, due: bool, all_written: bool) -> None:
+        """Publish the state under way if it is written, and note if the next one is `due`.
+
+        Args:
+            due: what the first rank's `is_due` said, the same on all ranks; and `all_written`, whether
+                `is_written` held on each. What they said before the last save is passed over.
+        """
+        if self._together:
+            if all_written and not self._is_stale:
+                self.finish()
+        elif self.is_written:
+            self.finish()
+        self.due, self._is_stale = due and not self._is_stale, False
+
+    def begin(self) -> None:
+        """Begin a save, on all ranks: wait for the state before it."""
+        self.finish()
+        self.due, self._is_stale, self._saved_s = False, True, self._clock.elapsed_s()
+
+    def write(
+        self,
+        content: T,
+        write: Callable[[T], Any],
+        publish: Callable[[Callable[[], Any]], None],
+        *,
+        together: bool,
+        background: bool,
+    ) -> None:
+        """Write `content` by `write`, and `publish` what that returns.
+
+        Args:
+            publish: called by the main thread, with a function that returns what `write` did or raises its
+                error.
+            together: every rank writes a part, and all come to `publish` together.
+            background: a thread may call `write` while training goes on.
+        """
+        size, on_gpu = _size_of(content)
+        fits = size < available_memory() // 2 + self._copies.num_bytes
+        background = background and self.background is not False
+        if self.background == "auto":
+            background = background and size >= LEAST_BYTES and fits
+        if together:
+            background = all(on_all_ranks(background, self._ranks.num_ranks))
+        arrived = None
+        if background or (on_gpu and fits):
+            content, arrived = self._copies.take(content)
+        outcome: list[tuple[Any, Exception | None]] = []
+        written = threading.Event()
+
+        def run() -> None:
+            start_s = time.perf_counter()
+            try:
+                if background:
+                    self._thread_id = threading.get_native_id()
+                    _set_niceness(self._thread_id, NICENESS)
+                if arrived is not None:
+                    arrived()
+                outcome.append((write(content), None))
+            except Exception as error:
+                outcome.append((None, error))
+            finally:
+                self.writing_s += time.perf_counter() - start_s
+                written.set()
+
+        def read() -> Any:
+            found, error = outcome[0]
+            if error is not None:
+                raise error
+            return found
+
+        self._thread_id = None
+        self.states += 1
+        self.in_background += background
+        if background:
+            self._together, self._publish = together, lambda: publish(read)
+            # No daemon: one that the interpreter stops inside of torch aborts the process.
+            threading.Thread(target=run, name="ptfast-state-writer").start()
+            self._written = written
+        else:
+            run()
+            publish(read)
+
+    def finish(self) -> None:
+        """Wait until the state under way is written, and publish it; raise the error of its writing."""
+        if self._written is None:
+            return
+        cause = self._clock.cause
+        if self._together or not self.is_written:
+            self._clock.to("saving")
+        self._wait()
+        self._written = None
+        try:
+            self._publish()
+        finally:
+            self._publish = lambda: None
+            # Callbacks that were told of the state have marks of their own.
+            if self._clock.cause != cause:
+                self._clock.to(cause)
+
+    def leave(self) -> None:
+        """Wait for the writing of a run that has failed. A state of several ranks stays unpublished."""
+        if self._written is not None:
+            self._clock.to("saving")
+            self._wait()
+
+    def _wait(self) -> None:
+        assert self._written is not None
+        if self._thread_id is not None and not self._written.is_set():
+            _set_niceness(self._thread_id, 0)
+        self._written.wait()
+
+    def figures(self) -> dict[str, float]:
+        """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
+        return {
+            "states": self.states,
+            "in_background": self.in_background,
+            "writing_s": self.writing_s,
+            "longest_stall_s": self.longest_stall_s,
+        }
+
+
+def _size_of(content: Any) -> tuple[int, bool]:
+    """Bytes of all tensors, and whether any is on CUDA."""
+    tensors = [tensor for tensor in tensors_in(content) if _has_storage(tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values()), any(t.is_cuda for t in tensors)
+
+
+def _set_niceness(thread_id: int, niceness: int) -> None:
+    """Set by how much a thread gives way to the main one, where the system knows priorities of threads.
+
+    Taking niceness back may need a privilege: without it a busy machine keeps the thread waiting.
+    """
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            os.setpriority(
+                os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
+            )
+
+
+def _copy(buffers: list[Tensor], sources: list[Tensor]) -> None:
+    pairs = [*zip(buffers, sources, strict=True)]
+    if torch.get_num_threads() > 1 or any(source.is_cuda for source in sources) or usable_cores() < 2:
+        for buffer, source in pairs:
+            buffer.copy_(source, non_blocking=source.is_cuda)
+        return
+    # The core that will write is idle so far.
+    pieces = [
+        piece
+        for buffer, source in pairs
+        for piece in zip(buffer.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        deque(pool.map(lambda piece: piece[0].copy_(piece[1]), pieces), maxlen=0)
+
+
+def _has_storage(tensor: Any) -> bool:
+    """Return True for what can be rebuilt over another storage; anything else is cloned."""
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    plain = plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    return plain and tensor.device.type in ("cpu", "cuda")
+
+
+def _bytes_of(storage: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
