@@ -228,7 +228,7 @@ class _Checker:
         leaf = ""
         if isinstance(value, dict) and (leaves := flatten(value)):
             leaf, value = next(iter(leaves.items()))
-        near = nearest(name, _known_keys(section))
+        near = None if name in ELSEWHERE else nearest(name, _known_keys(section))
         prefix, suffix = section and f"{section}.", leaf and f".{leaf}"
         if near == "recipe" and not section:
             hint = f"Did you mean +recipe={value}?"
