@@ -206,7 +206,7 @@ def test_steps_that_are_never_finite_end_the_run(in_tmp: Path, capsys: pytest.Ca
     assert summary(Path("a"))["skipped_steps"] == 3
 
 
-@pytest.mark.parametrize(("loader", "decides"), [("plain", "host"), ("workers", "host"), ("plain", "device")])
+@pytest.mark.parametrize(("loader", "decides"), [("plain", "host"), ("workers", "host")])
 def test_the_first_step_left_out_is_explained(
     loader: str,
     decides: str,
