@@ -1,4 +1,4 @@
-"""Hang a run in forty ways, and see whether one SIGTERM, one Ctrl-C or `run.hang_timeout` ends it.
+"""Hang a run in 46 ways, and see whether one SIGTERM, one Ctrl-C or `run.hang_timeout` ends it.
 
     python scripts/hangs.py [--only NAME ...] [--by term ctrl_c limit] [--at-once 4]
 
@@ -11,6 +11,7 @@ be there still. Exits 1 if a run does not. About fifteen minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import os
 import queue
@@ -43,7 +44,7 @@ HANG_S, PATIENCE_S = 200.0, 90.0
 LIMIT = "8s"
 CODES = {"term": (75, 143), "ctrl_c": (130,), "limit": (7,)}
 KILLED = -signal.SIGKILL
-"""Code that keeps Python's lock cannot end its process: another one kills it."""
+"""Code that keeps Python's lock, or stays outside of Python, cannot end its process: another one kills it."""
 
 
 def hang_here(how: str) -> None:
@@ -84,6 +85,10 @@ def hang_here(how: str) -> None:
         os.read(reads, 1)
     elif how == "full pipe":
         print("x" * 10_000_000, flush=True)
+    elif how == "call":
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "collective":
@@ -295,6 +300,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "on_step, deaf": calls("deaf"),
     "on_step, holding the lock": calls("holds the lock"),
     **{f"a {how}": calls(how) for how in ("lock", "queue", "thread", "process", "socket", "pipe")},
+    "a call that never returns": calls("call"),
     "a full pipe": calls("full pipe"),
     "a rank's forward": (*RANKS, "+model.how=sleep"),
     "a rank's forward, holding the lock": (*RANKS, "+model.how=holds the lock"),
@@ -371,7 +377,7 @@ def try_one(kind: str, by: str, folder: Path) -> str:
         faults = []
         if left := [pid for pid in processes if alive(pid)]:
             faults.append(f"{len(left)} processes left")
-        allowed = (*CODES[by], *((KILLED,) if "holding the lock" in kind or "deaf" in kind else ()))
+        allowed = (*CODES[by], *((KILLED,) if "holding the lock" in kind or "call" in kind else ()))
         if kind in ("a logger that logs", "a logger that closes"):
             allowed += (0,)  # it is given up, and the run goes on to its end
         if code not in allowed:

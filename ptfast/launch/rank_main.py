@@ -138,6 +138,7 @@ class RankPart:
         """
         state_folder = begun_from
         assert self.run is not None
+        self.run.saver.finish()  # The state may be on its way to the disk.
         if self.run.saved_step is not None:
             state_folder = self.folder / "saved" / f"step-{self.run.saved_step}"
         back = int(state_folder.name.removeprefix("step-")) if state_folder is not None else 0
@@ -146,7 +147,7 @@ class RankPart:
         self.logger.close()
         self.run = signals.run = None
         gc.collect()
-        barrier(self.ranks)  # The state may be on its way to the disk.
+        barrier(self.ranks)
         return self.build(state_folder, signals, rewinds=True)
 
     def build(self, state_folder: Path | None, signals: Signals, *, rewinds: bool = False) -> Run:

@@ -157,9 +157,10 @@ class Trainer:
         weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
         # Sharded weights are gathered in the half type, and released in between.
         converts_once = last > 0 and run.precision.half_type is not None and not run.sharded
-        if sums is not None:
-            sums.begin()
-        with kept_conversions() if converts_once else _nothing:
+        with (
+            kept_conversions() if converts_once else _nothing,
+            _nothing if sums is None else sums.step(),
+        ):
             for index, (data, num_samples) in enumerate(batch.micro_batches):
                 if not num_samples and alone:
                     if sums is not None:
@@ -183,9 +184,8 @@ class Trainer:
                     sums.keep(self.first_micro_batch + index)
                 if num_samples:
                     self.window.add(loss.detach(), num_items)
-        if sums is not None:
-            mark("gradient_sync")
-            sums.finish()
+            if sums is not None:
+                mark("gradient_sync")
 
     def loss_of(self, data: Any, step: int) -> tuple[Tensor, Any]:
         """The sum of the losses of a micro-batch's items, and their count."""

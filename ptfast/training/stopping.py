@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -33,8 +34,8 @@ HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
 several; twice a step's usual time if that is more."""
 UNHANDLED_S = 10.0
 """The same for a call that keeps Python from handling the signal: a rank that waits for another."""
-SAVING_S = 60.0
-"""The same for saving, or as long as all that was saved so far has taken."""
+SAVING_S, SLOW_DISK_BYTES_PER_S = 60.0, 2e6
+"""The same for saving: so long, and as long as so slow a disk takes for the state."""
 REPEATED_S = 1.0
 """Signals within this time count as one: a scheduler and a script in between may both have sent it."""
 CAUGHT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -136,15 +137,14 @@ class Signals:
             raise KeyboardInterrupt
         if self.closing:
             return
-        if not self._several or self._aborted or (run is not None and run.waits == "alone"):
-            if run is not None and run.waits:
-                with contextlib.suppress(RuntimeError):
-                    self._display.note(f"stopping: it waits for data{self.place}; the state is being saved")
-            self._end_wait()
+        ends_wait = not self._several or self._aborted or (run is not None and run.waits == "alone")
         if run is not None and first:
+            when = ": it waits for data" if ends_wait and run.waits else " after this step"
             # Python's streams refuse a line inside another one that the signal may have interrupted.
             with contextlib.suppress(RuntimeError):
-                self._display.note(f"stopping after this step{self.place}; the state is being saved")
+                self._display.note(f"stopping{when}{self.place}; the state is being saved")
+        if ends_wait:
+            self._end_wait()
         if run is not None and again:
             raise self._unsaved("again ")
 
@@ -166,7 +166,7 @@ class Signals:
                 run, now = self.run, time.monotonic()
                 if came_s is None or self._heard_s > came_s - REPEATED_S:
                     came_s = None
-                elif run is not None and run.clock.cause != "saving":
+                elif run is not None and run.clock.cause != "saving" and not someone_saves(run.folder):
                     late_s = now - came_s - self.patience_s(UNHANDLED_S)
                     if late_s > 0 and not self._aborted and run.device.type == "cuda":
                         self._aborted = True
@@ -188,7 +188,7 @@ class Signals:
         before, times = self._swallowed
         self._swallowed = place, times + 1 if place == before else 1
         if self._swallowed[1] > MOST_SWALLOWED:
-            print(f"ptfast: {self._unsaved('again and again ')}", file=sys.stderr, flush=True)
+            print(f"ptfast: {self._unsaved('in code that goes on ')}", file=sys.stderr, flush=True)
             os._exit(self.exit_code)
         raise error
 
@@ -210,13 +210,19 @@ class Signals:
         place = run.progress.step, run.num_batches, saves
         limit_s = self.patience_s(HUNG_TOGETHER_S if self._several else HUNG_S)
         if saves:
-            limit_s = max(SAVING_S, run.clock.seconds["saving"])
+            # Weights, two moments of the optimizer, an average.
+            limit_s = SAVING_S + 4 * sum(p.nbytes for p in run.model.parameters()) / SLOW_DISK_BYTES_PER_S
         if place != self._last_place or (saves and self._several):
             self._last_place, self._moved_s = place, self._heard_s
         elif self._heard_s - self._moved_s > limit_s:
             if self._several or run.clock.cause in ("optimizer", "saving") or takes_own_steps(run.task):
                 self._interrupt(self._unsaved("in a step that hangs "))
             self._interrupt(Stopped())
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since Python last handled a signal, or one of the alarms that follow the first."""
+        return time.monotonic() - self._heard_s
 
     def patience_s(self, seconds: float) -> float:
         """So many seconds, or twice a step's usual time if that is more."""
@@ -231,6 +237,15 @@ class Signals:
         # Starting a thread takes locks that the interrupted code may hold.
         signal.signal(signal.SIGALRM, awake)
         signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def someone_saves(folder: Path) -> bool:
+    """Whether the files of an unfinished state have changed of late: others may wait for that rank."""
+    newest_s = 0.0
+    for file in (folder / "saved").glob(".step-*/*"):
+        with contextlib.suppress(OSError):
+            newest_s = max(newest_s, file.stat().st_mtime)
+    return time.time() - newest_s < SAVING_S
 
 
 _wakeup_fds: list[int] = []

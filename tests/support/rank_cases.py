@@ -402,4 +402,5 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
     except PtfastError as error:
         found["kept by a callback"] = f"{error.code}: {error}"
     found["fsdp resumes"] = on.resumed("fsdp", *SMALL, *MIXED, strategy="fsdp")
+    found["fsdp resumes without a bias"] = on.resumed("no-bias", *SYNCED, strategy="fsdp")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
-from running import build_run, records, same_bits, summary, train, training_state, weights
+from running import WITH_TESTS, build_run, records, same_bits, summary, train, training_state, weights
 from toys import Holed, Lines, Plant
 
 from ptfast.config.read import read_config
@@ -282,6 +282,20 @@ def test_going_back_ends_in_the_bits_of_skipping(
         assert same_bits(training_state(Path("skips")), training_state(Path(name)))
         assert [line["step"] for line in records(Path(name))] == [2, 4, 5, 6, 8, 10, 12]
         assert summary(Path(name))["skipped_steps"] == 3
+
+
+@pytest.mark.slow
+def test_sharded_ranks_go_back_to_a_state_that_is_still_being_written(
+    in_tmp: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in WITH_TESTS.items():
+        monkeypatch.setenv(name, value)
+    words = ("parallel=fsdp", "parallel.nproc=2", "device=cpu", "saving.background=true")
+    for mode in ("skip", "rewind"):
+        assert train(*planted(f"numerics={mode}", f"run.dir={mode}", *words, steps=[7, 8, 11])) == 0
+    assert "going back to step 5" in capfd.readouterr().out
+    assert same_bits(*(weights(Path(mode)) for mode in ("skip", "rewind")))
+    assert same_bits(*(training_state(Path(mode)) for mode in ("skip", "rewind")))
 
 
 def test_weights_that_are_not_finite_are_gone_back_from(

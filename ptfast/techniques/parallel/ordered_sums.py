@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -79,10 +81,13 @@ class OrderedSums(nn.Module):
     def check_gradients(self) -> None:
         """A parameter without a gradient has one of zeros here."""
 
-    def begin(self) -> None:
-        """Prepare for the micro-batches of a step."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context for the micro-batches of a step, at whose end the sums over all ranks are in place."""
         self._parts.clear()
-        self._statistics.begin()
+        with self._statistics.step():
+            yield
+        self._finish()
 
     def keep(self, index: int) -> None:
         """Take the gradients and statistics of micro-batch `index` of the step, in order."""
@@ -93,9 +98,7 @@ class OrderedSums(nn.Module):
         self._statistics.keep()
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Put the sums over the micro-batches of all ranks into place."""
-        self._statistics.finish()
+    def _finish(self) -> None:
         if self._ranks.num_ranks == 1:
             for parameter, gradient in zip(self._summed, total(self._parts), strict=True):
                 parameter.grad = gradient
@@ -133,17 +136,39 @@ class OrderedStatistics:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        norms = (module for module in model.modules() if isinstance(module, BatchNorm))
+        norms: list[Any] = [module for module in model.modules() if isinstance(module, BatchNorm)]
         self._all, self._ranks = [norm for norm in norms if norm.running_mean is not None], ranks
         self._norms: list[Any] = []
         self._rows: list[Tensor] = []
 
-    def begin(self) -> None:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context for the micro-batches of a step; if it is left by an error, nothing has changed."""
         # The others normalise by their running statistics.
-        self._norms = [norm for norm in self._all if norm.training]
+        self._choose([norm for norm in self._all if norm.training])
+        if not self._norms:
+            yield
+            return
         self._rows.clear()
-        if self._norms:
-            self._before = self._take()
+        self._before = self._take()
+        try:
+            yield
+        except BaseException:
+            self._put(self._before)
+            raise
+        self._merge()
+
+    def _choose(self, norms: list[Any]) -> None:
+        """Take the statistics of these layers from here on."""
+        if norms == self._norms:
+            return
+        self._norms, self._widths = norms, [2 * norm.num_features for norm in norms]
+        # NaN stands for a layer without a momentum.
+        momenta = [float("nan") if norm.momentum is None else norm.momentum for norm in norms]
+        owner = torch.arange(len(norms)).repeat_interleave(torch.tensor(self._widths, dtype=torch.int64))
+        kept = 1 - torch.tensor(momenta, dtype=torch.float64)[owner]
+        device = self._all[0].running_mean.device
+        self._owner, self._kept = owner.to(device), kept.to(device)
 
     def keep(self) -> None:
         if self._norms:
@@ -160,26 +185,26 @@ class OrderedStatistics:
         return taken
 
     @torch.no_grad()
-    def finish(self) -> None:
-        if not (norms := self._norms):
-            return
-        rows = torch.stack(self._rows)
-        if self._ranks.num_ranks > 1:
-            rows = gathered(rows.flatten(), self._ranks.num_ranks).view(-1, rows.size(1))
-        widths = [2 * norm.num_features for norm in norms]
-        device, num_values = rows.device, sum(widths)
-        owner = torch.arange(len(norms)).repeat_interleave(torch.tensor(widths)).to(device)
-        # NaN stands for a layer without a momentum.
-        momenta = [float("nan") if norm.momentum is None else norm.momentum for norm in norms]
-        kept = 1 - torch.tensor(momenta, dtype=torch.float64).to(device)[owner]
-        merged, counts = self._before.split([num_values, len(norms)])
-        for row in rows:
-            moved, batches = row.split([num_values, len(norms)])
-            share = (batches / (counts + batches).clamp(min=1))[owner]
-            averaged = merged + share * (moved - merged)
-            merged = torch.where(kept.isnan(), averaged, kept ** batches[owner] * merged + moved)
-            counts = counts + batches
-        for norm, part, count in zip(norms, merged.split(widths), counts, strict=True):
+    def _put(self, taken: Tensor) -> None:
+        """The reverse of `_take`."""
+        *parts, counts = taken.split([*self._widths, len(self._norms)])
+        for norm, part, count in zip(self._norms, parts, counts, strict=True):
             norm.running_mean.copy_(part[: norm.num_features])
             norm.running_var.copy_(part[norm.num_features :])
             norm.num_batches_tracked.copy_(count)
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        rows = torch.stack(self._rows)
+        if self._ranks.num_ranks > 1:
+            rows = gathered(rows.flatten(), self._ranks.num_ranks).view(-1, rows.size(1))
+        sizes = [len(self._owner), len(self._norms)]
+        merged, counts = self._before.split(sizes)
+        for row in rows:
+            moved, batches = row.split(sizes)
+            share = (batches / (counts + batches).clamp(min=1))[self._owner]
+            averaged = merged + share * (moved - merged)
+            moving = self._kept ** batches[self._owner] * merged + moved
+            merged = torch.where(self._kept.isnan(), averaged, moving)
+            counts = counts + batches
+        self._put(torch.cat([merged, counts]))

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import LinearLogits
 from ptfast.core.resolved import Resolved
+from ptfast.core.tensors.dtensors import local_part
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
@@ -136,7 +137,7 @@ def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
 
 
 def _save_zeros(layer: Any, state: dict[str, Tensor], prefix: str, metadata: Any, *, size: int) -> None:
-    state[f"{prefix}bias"] = layer.weight.detach().new_zeros(size)
+    state[f"{prefix}bias"] = local_part(layer.weight.detach()).new_zeros(size)
 
 
 def _load_into_mean(

@@ -19,6 +19,13 @@ DUMP = signal.SIGVTALRM
 """Has a run write the stacks of its threads, whatever they do."""
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, where the system says so."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
 def watch(pid: int, timeout_s: float, file: str) -> None:
     """Kill process `pid` if it does not handle a signal in time or, with a timeout, runs no Python."""
     heard_s, asked_s, patience_s = time.monotonic(), None, 60.0
@@ -36,8 +43,8 @@ def watch(pid: int, timeout_s: float, file: str) -> None:
                     asked_s = None
                 else:
                     patience_s = byte - BEAT
-        if Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt":
-            # Stopped: no time passes for it.
+        if is_stopped(pid):
+            # No time passes for it.
             heard_s, asked_s = now, asked_s and now
         why = None
         if asked_s is not None and now - asked_s > patience_s:

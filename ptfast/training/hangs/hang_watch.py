@@ -69,14 +69,17 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         self._before = signal.signal(DUMP, self._raise)
         # Processes that are forked later inherit it.
         faulthandler.register(DUMP, self._file, chain=True)
-        command = [sys.executable, "-I", "-S", hang_supervisor.__file__, str(os.getpid())]
-        command += [str((self._timeout_s or -LAST_S) + LAST_S), str(self._path)]
-        # Of several ranks, the launcher ends those that hear no signal.
+        timeout_s = 0 if self._timeout_s is None else self._timeout_s + LAST_S
+        command = [sys.executable, "-I", "-S", hang_supervisor.__file__]
+        command += [str(os.getpid()), str(timeout_s), str(self._path)]
         self._supervisor = None
-        if self._timeout_s is not None or not self._ranks.distributed:
-            self._supervisor = subprocess.Popen(
-                command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
-            )
+        # Of several ranks, the launcher ends those that hear no signal.
+        if timeout_s or not self._ranks.distributed:
+            # A machine may be short of processes: that alone must end no run.
+            with contextlib.suppress(OSError):
+                self._supervisor = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+                )
         self._fd_before = None
         if self._supervisor is not None and not self._ranks.distributed:
             assert self._supervisor.stdin is not None
@@ -100,6 +103,10 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             if not self._path.stat().st_size:
                 self._path.unlink()
 
+    @property
+    def _cause(self) -> str | None:
+        return (self._clock if self._signals.run is None else self._signals.run.clock).cause
+
     def _watch(self) -> None:
         last, pause_s, longest_s, told = None, 0.0, 0.0, False
         while True:
@@ -110,15 +117,14 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             run = None  # One that goes back to a state is to free its memory.
             if self._over.wait(TICK_S):
                 return
-            run = self._signals.run
-            cause = (self._clock if run is None else run.clock).cause
+            run, cause = self._signals.run, self._cause
             place = (cause,) if run is None else (run.progress.step, run.num_batches, cause)
             if place != last:
                 last, pause_s, longest_s, told = place, 0.0, max(longest_s, pause_s), False
             pause_s += TICK_S
-            asked = self._signals.received is not None and cause != "saving"
+            asked = self._is_asked(cause)
             if asked:
-                limit_s = min(limit_s, LATE_S)
+                limit_s = min(limit_s, self._signals.patience_s(LATE_S))
             elif cause in SLOW_CAUSES:
                 limit_s = math.inf if self._timeout_s is None else max(limit_s, LEAST_S)
             if told or pause_s < limit_s:
@@ -137,14 +143,21 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             else:
                 self._end(what)
 
+    def _is_asked(self, cause: str | None) -> bool:
+        """Whether a signal has asked the run to end, and it is to do so soon."""
+        return self._signals.received is not None and not self._signals.closing and cause != "saving"
+
     def _beat(self) -> None:
         """Tell the supervisor that Python runs here, and whether it gets to signals."""
-        if self._supervisor is not None and self._supervisor.stdin is not None:
-            patience_s = min(int(self._signals.patience_s(UNHEARD_S)), HANDLED - BEAT - 1)
-            with contextlib.suppress(OSError):
-                self._supervisor.stdin.write(
-                    bytes([HANDLED if self._signals.received else BEAT + patience_s])
-                )
+        if self._supervisor is None or self._supervisor.stdin is None:
+            return
+        patience_s = min(int(self._signals.patience_s(UNHEARD_S)), HANDLED - BEAT - 1)
+        told = HANDLED if self._signals.received else BEAT + patience_s
+        if self._is_asked(self._cause) and self._signals.silent_s > 3 * LATE_S:
+            # It has heard one, and then none of the alarms that follow.
+            told = signal.SIGTERM
+        with contextlib.suppress(OSError):
+            self._supervisor.stdin.write(bytes([told]))
 
     def _tell(self, what: str) -> None:
         """Write a line, and the stacks of the processes that load data."""

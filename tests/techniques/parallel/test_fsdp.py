@@ -45,6 +45,7 @@ def test_half_precision_is_as_near_as_it_can_be(two_ranks: dict[str, Any], preci
 
 def test_it_goes_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["fsdp resumes"]
+    assert two_ranks["fsdp resumes without a bias"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

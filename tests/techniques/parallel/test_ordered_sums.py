@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_cases import ELASTIC
 from running import WITH_TESTS, build_run, records, same_bits, train, training_state, weights
 from toys import Lines
 
+from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.tensors.saved_state import list_states
+from ptfast.techniques.parallel.ordered_sums import OrderedStatistics
 from ptfast.training.fit import fit
 
 TEXT = ("data=text_file", "data.path=text", "data.context_length=16", "model=gpt", "model.width=32")
@@ -38,6 +42,23 @@ def test_two_ranks_take_the_steps_of_one(in_tmp: Path, two_ranks: dict[str, Any]
     assert [line["loss"] for line in run.logger] == others["losses"]
     assert same_bits(weights(Path("one")), others["weights"])
     assert same_bits(*states)
+
+
+def test_a_step_that_is_cut_short_leaves_statistics_alone() -> None:
+    """A signal may end it, and the state of the step before is saved."""
+    norms = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3, momentum=None))
+    statistics = OrderedStatistics(norms, Ranks())
+    for ends in (False, True):
+        before = {name: value.clone() for name, value in norms.state_dict().items()}
+        with suppress(KeyboardInterrupt), statistics.step():
+            norms(torch.randn(8, 3))
+            statistics.keep()
+            norms(torch.randn(8, 3))
+            if not ends:
+                raise KeyboardInterrupt
+            statistics.keep()
+        assert same_bits(before, norms.state_dict()) != ends
+    assert norms[0].num_batches_tracked == 2
 
 
 @pytest.mark.parametrize(
