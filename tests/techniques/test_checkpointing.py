@@ -20,7 +20,9 @@ from ptfast.models.mlp import Mlp
 from ptfast.techniques.checkpointing import Checkpointing, panel
 from ptfast.techniques.checkpointing.activation_checkpointing import (
     CheckpointedForward,
+    Policy,
     apply_checkpointing,
+    choose,
     naming_mismatch,
 )
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
@@ -35,6 +37,16 @@ def test_gradients_and_buffers_are_the_same_bits(mode: str, case: str) -> None:
         inputs = draw()
         assert torch.equal(step(plain, inputs, seed), step(other, inputs, seed))
     assert_same(plain, other)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_attention_that_drops_out_draws_its_numbers_again(name: str) -> None:
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    before = (None,) * [each.name for each in op._schema.arguments].index("dropout_p")
+    assert choose(None, op, *before, 0.2) == choose(None, op, dropout_p=0.2) == Policy.PREFER_RECOMPUTE
+    assert choose(None, op, *before, 0.0) == choose(None, op) == Policy.MUST_SAVE
+    assert choose(None, torch.ops.aten.mm.default) == Policy.MUST_SAVE
+    assert choose(None, torch.ops.aten.relu.default) == Policy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,6 +28,7 @@ KEPT_OPS = [
     )
 ]
 """Operations whose results `selective` keeps: their arithmetic outweighs their results."""
+Policy = torch_checkpoint.CheckpointPolicy
 
 Buffers = list[tuple[nn.Module, dict[str, "Tensor | None"]]]
 """Buffers of modules, by name."""
@@ -146,10 +147,7 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        # Only there once a model has asked for it.
-        varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
-        kept = KEPT_OPS if varlen is None else [*KEPT_OPS, varlen.default]
-        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, kept)
+        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, choose)
         if torch.compiler.is_compiling():
             # A compiled graph writes buffers once, whatever it computes again.
             if not self.selective:
@@ -185,6 +183,21 @@ class CheckpointedForward:
             # A module not in training now (frozen, or given a dummy batch) may write later.
             self.writers = [m for m, old in before if not m.training or _differ(old, m._buffers)]
         return output
+
+
+def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `selective` does with the result of an operation.
+
+    Attention that drops out is computed again: if it were kept, it would draw no random numbers the second
+    time, and the dropout after it would draw others than before.
+    """
+    # Only there once a model has asked for it.
+    varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    if op not in KEPT_OPS and (varlen is None or op is not varlen.default):
+        return Policy.PREFER_RECOMPUTE
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return Policy.PREFER_RECOMPUTE if given.get("dropout_p") else Policy.MUST_SAVE
 
 
 @dataclass
