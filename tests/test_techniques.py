@@ -103,6 +103,8 @@ def marked(technique: Technique) -> Any:
     for need, package in {"schedulefree": "schedulefree", "float8": "torchao"}.items():
         if need in technique.needs:
             marks.append(pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"))
+    if "model=hf" in technique.trial:
+        marks.append(pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"))
     if "compiler" in technique.needs:
         # The compiler looks at every tensor's gradient, and hides torch's warning only once it is given.
         marks.append(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"))

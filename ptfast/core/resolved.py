@@ -45,6 +45,8 @@ class Resolved:
     channels_last: bool | None = None
     dropped_biases: dict[str, str] | None = None
     """Layers whose bias was dropped, and the BatchNorm that subtracts it."""
+    fused_norms: list[str] = field(default_factory=list)
+    """RMS norms that torch's kernel computes."""
     checkpointed: list[str] = field(default_factory=list)
     compile_dynamic: bool | None = None
     shards: list[str] = field(default_factory=list)
