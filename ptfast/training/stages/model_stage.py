@@ -168,7 +168,8 @@ def place_model(run: PartialRun) -> None:
         with _finding_room(run.config.model.target, run.device.type):
             model.to(run.device)
     if run.config.precision.float8:
-        run.resolved.float8 = apply_float8(model)
+        gathers = {"enable_fsdp_float8_all_gather": True} if run.config.parallel.float8_gather else {}
+        run.resolved.float8 = apply_float8(model, **gathers)
 
     apply_rewrites(
         model,
@@ -242,8 +243,15 @@ def shape_model(run: PartialRun) -> None:
             # Its import takes two seconds.
             from ptfast.techniques.parallel.fsdp import Sharded
 
-            half_type = run.precision.half_type
-            return Sharded(model, ranks, run.device, blocks=shards.values(), half_type=half_type)
+            return Sharded(
+                model,
+                ranks,
+                run.device,
+                blocks=shards.values(),
+                half_type=run.precision.half_type,
+                prefetch=config.parallel.prefetch,
+                float8=config.parallel.float8_gather,
+            )
         return GradientAveraging(model, config.parallel)
 
     run.wrap = wrap
