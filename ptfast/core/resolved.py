@@ -36,6 +36,8 @@ class Resolved:
     deterministic: bool = False
     holds_memory: bool = False
     """Memory that the CPU frees is kept for the next step."""
+    expands_segments: bool = False
+    """Segments of the GPU's memory grow."""
     flushes_denormals: bool = False
     """The CPU takes numbers below 1e-38 for 0."""
     precision: str = ""
