@@ -70,7 +70,14 @@ ALWAYS_ON = {
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """Techniques that cannot be switched off, and the test that shows each."""
-NOT_EMULATED = ("nvidia_tf32", "float8", "compiler", "nvJPEG", "expandable segments")
+NOT_EMULATED = (
+    "nvidia_tf32",
+    "float8",
+    "compiler",
+    "nvJPEG",
+    "expandable segments",
+    "one kernel for a batch of images",
+)
 """Needs and names of techniques whose trials take a real GPU."""
 NOT_FOR_SPEED = {"backend/deterministic": "the same bits in every run, at the price of speed"}
 """Options that are no techniques, in groups that hold some."""

@@ -57,6 +57,7 @@ class Resolved:
     workers: int = 0
     worker_threads: int = 0
     side_stream: bool = False
+    fused_images: bool = False
     read_ahead: bool = False
     sampling: str | None = None
     """How samples are drawn, in words; None if each comes once in an epoch."""
