@@ -70,7 +70,14 @@ ALWAYS_ON = {
     "learning rates from a table": "test_schedule.py::test_any_segment_of_any_option_is_the_same_function",
 }
 """Techniques that cannot be switched off, and the test that shows each."""
-NOT_EMULATED = ("nvidia_tf32", "float8", "compiler", "nvJPEG")
+NOT_EMULATED = (
+    "nvidia_tf32",
+    "float8",
+    "compiler",
+    "nvJPEG",
+    "expandable segments",
+    "one kernel for a batch of images",
+)
 """Needs and names of techniques whose trials take a real GPU."""
 NOT_FOR_SPEED = {"backend/deterministic": "the same bits in every run, at the price of speed"}
 """Options that are no techniques, in groups that hold some."""
@@ -103,6 +110,8 @@ def marked(technique: Technique) -> Any:
     for need, package in {"schedulefree": "schedulefree", "float8": "torchao"}.items():
         if need in technique.needs:
             marks.append(pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"))
+    if "model=hf" in technique.trial:
+        marks.append(pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"))
     if "compiler" in technique.needs:
         # The compiler looks at every tensor's gradient, and hides torch's warning only once it is given.
         marks.append(pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"))

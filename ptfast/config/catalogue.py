@@ -66,6 +66,7 @@ OF_THE_RUN: dict[Need, str] = {
     "sequences": "on sequences",
     "convolutions": "in models with convolutions",
     "batchnorm": "in models with BatchNorm",
+    "rms_norm": "in models with RMS norms of their own",
     "pack": "on what ptfast pack has made",
 }
 """Needs that depend on the model and the data rather than on the machine."""

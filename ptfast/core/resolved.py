@@ -36,6 +36,8 @@ class Resolved:
     deterministic: bool = False
     holds_memory: bool = False
     """Memory that the CPU frees is kept for the next step."""
+    expands_segments: bool = False
+    """Segments of the GPU's memory grow."""
     flushes_denormals: bool = False
     """The CPU takes numbers below 1e-38 for 0."""
     precision: str = ""
@@ -45,6 +47,8 @@ class Resolved:
     channels_last: bool | None = None
     dropped_biases: dict[str, str] | None = None
     """Layers whose bias was dropped, and the BatchNorm that subtracts it."""
+    fused_norms: list[str] = field(default_factory=list)
+    """RMS norms that torch's kernel computes."""
     checkpointed: list[str] = field(default_factory=list)
     compile_dynamic: bool | None = None
     shards: list[str] = field(default_factory=list)
@@ -53,6 +57,7 @@ class Resolved:
     workers: int = 0
     worker_threads: int = 0
     side_stream: bool = False
+    fused_images: bool = False
     read_ahead: bool = False
     sampling: str | None = None
     """How samples are drawn, in words; None if each comes once in an epoch."""

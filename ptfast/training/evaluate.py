@@ -166,7 +166,10 @@ def evaluate(
     if run.full_size is not None:
         predictor = FullSize(predictor, run.full_size)
 
-    @torch.inference_mode()
+    # Float8 weights that were gathered in training cannot be viewed in inference mode.
+    without_gradients = torch.no_grad if getattr(run.forward, "float8", False) else torch.inference_mode
+
+    @without_gradients()
     def figures_of_weights(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
         metrics = task.metrics().to(device)
         loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)

@@ -53,6 +53,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MODELS = {
     "bias": ("bias before a norm", "first"),
+    "rms": ("rms norm by hand", "norm"),
     "attention": ("attention by hand", "line"),
     "gelu": ("gelu by hand", "line"),
     "gelu_tanh": ("gelu by hand", "line"),

@@ -6,8 +6,8 @@
 torch's allocator, streams, events, pinned memory, autograd threads and sync-debug mode are the real ones. Its
 kernels do nothing; in a test, the CPU computes each op as well, in the same memory. A test that needs more of
 a GPU names it in its marker and is skipped: `@pytest.mark.gpu("TF32")`. The emulation shows no speed, none of
-a GPU's rounding, no triton, no CUDA graphs and no NCCL. In processes that a test starts, ops compute nothing,
-and those of cuDNN (convolutions, fused attention) fail.
+a GPU's rounding, no triton, no CUDA graphs, no NCCL and no segments of memory that grow. In processes that a
+test starts, ops compute nothing, and those of cuDNN (convolutions, fused attention) fail.
 
 Needs Linux, a CUDA build of torch, gcc with binutils, and CUDA's headers (triton ships them).
 """
@@ -85,7 +85,9 @@ def build_library() -> Path:
 
 def start(command: list[str]) -> None:
     """Become `command`, with the driver loaded before torch's libraries."""
-    os.execvpe(command[0], command, {**os.environ, "LD_PRELOAD": str(build_library())})
+    # No address space is reserved here, in which segments of memory could grow.
+    fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    os.execvpe(command[0], command, {**fixed, **os.environ, "LD_PRELOAD": str(build_library())})
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,6 +15,19 @@ from ptfast.core.protocols import Callback
 from ptfast.tasks.classification import Classification
 
 
+class RmsNorm(nn.Module):
+    """An RMS norm as models write it."""
+
+    def __init__(self, width: int, offset: float = 0.0, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon, self.offset = nn.Parameter(torch.randn(width)), eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight + self.offset) * wide.to(x.dtype)
+
+
 class Net(nn.Module):
     """Two layers; the defects are between them."""
 
@@ -24,6 +37,8 @@ class Net(nn.Module):
         self.defect = defect
         if defect == "bias":
             self.norm = nn.BatchNorm1d(8)
+        if defect == "rms":
+            self.norm = RmsNorm(8)
         if defect == "dropout":
             self.drop = nn.Dropout(0.0)
         if defect == "unused":
@@ -42,6 +57,9 @@ class Net(nn.Module):
         return self.last(hidden)
 
     def _bias(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def _rms(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
 
     def _dropout(self, hidden: Tensor) -> Tensor:

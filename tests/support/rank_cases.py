@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from ptfast.core.tensors.trees import map_tensors
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
+from ptfast.techniques.precision.number_formats import apply_float8
 from ptfast.training.build import build
 from ptfast.training.fit import evaluate_split, fit
 from ptfast.training.stopping import caught_signals
@@ -386,6 +389,10 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
         for precision in ("fp32", "bf16", "amp_fp16"):
             name = f"gpt {precision} {strategy}"
             found[name] = on.train(name, *GPT, f"precision.mode={precision}", strategy=strategy)
+    words = (*GPT, "precision.mode=fp32", "parallel.prefetch=2")
+    found["gpt prefetched"] = on.train("gpt prefetched", *words, strategy="fsdp")
+    if find_spec("torchao") is not None:
+        found |= float8_cases(on)
     middle = Path("mixed-ddp/saved/step-4")
     words = (*SMALL, *MIXED)
     found["taken up"] = on.train("taken-up", *words, strategy="fsdp", state_folder=middle)
@@ -403,4 +410,17 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
         found["kept by a callback"] = f"{error.code}: {error}"
     found["fsdp resumes"] = on.resumed("fsdp", *SMALL, *MIXED, strategy="fsdp")
     found["fsdp resumes without a bias"] = on.resumed("no-bias", *SYNCED, strategy="fsdp")
+    return found
+
+
+def float8_cases(on: Cases) -> dict[str, Any]:
+    """Products in float8, emulated, of weights that are gathered as bfloat16 and as float8."""
+    words = (*GPT, "precision.mode=bf16", "precision.float8=true", "ema=ema", "optimizer=adamw")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ptfast.core.devices.lack_of_float8", lambda device: None)
+        patch.setattr("ptfast.training.stages.model_stage.apply_float8", partial(apply_float8, emulate=True))
+        found: dict[str, Any] = {"float8": on.train("float8", *words, strategy="fsdp")}
+        words = (*words, "parallel.float8_gather=true")
+        found["float8 resumes"] = on.resumed("float8 gathered", *words, strategy="fsdp")
+        found["float8 gathered"] = on.train("float8 again", *words, strategy="fsdp")
     return found

@@ -21,10 +21,12 @@ from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import read_json
+from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.profiling.debugging import debugging
 from ptfast.techniques.backend import Backend, torch_settings
 from ptfast.techniques.backend.torch_settings import (
     apply_backend,
+    expand_segments,
     resolve_threads,
     usable_cores,
     watch_shapes,
@@ -318,6 +320,52 @@ class TestChannelsLast:
     def test_a_setting_wins(self):
         assert channels_last(True, nn.Linear(2, 2), "features", "cpu") is True
         assert channels_last(False, conv_net(), "image", "cpu") is False
+
+
+@pytest.mark.parametrize(
+    ("wanted", "many_lengths", "captures", "expected"),
+    [
+        ("auto", True, False, True),
+        ("auto", True, True, False),
+        ("auto", False, False, False),
+        (True, False, True, True),
+        (False, True, False, False),
+    ],
+)
+def test_segments_grow_where_lengths_vary(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, many_lengths: bool, captures: bool, expected: bool
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch_settings, "set_allocator", given.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    facts = {"many_lengths": many_lengths, "captures": captures}
+    backend = Backend(expandable_segments=wanted)
+    assert expand_segments(backend, torch.device("cuda"), **facts) is expected
+    assert given == [f"expandable_segments:{expected}"]
+    assert not expand_segments(backend, CPU, **facts)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert not expand_segments(backend, torch.device("cuda"), **facts)
+    assert len(given) == 1
+
+
+@pytest.mark.gpu("expandable segments")
+@pytest.mark.parametrize("expands", [True, False])
+def test_new_segments_of_a_gpu_grow(monkeypatch: pytest.MonkeyPatch, expands: bool) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    before = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+    try:
+        expand_segments(Backend(expandable_segments=expands), device, many_lengths=False, captures=False)
+        kept = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+        made = [s for s in torch.cuda.memory_snapshot() if s["address"] not in before]
+        assert [segment["is_expandable"] for segment in made] == [expands]
+        del kept
+    finally:
+        torch.cuda.empty_cache()
+        set_allocator("expandable_segments:False")
 
 
 class Broken(torch.autograd.Function):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from running import build_run, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.models.gpt import Gpt
 from ptfast.tasks.language_modelling import LanguageModelling
 from ptfast.techniques.rewrites.model_rewrites import apply_chunked_head
@@ -70,20 +73,43 @@ def test_half_types_are_summed_in_float32(half: torch.dtype) -> None:
     )
 
 
-def test_no_tensor_of_all_logits_is_kept() -> None:
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that is made while it is open."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(tensor.numel() for tensor in tensors_in(result))])
+        return result
+
+
+def test_no_tensor_of_all_logits_is_made() -> None:
     model = Gpt(4096, 64, width=8, depth=1, heads=2)
     apply_chunked_head(model, TASK)
-    largest, tokens = 0, torch.zeros(8, 64, dtype=torch.long)
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal largest
-        largest = max(largest, tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    tokens = torch.zeros(8, 64, dtype=torch.long)
+    with Largest() as largest:
         loss, _ = TASK.loss(model, (tokens, tokens))
         loss.backward()
-    assert largest < 8 * 64 * 4096 / 4
+    assert 0 < largest.numbers < 8 * 64 * 4096 / 4
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_that_of_a_chunk() -> None:
+    tokens, vocab_size = torch.zeros(8, 128, dtype=torch.long, device="cuda"), 4096
+    whole = tokens.numel() * vocab_size * 4
+    peaks = {}
+    for chunked in (False, True):
+        model = Gpt(vocab_size, 128, width=64, depth=1, heads=2).cuda()
+        if chunked:
+            apply_chunked_head(model, TASK)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        TASK.loss(model, (tokens, tokens))[0].backward()
+        peaks[chunked] = torch.cuda.max_memory_allocated() - before
+        del model
+    assert peaks[False] > 2 * whole
+    assert peaks[True] < whole
 
 
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

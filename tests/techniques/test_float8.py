@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from running import train
+from torch import nn
 
 from ptfast.core.devices import lack_of_float8
+from ptfast.core.errors import MachineError
 from ptfast.models.gpt import Gpt
 from ptfast.techniques.precision.number_formats import apply_float8
 
@@ -48,6 +51,13 @@ def test_refused(
 ) -> None:
     assert train("precision.float8=true", *words) == exit_code
     assert says in capsys.readouterr().err
+
+
+def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(MachineError, match="torchao") as caught:
+        apply_float8(nn.Linear(16, 16), enable_fsdp_float8_all_gather=True)
+    assert (caught.value.code, caught.value.key) == ("E004", "precision.float8")
 
 
 def test_older_gpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Biases that a BatchNorm subtracts again: found by what the model does, dropped with states as before."""
+"""Biases that a BatchNorm subtracts again, and RMS norms by hand: found by what the model does, rewritten."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from planted import RmsNorm
 from running import build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
 
 from ptfast.cli import command_line
 from ptfast.techniques.rewrites.model_rewrites import drop_biases, find_cancelled_biases
+from ptfast.techniques.rewrites.rms_norms import apply_fused_rms_norm, find_rms_norms
 
 
 class Residual(nn.Module):
@@ -246,3 +248,45 @@ class TestRun:
     def test_iterable_data_is_not_looked_at(self, tmp_path: Path) -> None:
         data = "data=custom", "data._target_=test_iterable.Noise", "data.val=0"
         assert build_run(tmp_path, *self.on, *data).resolved.dropped_biases == {}
+
+
+class CenteredNorm(RmsNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class GatedNorm(RmsNorm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x * gate)
+
+
+class TestRmsNorms:
+    def test_only_what_computes_one_is_found(self) -> None:
+        norms = [RmsNorm(4), RmsNorm(6, 1.0, 1e-3), RmsNorm(4), CenteredNorm(4), GatedNorm(4)]
+        model = nn.Sequential(*norms, nn.RMSNorm(4), nn.LayerNorm(4))
+        model[2].register_forward_hook(lambda *_: None)
+        assert find_rms_norms(model) == {"0": (1e-5, 0.0), "1": (1e-3, 1.0)}
+
+    @pytest.mark.parametrize(
+        "types", [(torch.float64,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
+    )
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu("fused RMS norm"))])
+    def test_results_gradients_and_states_stay(
+        self, types: tuple[torch.dtype, torch.dtype], offset: float, device: str
+    ) -> None:
+        torch.manual_seed(0)
+        by_hand = nn.Sequential(RmsNorm(64, offset)).to(device, types[1])
+        fused = copy.deepcopy(by_hand)
+        assert apply_fused_rms_norm(fused) == ["0"]
+        assert same_bits(fused.state_dict(), by_hand.state_dict())
+        inputs = torch.randn(8, 5, 64, device=device, dtype=types[0])
+        results = []
+        for model in (by_hand, fused):
+            leaf = inputs.clone().requires_grad_()
+            outputs = model(leaf)
+            outputs.backward(torch.linspace(-1, 1, 64, device=device, dtype=outputs.dtype).expand_as(outputs))
+            results.append([outputs.detach(), leaf.grad, model[0].weight.grad])
+        # By hand, a half type is rounded before it is multiplied by the weight, too.
+        within = {"rtol": 2e-2, "atol": 2e-2} if torch.bfloat16 in types else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(results[1], results[0], **within)

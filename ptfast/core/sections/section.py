@@ -107,7 +107,7 @@ def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int |
 
 Kind = Literal["exact", "reordered", "reduced", "training"]
 _DeviceNeed = Literal["cuda", "nvidia_tf32", "float8", "bf16", "fp16", "half", "compiler", "ranks"]
-_RunNeed = Literal["images", "sequences", "convolutions", "batchnorm", "pack"]
+_RunNeed = Literal["images", "sequences", "convolutions", "batchnorm", "rms_norm", "pack"]
 Need = Literal[_DeviceNeed, "cores", "schedulefree", _RunNeed]
 
 PROMISES: dict[Kind, str] = {

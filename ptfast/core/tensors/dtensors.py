@@ -20,7 +20,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """This rank's part of `tensor`, in the same memory; of a tensor that is whole, itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return own_values(tensor.to_local()) if is_sharded(tensor) else tensor
+
+
+def own_values(tensor: Any) -> Tensor:
+    """The values of a weight that torchao gathers in another type, in the same memory; others themselves."""
+    return tensor._tensor if hasattr(tensor, "fsdp_pre_all_gather") else tensor
 
 
 def local_parts(tensors: list[Tensor]) -> list[Tensor]:
@@ -99,7 +104,7 @@ def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
 
     def pack_tensor(tensor: Any, path: str) -> dict[str, str]:
         if is_sharded_by_rows(tensor) and tensor.numel():
-            own = tensor.to_local()
+            own = local_part(tensor)
             # Layers may share a tensor, which is written once.
             name = names.setdefault((own.data_ptr(), own.dtype, tensor.shape), path)
             if name == path and own.numel():

@@ -27,6 +27,7 @@ __all__ = [
     "data_worker",
     "hide_from_compiler",
     "is_profiling",
+    "set_allocator",
     "worker_signals",
 ]
 
@@ -54,6 +55,12 @@ def hide_from_compiler(method: Any) -> None:
     Torch hides it when it is first called, importing the compiler, and keeps the result under this name.
     """
     setattr(method, "__dynamo_disable", method)
+
+
+def set_allocator(settings: str) -> None:
+    """Change settings of the GPU's allocator in this process, as PYTORCH_ALLOC_CONF does before it starts."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -29,6 +29,8 @@ class Dataloader(Section):
     """Page-locked memory, from which copies to the GPU run beside the training."""
     side_stream: bool = True
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
+    fused: bool = True
+    """Gather, change and normalise images on a CUDA device in one kernel, by Triton."""
     read_ahead: bool = False
     """Read the next batch in a thread while this one trains, on a CPU."""
     last: Literal["keep", "drop", "pad"] = "keep"
@@ -139,6 +141,19 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="A GPU that waits for a loader of images that would fit into its memory.",
         needs=("cuda",),
         trial=("augment=crop_flip", "model=mlp", "model.hidden=[16]"),
+    ),
+    Technique(
+        name="one kernel for a batch of images",
+        kind="exact",
+        on=("dataloader.fused=true",),
+        why="Bytes on the device are read once, cropped, mirrored, recoloured, cut out and normalised in "
+        "registers, and written once in the model's type.",
+        claim="One kernel, or two with colours, for some tens; no figure by others is known.",
+        source="Tillet, Kung, Cox 2019, 'Triton', MAPL.",
+        avoid="Runs of seconds: the kernel is compiled when data is first on this machine's device.",
+        audit="Tens of short kernels between two steps, in a trace of data that lives on the device.",
+        needs=("cuda", "images"),
+        trial=("dataloader=device", "augment=cutout", "model=resnet_digits"),
     ),
     _loader(
         name="data in a pack",
@@ -284,8 +299,11 @@ FAMILY = Family(
         ),
     ),
     acts={"build_loaders": ("build_loaders.build_train_loader", "loading.open_side_stream")},
-    free_keys=tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead")),
+    free_keys=tuple(
+        f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead", "fused")
+    ),
     panel=lambda resolved: {
+        "images": "gathered, changed and normalised in one kernel" if resolved.fused_images else None,
         "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
         "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
     },

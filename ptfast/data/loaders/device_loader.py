@@ -20,7 +20,7 @@ from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.next_epoch import NextEpoch
 from ptfast.data.sampling.sampler import Indices, Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
-from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.augment_plan import Augment, bend
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes, reflected
 
@@ -101,6 +101,11 @@ class ResidentImages:
         starts = (index + flipped * self._copies) * self._slot + top * self._row + left
         return (starts, flipped) if self._flips else (starts,)
 
+    @property
+    def crops(self) -> Tensor:
+        """The crops at all places, (places, height, width, channels), of which most overlap."""
+        return self._crops.permute(0, 2, 3, 1) if self._planes else self._crops
+
     def gather(self, starts: Tensor, flipped: Tensor | None = None) -> Tensor:
         """The images at some of the `places`, (batch, height, width, channels). Cost: one kernel, or four."""
         images = self._crops[starts]
@@ -128,7 +133,10 @@ class ResidentImages:
         """
         images = self.gather(*self.places(index))
         batch, height, width, channels = images.shape
-        across, down = _weights(left, right, width, size), _weights(top, bottom, height, size)
+        # Both axes at once: beyond the shorter one weights are 0.
+        edges = torch.cat([left, top]), torch.cat([right, bottom])
+        across, down = _weights(*edges, max(height, width), size).chunk(2)
+        across, down = across[..., :width], down[..., :height]
         across = torch.where(flipped[:, None, None] > 0, across.flip(1), across)
         columns = images.transpose(1, 2).reshape(batch, width, height * channels).float()
         # Bytes in between, as there.
@@ -156,6 +164,8 @@ def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
 
 MOST_OF_MEMORY = 0.5
 """Share of the device's free memory that the data may take."""
+TRIED = 64
+"""Images that a kernel has to give the bits of single operators for."""
 READY_SHARE = 0.125
 """Share that it may take once it is ready for the model; else batches are made ready one by one."""
 
@@ -228,8 +238,16 @@ class DeviceBatches(ChunkedBatches):
         if augment.mask_fill is not None:
             masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
             self._targets = padded(masks, fill=fill)
+        self._kernel: Callable[..., Tensor] | None = None
+        if prepare.fuses and (augment.cutout or not self._ready):
+            self._kernel = self._build_kernel(inputs.shape[3], min(len(inputs), TRIED))
         self._epoch, self._epochs = -1, NextEpoch(self._plan_epoch)
         self.ahead = [self._epochs]
+
+    @property
+    def fused(self) -> bool:
+        """True if one kernel makes a batch of images."""
+        return self._kernel is not None
 
     def _begin_epoch(self, epoch: int, first: int) -> None:
         self._epochs.begin(first)
@@ -256,6 +274,11 @@ class DeviceBatches(ChunkedBatches):
         shares = super()._planned(first, end)
         index = np.concatenate([share.indices for each, _ in shares for share in each])
         lengths = [sum(len(share.indices) for share in each) for each, _ in shares]
+        corners, drawn = self._draws(epoch, index)
+        return EpochPlan(shares, np.cumsum([0, *lengths]).tolist(), index, corners, drawn)
+
+    def _draws(self, epoch: int, index: Indices) -> tuple[list[Indices], dict[str, NDArray[Any]]]:
+        """The corners of the samples `index` in an epoch, and the draws for their changes."""
         augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
         corners = [*augment.draw(whole)] if augment.moves else []
         if augment.resized_crop is not None:
@@ -263,8 +286,7 @@ class DeviceBatches(ChunkedBatches):
             boxes = draw_boxes(augment.seed, epoch, index, *self._sizes(index), *ranges)
             edges = box_edges(boxes, *shape)
             shape, corners = (augment.size, augment.size), [*edges, corners[2]]
-        drawn = augment.draw_changes(whole, shape)
-        return EpochPlan(shares, np.cumsum([0, *lengths]).tolist(), index, corners, drawn)
+        return corners, augment.draw_changes(whole, shape)
 
     def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         sizes, augment = [len(share.indices) for share in shares], self._augment
@@ -273,13 +295,9 @@ class DeviceBatches(ChunkedBatches):
         index, places = self._index[part], [each[part] for each in self._places]
         drawn = {name: each[part] for name, each in self._drawn.items()}
         if isinstance(self._inputs, Tensor):
-            inputs = self._inputs.index_select(0, index)
-        elif augment.resized_crop is not None:
-            inputs = self._inputs.cut(index, *places, size=augment.size)
+            inputs = self._prepare.laid_out(augment.change(self._inputs.index_select(0, index), drawn))
         else:
-            inputs = self._inputs.gather(*places)
-        inputs = augment.change(inputs, drawn)
-        inputs = inputs.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(inputs)
+            inputs = self._changed(self._inputs, index, places, drawn, self._kernel)
         if isinstance(self._targets, Tensor):
             targets = self._targets.index_select(0, index)
         else:
@@ -292,6 +310,48 @@ class DeviceBatches(ChunkedBatches):
             masks = augment.change_masks(masks, drawn)
             targets = masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
         return zip(inputs.split(sizes), targets.split(sizes), strict=True)
+
+    def _changed(
+        self,
+        held: ResidentImages,
+        index: Tensor,
+        places: Sequence[Tensor],
+        drawn: dict[str, Tensor],
+        kernel: Callable[..., Tensor] | None,
+    ) -> Tensor:
+        """The images of a batch as the model takes them, by single operators without a `kernel`."""
+        augment = self._augment
+        if kernel is not None and not augment.bends and augment.resized_crop is None:
+            return kernel(held.crops, *places, drawn=drawn)
+        if augment.resized_crop is not None:
+            images = held.cut(index, *places, size=augment.size)
+        else:
+            images = held.gather(*places)
+        if kernel is not None:
+            return kernel(bend(images, drawn["bend"]) if augment.bends else images, drawn=drawn)
+        images = augment.change(images, drawn)
+        return images.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(images)
+
+    def _build_kernel(self, channels: int, num_samples: int) -> Callable[..., Tensor] | None:
+        """One kernel for `_changed`, compiled here; None where it cannot be, or gives other bits."""
+        held, prepare = self._inputs, self._prepare
+        assert isinstance(held, ResidentImages)
+        numbers = np.arange(num_samples)
+        index, (corners, changes) = prepare.move(as_tensor(numbers)), self._draws(0, numbers)
+        places = [prepare.move(as_tensor(corner)) for corner in corners]
+        if self._augment.resized_crop is None:
+            places = held.places(index, places)
+        drawn = {name: prepare.move(as_tensor(values)) for name, values in changes.items()}
+        try:
+            from ptfast.data.transforms.image_kernel import build_kernel
+
+            figures = None if self._ready else prepare.figures
+            how = {"dtype": prepare.input_type, "layout": prepare.layout}
+            kernel = build_kernel(self._augment, figures, channels, prepare.device, **how)
+            changed = (self._changed(held, index, places, drawn, each) for each in (kernel, None))
+            return kernel if torch.equal(*changed) else None
+        except Exception:
+            return None  # triton or what it compiles with is missing
 
 
 def free_bytes(device: torch.device) -> int:

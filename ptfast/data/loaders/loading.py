@@ -40,6 +40,8 @@ class ReaderOptions:
     """Threads of each worker process."""
     pin: bool | str = "auto"
     read_ahead: bool = False
+    fused: bool = True
+    """Images on a GPU are gathered, changed and normalised in one kernel."""
 
     @property
     def pins(self) -> bool:
@@ -167,6 +169,7 @@ class Prepare:
 
     def __init__(self, options: ReaderOptions, info: DataInfo, *, images: bool) -> None:
         self.device, self.images, self.channels_last = options.device, images, options.channels_last
+        self.fuses = options.fused and images and options.device.type == "cuda"
         self.pin, self._on_host = options.pins, options.device.type == "cpu"
         self.input_type = options.input_type if images else torch.float32
         self.statistics: dict[str, list[float]] | None = None
@@ -175,10 +178,10 @@ class Prepare:
         if self.statistics is None and images:
             channels = info.in_channels or 3
             self.statistics = {"mean": [0.0] * channels, "std": [info.extra.get("max_value", 255)] * channels}
+        self.layout = torch.channels_last if self.channels_last else torch.contiguous_format
         self._normalizer: Normalizer | None = None
         if self.statistics is not None:
-            layout = torch.channels_last if self.channels_last else torch.contiguous_format
-            how = {"images": images, "dtype": self.input_type, "layout": layout}
+            how = {"images": images, "dtype": self.input_type, "layout": self.layout}
             self._normalizer = Normalizer(**self.statistics, device=self.device, **how)
 
     def __call__(self, raw: Any) -> Any:
@@ -203,6 +206,11 @@ class Prepare:
         elif self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return inputs if self._normalizer is None else self._normalizer(inputs)
+
+    @property
+    def figures(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and factor by which inputs are normalised."""
+        return self._normalizer and self._normalizer.figures
 
     def move(self, value: Any) -> Any:
         """`value` with every tensor in it on the device."""

@@ -264,6 +264,11 @@ def colours(brightness: Figures, contrast: Figures, saturation: Figures) -> NDAr
     return np.rint(np.stack([of_pixel, of_grey, of_mean], 1) * (1 << _BITS)).astype(np.int32)
 
 
+def grey_weights(channels: int) -> Sequence[int]:
+    """Parts of the channels in grey, in 1/65536."""
+    return GREY if channels == 3 else [(1 << _BITS) // channels] * channels
+
+
 def recolour(images: Tensor, factors: Tensor) -> Tensor:
     """Images of other brightness, contrast and saturation; channels weigh alike in grey unless there are 3.
 
@@ -274,9 +279,8 @@ def recolour(images: Tensor, factors: Tensor) -> Tensor:
     size, height, width, channels = images.shape
     # One plane for each channel: a factor then holds for long runs of memory.
     planes = images.permute(3, 0, 1, 2).to(torch.int32, memory_format=torch.contiguous_format)
-    weights = GREY if channels == 3 else [(1 << _BITS) // channels] * channels
     grey = torch.full_like(planes[0], _HALF)
-    for plane, weight in zip(planes, weights, strict=True):
+    for plane, weight in zip(planes, grey_weights(channels), strict=True):
         grey.add_(plane, alpha=weight)
     grey >>= _BITS
     of_pixel, of_grey, of_mean = factors.view(size, 3, 1, 1).unbind(1)

@@ -61,6 +61,11 @@ class Normalizer:
             _, mean, factor = self._expanded
         return inputs.to(torch.float32, copy=True).sub_(mean).mul_(factor).to(self._dtype)
 
+    @property
+    def figures(self) -> tuple[Tensor, Tensor]:
+        """Mean and factor of each channel or feature."""
+        return self._mean, self._factor
+
     def fuses(self, inputs: Tensor) -> bool:
         """True for bytes of images on a GPU, whose kernels convert what they read and write."""
         return self._images and inputs.is_cuda and inputs.dtype == torch.uint8

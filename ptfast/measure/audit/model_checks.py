@@ -20,6 +20,7 @@ from ptfast.core.units import counted
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides
 from ptfast.measure.audit.traces import AttentionShape, GeluShape
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
+from ptfast.techniques.rewrites.rms_norms import find_rms_norms
 
 TILE = 8
 """Tensor cores multiply half-precision tiles of so many columns (NVIDIA, Matrix Multiplication guide)."""
@@ -39,6 +40,12 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     yield from _check_biases(context)
     yield from _check_widths(context)
     yield from _check_formulas(context)
+    if norms := context.run.resolved.fused_norms or [*find_rms_norms(context.run.model)]:
+        what = f"{counted(len(norms), 'RMS norm')} in single operators"
+        mend, overrides = "torch.nn.RMSNorm", ("rewrites.fused_rms_norm=true",)
+        handled = context.config.rewrites.fused_rms_norm
+        where = name_some(norms, NAMED)
+        yield Finding("rms norm by hand", what, where, mend, overrides, "reordered", handled=handled)
     run, operators = context.run, context.operators
     modules = dict(run.model.named_modules())
     dropouts = {name: module for name, module in modules.items() if isinstance(module, _DROPOUTS)}

@@ -45,6 +45,7 @@ from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
+from ptfast.techniques.rewrites.rms_norms import FusedRMSNorm, find_rms_norms
 from ptfast.training.build import build
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
@@ -239,6 +240,7 @@ class Segments:
             "sequences": run.info.kind in ("text", "tokens"),
             "convolutions": any(issubclass(kind, nn.modules.conv._ConvNd) for kind in kinds),
             "batchnorm": any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds),
+            "rms_norm": FusedRMSNorm in kinds or bool(find_rms_norms(run.model)),
         }
         self.facts = {
             "environment": run_directory.environment([]),

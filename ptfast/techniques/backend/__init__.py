@@ -20,6 +20,8 @@ class Backend(Section):
     """Only kernels that give the same bits in every run."""
     hold_memory: bool = True
     """Hold the CPU's freed memory for the next step, and do not give it back to the system."""
+    expandable_segments: bool | OrAuto = "auto"
+    """Let the segments of a GPU's memory grow; `auto` for texts of many lengths, without CUDA graphs."""
     flush_denormals: bool = True
     """Take numbers below 1e-38 for 0 on a CPU, which computes with them many times slower."""
 
@@ -37,9 +39,10 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
     """How kernels are chosen, where there is a choice, and what becomes of freed memory."""
     until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
     searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
+    held = "freed blocks are kept for the next step" if resolved.holds_memory else None
     return {
         "kernels": "deterministic" if resolved.deterministic else searched,
-        "memory": "freed blocks are kept for the next step" if resolved.holds_memory else None,
+        "memory": "in segments that grow" if resolved.expands_segments else held,
     }
 
 
@@ -78,6 +81,19 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Thousands of minor page faults a step, as getrusage counts them, on a CPU with glibc.",
         trial=("model=mlp", "model.hidden=[16]"),
     ),
+    Technique(
+        name="expandable segments",
+        kind="exact",
+        on=("backend.expandable_segments=true",),
+        why="Segments grow in place, so batches of ever new lengths leave no fragments that nothing fits.",
+        claim="Handles allocations whose sizes change frequently better; the documentation gives no figure.",
+        source="PyTorch notes, 'CUDA semantics', expandable_segments.",
+        avoid="Batches have few shapes, or other processes open this one's CUDA tensors.",
+        audit="Much more GPU memory reserved than allocated, with batches of many lengths.",
+        about=("backend/default",),
+        needs=("cuda", "sequences"),
+        trial=("data=text_file", "data.path={text}", "model=gpt", "optimizer=sgd"),
+    ),
     # Reordered, as rounding is all that it does: with and without it the 12 configurations of compare_bits
     # end with the same bits, and so do 872 steps of text_sst2, which leave 60,742 denormal moments.
     Technique(
@@ -103,8 +119,9 @@ FAMILY = Family(
     acts={
         "build": ("torch_settings.resolve_device",),
         "set_up_machine": ("torch_settings.apply_backend", "torch_settings.watch_shapes"),
+        "place_model": ("torch_settings.expand_segments",),
     },
-    free_keys=("backend.hold_memory",),
+    free_keys=("backend.hold_memory", "backend.expandable_segments"),
     panel=panel,
     techniques=TECHNIQUES,
 )

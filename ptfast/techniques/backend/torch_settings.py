@@ -15,6 +15,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.machine import others_cores, usable_cores
 from ptfast.core.protocols import StepBatch
 from ptfast.core.resolved import Resolved, resolved_or
+from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.world import THREADS_VARIABLE, under_torchrun
 from ptfast.techniques.backend import Backend
@@ -130,6 +131,24 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
     if name == "cuda":
         return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     return torch.device(name)
+
+
+def expand_segments(backend: Backend, device: torch.device, *, many_lengths: bool, captures: bool) -> bool:
+    """Let segments of the GPU's memory grow from here on, or no longer; return True if they do.
+
+    Batches of many lengths ask for blocks of ever new sizes. Fixed segments are reserved beside free ones
+    into which nothing fits, until memory is short and all are given back, which waits for the device. With
+    `auto`, a run that `captures` CUDA graphs keeps fixed ones. A user's PYTORCH_ALLOC_CONF is left alone.
+
+    Source: PyTorch notes, "CUDA semantics", `expandable_segments`.
+    """
+    has_own = any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")))
+    if device.type != "cuda" or sys.platform != "linux" or torch.version.hip is not None or has_own:
+        return False
+    expands = backend.expandable_segments
+    expands = many_lengths and not captures if expands == "auto" else expands
+    set_allocator(f"expandable_segments:{expands}")
+    return expands
 
 
 def hold_memory() -> bool:

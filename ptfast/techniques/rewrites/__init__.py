@@ -15,6 +15,8 @@ class Rewrites(Section):
     """Keep a layer's bias where the BatchNorm right behind subtracts it again."""
     chunked_loss: bool = False
     """Compute the last layer of a language model and its loss together, for some tokens at a time."""
+    fused_rms_norm: bool = False
+    """Compute RMS norms that the model writes in single operators by torch's kernel."""
 
 
 def panel(rewrites: Rewrites, resolved: Resolved) -> dict[str, object]:
@@ -23,6 +25,9 @@ def panel(rewrites: Rewrites, resolved: Resolved) -> dict[str, object]:
     return {
         "rewrites": f"{dropped} biases before a BatchNorm dropped" if dropped else None,
         "loss": "with the last layer, chunk by chunk" if rewrites.chunked_loss else None,
+        "norms": f"{len(resolved.fused_norms)} RMS norms by torch's kernel"
+        if rewrites.fused_rms_norm
+        else None,
     }
 
 
@@ -70,6 +75,25 @@ TECHNIQUES: tuple[Technique, ...] = (
         about=("rewrites/default",),
         needs=("sequences",),
         trial=("data=text_file", "data.path={text}", "model=gpt", "optimizer=sgd"),
+    ),
+    Technique(
+        name="fused RMS norm",
+        kind="reordered",
+        on=("rewrites.fused_rms_norm=true",),
+        why="A norm in single operators reads and writes the activations in each; one kernel does it once.",
+        claim="A norm of 16,384 channels takes about a seventh of the time, by the source's own kernel; torch"
+        " gives no figure for its own.",
+        source="Hsu et al. 2024, 'Liger Kernel', arXiv:2410.10989; torch.nn.RMSNorm.",
+        avoid="The model is compiled, which fuses these operators anyway.",
+        audit="A module that divides its input by the root of its mean square, over the last dimension.",
+        about=("rewrites/default",),
+        needs=("rms_norm",),
+        trial=(
+            *("data=text_file", "data.path={text}", "data.context_length=16", "model=hf", "model.name=llama"),
+            *("++model.hidden_size=16", "++model.intermediate_size=32", "++model.num_hidden_layers=1"),
+            *("++model.num_attention_heads=2", "++model.num_key_value_heads=2", "batch_size=16"),
+            *("optimizer=sgd", "optimizer.lr=0.01"),
+        ),
     ),
 )
 

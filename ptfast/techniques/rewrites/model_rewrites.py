@@ -19,6 +19,7 @@ from ptfast.core.tensors.dtensors import local_part
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
+from ptfast.techniques.rewrites.rms_norms import apply_fused_rms_norm
 
 _BIASED = (
     nn.Linear,
@@ -63,6 +64,8 @@ def apply_rewrites(
     drop_biases(model, resolved.dropped_biases)
     if rewrites.chunked_loss:
         apply_chunked_head(model, task)
+    if rewrites.fused_rms_norm:
+        resolved.fused_norms = apply_fused_rms_norm(model)
 
 
 def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:

@@ -195,6 +195,7 @@ def build_loaders(run: PartialRun) -> None:
         worker_threads=config.backend.worker_threads,
         pin=loader.pin,
         read_ahead=loader.read_ahead,
+        fused=loader.fused,
     )
     side = open_side_stream(run.device) if loader.side_stream else None
     data = replace(run.splits, order=build_order(config.sampling, run.splits, config.seed))
@@ -223,6 +224,7 @@ def build_loaders(run: PartialRun) -> None:
     resolved.workers = run.train_loader.workers
     resolved.worker_threads = config.backend.worker_threads
     resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
+    resolved.fused_images = getattr(run.train_loader.batches, "fused", False)
     padding = describe_padding(config, data, plan.batches, run.micro_batches)
     resolved.padding, resolved.padding_share = padding
     size, batch_size = plan.batches.size, plan.batches.batch_size

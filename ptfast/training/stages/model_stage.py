@@ -26,6 +26,7 @@ from ptfast.models.build_model import build_model, mismatch, remedy
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
+from ptfast.techniques.backend.torch_settings import expand_segments
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
@@ -161,6 +162,12 @@ def place_model(run: PartialRun) -> None:
     A saved model has no data to find cancelled biases with: those it was trained without are dropped.
     """
     model, has_data = run.model, run.data is not None
+    run.resolved.expands_segments = expand_segments(
+        run.config.backend,
+        run.device,
+        many_lengths=has_data and has_many_lengths(run.splits, run.config.batching),
+        captures=run.config.compile.mode in ("step", "reduce_overhead", "max_autotune"),
+    )
     if run.precision.half_weights:
         apply_half_weights(model)
     if not run.shards_weights:
@@ -168,7 +175,8 @@ def place_model(run: PartialRun) -> None:
         with _finding_room(run.config.model.target, run.device.type):
             model.to(run.device)
     if run.config.precision.float8:
-        run.resolved.float8 = apply_float8(model)
+        gathers = {"enable_fsdp_float8_all_gather": True} if run.config.parallel.float8_gather else {}
+        run.resolved.float8 = apply_float8(model, **gathers)
 
     apply_rewrites(
         model,
@@ -242,8 +250,15 @@ def shape_model(run: PartialRun) -> None:
             # Its import takes two seconds.
             from ptfast.techniques.parallel.fsdp import Sharded
 
-            half_type = run.precision.half_type
-            return Sharded(model, ranks, run.device, blocks=shards.values(), half_type=half_type)
+            return Sharded(
+                model,
+                ranks,
+                run.device,
+                blocks=shards.values(),
+                half_type=run.precision.half_type,
+                prefetch=config.parallel.prefetch,
+                float8=config.parallel.float8_gather,
+            )
         return GradientAveraging(model, config.parallel)
 
     run.wrap = wrap

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from resuming import Armed, arm, assert_same_run, train_in_child
-from running import build_run, train
+from running import WITH_TESTS, build_run, train
 from test_augment import EVERYTHING
 from test_loaders import BOTH, NONE, REFLECTED, colour, loader, same
 
@@ -235,3 +240,57 @@ def test_batches_are_made_on_the_gpu(crops: tuple[str, ...], tmp_path: Path, no_
     # From here on the host asks for kernels and waits for none.
     with no_waits():
         assert len(list(batches)) == 13
+
+
+COLOURS = {"brightness": 0.4, "contrast": 0.9, "saturation": 0.5}
+FUSED: dict[str, dict[str, Any]] = {
+    "crops": BOTH,
+    "reflected": {**REFLECTED, **COLOURS},
+    "cut": {**BOTH, **COLOURS, "cutout": 4},
+    "bent": {**BOTH, "rotation_degrees": 10, "contrast": 0.5},
+    "resized": {"resized_crop": [0.3, 1.0], "flip": True, "cutout": 3, **COLOURS},
+}
+
+
+def test_one_kernel_gives_the_bits_of_single_operators() -> None:
+    """By Triton's interpreter, whose bfloat16 is not rounded as a GPU's."""
+    pytest.importorskip("triton")
+    cases = [
+        {"augment": augment, "channels": channels, "channels_last": last, "room": 0.0, "input_type": kind}
+        for augment, channels, last, kind in (
+            (FUSED["crops"], 3, False, "float32"),
+            (FUSED["reflected"], 1, True, "float32"),
+            (FUSED["cut"], 3, True, "float16"),
+            (FUSED["bent"], 3, False, "float32"),
+            (FUSED["resized"], 4, True, "float32"),
+        )
+    ]
+    # Pixels that are normalised beforehand.
+    cases.append({**cases[0], "augment": CUT, "room": 0.125})
+    script = ROOT / "tests" / "support" / "interpreted.py"
+    environment = {**os.environ, **WITH_TESTS, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, script, json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu("triton")
+@pytest.mark.parametrize("augment", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_one_kernel_gives_the_bits_on_a_gpu(
+    colour: Data,
+    augment: dict[str, Any],
+    channels_last: bool,
+    kind: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_loader, "READY_SHARE", 0.0)
+    how: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "input_type": kind}
+    how["device"] = torch.device("cuda", 0)
+    fused, plain = (loader(colour, "device", fused=each, **how) for each in (True, False))
+    assert (fused.batches.fused, plain.batches.fused) == (True, False)
+    for one, other in zip(fused.steps(0, 9), plain.steps(0, 9), strict=True):
+        images, expected = one.micro_batches[0].data[0], other.micro_batches[0].data[0]
+        assert torch.equal(images, expected)
+        assert images.stride() == expected.stride()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Resolved
 from ptfast.tasks.classification import Classification
+from ptfast.techniques.parallel.fsdp import _prefetch
 from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
@@ -41,6 +43,26 @@ def test_half_precision_is_as_near_as_it_can_be(two_ranks: dict[str, Any], preci
     assert fsdp["losses"] != two_ranks["gpt fp32 fsdp"]["losses"]
     assert fsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-3)
     assert {value.dtype for value in fsdp["weights"].values()} == {torch.float32}
+
+
+def test_gathers_ahead_change_no_bit(two_ranks: dict[str, Any]) -> None:
+    assert same_bits(two_ranks["gpt prefetched"], two_ranks["gpt fp32 fsdp"])
+
+
+def test_each_part_gathers_those_that_follow() -> None:
+    parts = [Mock() for _ in range(4)]
+    _prefetch(parts, 2, "set_modules_to_forward_prefetch")
+    [*called] = [part.set_modules_to_forward_prefetch.call_args.args[0] for part in parts]
+    assert called == [parts[1:3], parts[2:4], parts[3:], []]
+
+
+def test_float8_weights_are_gathered_as_such(two_ranks: dict[str, Any]) -> None:
+    """Averaged weights are evaluated with scales of their own; a resumed run ends in the same bits."""
+    pytest.importorskip("torchao")
+    assert two_ranks["float8 resumes"]
+    one, other = (two_ranks[name]["losses"] for name in ("float8", "float8 gathered"))
+    assert one != other
+    assert one == pytest.approx(other, rel=1e-3)
 
 
 def test_it_goes_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
@@ -140,12 +162,13 @@ def test_ranks_take_up_what_one_process_has_saved(two_ranks: dict[str, Any]) -> 
         ({"compile__mode": "model"}, "compile"),
         ({"debug__mode": "gradcheck"}, "debug"),
         ({"gradients__clip_adaptive": 0.1}, "gradients.clip_adaptive"),
+        ({"parallel": {**FSDP, "float8_gather": True}}, "parallel.float8_gather"),
         ({"optimizer__groups": [{"match": "*", "trains_from": "2steps"}]}, "optimizer.groups"),
         ({"optimizer__backbone_from": "2steps"}, "optimizer.backbone_from"),
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: Tree, key: str) -> None:
-    error = refused(device="cpu", parallel=FSDP, **changes)
+    error = refused(device="cpu", **{"parallel": FSDP, **changes})
     assert (error.code, error.key) == ("C011", key)
 
 

@@ -1,0 +1,163 @@
+# ruff: noqa: N803
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+"""Gathering, mirroring, colours, cutout and normalising of a batch of images as one kernel, by Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ptfast.data.transforms.augment_plan import Augment, grey_weights
+
+_BITS = tl.constexpr(16)
+_HALF = tl.constexpr(1 << 15)
+_SHIFT = tl.constexpr(1 << 32)
+"""Added to quotients while they are computed, so that none is negative: the rounding of those differs."""
+
+
+@triton.jit
+def _place(source, starts, stride, GATHERS: tl.constexpr):
+    image = tl.program_id(0).to(tl.int64)
+    if GATHERS:
+        image = tl.load(starts + image)
+    return source + image * stride
+
+
+@triton.jit
+def _grey(pixels, weights, stride, inside, CHANNELS: tl.constexpr):
+    grey = tl.where(inside, _HALF, 0)
+    for channel in tl.static_range(CHANNELS):
+        value = tl.load(pixels + channel * stride, mask=inside, other=0)
+        grey += value.to(tl.int32) * tl.load(weights + channel)
+    return grey >> _BITS
+
+
+@triton.jit
+def _sum_grey(
+    out, source, starts, weights, of_image, of_row, of_pixel, of_channel, num_pixels, width,
+    CHANNELS: tl.constexpr, GATHERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = _place(source, starts, of_image, GATHERS)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_pixels, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        pixels = first + place // width * of_row + place % width * of_pixel
+        total += _grey(pixels, weights, of_channel, place < num_pixels, CHANNELS)
+    tl.store(out + tl.program_id(0), tl.sum(total.to(tl.int64), 0))
+
+
+@triton.jit
+def _change(
+    out, source, starts, flipped, greys, factors, corners, constants, weights,
+    of_image, of_row, of_pixel, of_channel, to_pixel, to_channel, num_pixels, width, side,
+    CHANNELS: tl.constexpr, GATHERS: tl.constexpr, FLIPS: tl.constexpr, COLOURS: tl.constexpr,
+    CUTS: tl.constexpr, NORMALISES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(0)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_pixels
+    y, x = place // width, place % width
+    column = x
+    if FLIPS:
+        column = tl.where(tl.load(flipped + image) > 0, width - 1 - x, x)
+    pixels = _place(source, starts, of_image, GATHERS) + y * of_row + column * of_pixel
+    target = out + image.to(tl.int64) * num_pixels * CHANNELS + place * to_pixel
+    if COLOURS:
+        own, grey = tl.load(factors + 3 * image), tl.load(factors + 3 * image + 1)
+        light = tl.load(greys + image) * tl.load(factors + 3 * image + 2)
+        count = tl.cast(num_pixels, tl.int64)
+        mean = ((light + count * _SHIFT) // count - _SHIFT).to(tl.int32)
+        offset = _grey(pixels, weights, of_channel, inside, CHANNELS) * grey + mean + _HALF
+    if CUTS:
+        down, across = y - tl.load(corners + 2 * image), x - tl.load(corners + 2 * image + 1)
+        hidden = (down >= 0) & (down < side) & (across >= 0) & (across < side)
+    for channel in tl.static_range(CHANNELS):
+        value = tl.load(pixels + channel * of_channel, mask=inside, other=0)
+        if COLOURS:
+            value = tl.minimum(tl.maximum((value.to(tl.int32) * own + offset) >> _BITS, 0), 255)
+        value = value.to(tl.float32)
+        if CUTS:
+            value = tl.where(hidden, tl.load(constants + 2 * CHANNELS + channel), value)
+        if NORMALISES:
+            mean_of_channel = tl.load(constants + channel)
+            value = (value - mean_of_channel) * tl.load(constants + CHANNELS + channel)
+        tl.store(target + channel * to_channel, value.to(out.dtype.element_ty), mask=inside)
+
+
+def build_kernel(
+    augment: Augment,
+    figures: tuple[Tensor, Tensor] | None,
+    channels: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+) -> Callable[..., Tensor]:
+    """Build the function of `change_images` for a run; what it needs beside a batch goes to `device` once.
+
+    Args:
+        figures: mean and factor of each channel; None for pixels that are normalised already.
+    """
+    fill = torch.tensor(augment.fill or [0] * channels, dtype=torch.float32, device=device)
+    constants = torch.stack([*(each.flatten() for each in figures or (fill, fill)), fill])
+    weights = torch.tensor(grey_weights(channels), dtype=torch.int32, device=device)
+    return partial(
+        change_images,
+        side=augment.cutout,
+        constants=constants,
+        weights=weights,
+        normalises=figures is not None,
+        dtype=dtype,
+        layout=layout,
+    )
+
+
+def change_images(
+    crops: Tensor,
+    starts: Tensor | None = None,
+    flipped: Tensor | None = None,
+    *,
+    drawn: dict[str, Tensor],
+    side: int,
+    constants: Tensor,
+    weights: Tensor,
+    normalises: bool,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+) -> Tensor:
+    """Images as the model takes them, (batch, channels, height, width), with the bits of single operators.
+
+    Every byte is read once, or twice where colours change, and every result written once.
+
+    Args:
+        crops: (places, height, width, channels), of any strides; `starts` are the places of the batch's
+            images, None for all in turn, and `flipped` is 1 for those to be mirrored.
+        drawn: `colour` and `cutout` of `Augment.draw_changes`.
+        constants: mean, factor and fill of each channel, float32.
+
+    Cost: one kernel, and one more for colours, which need the mean grey of an image first.
+    """
+    _, height, width, channels = crops.shape
+    batch, size = len(crops if starts is None else starts), (height * width, width)
+    out = torch.empty(
+        (batch, channels, height, width), dtype=dtype, device=crops.device, memory_format=layout
+    )
+    colour, cutout = drawn.get("colour"), drawn.get("cutout")
+    block = min(1024, triton.next_power_of_2(height * width))
+    how: Any = {"CHANNELS": channels, "GATHERS": starts is not None, "BLOCK": block}
+    places, greys = weights if starts is None else starts, weights  # no kernel reads the latter
+    if colour is not None:
+        greys = torch.empty(batch, dtype=torch.int64, device=crops.device)
+        _sum_grey[batch,](greys, crops, places, weights, *crops.stride(), *size, **how)
+    given = [weights if each is None else each for each in (flipped, greys, colour, cutout)]
+    how |= {"FLIPS": flipped is not None, "COLOURS": colour is not None, "CUTS": cutout is not None}
+    strides = (*crops.stride(), out.stride(3), out.stride(1))
+    _change[batch, triton.cdiv(height * width, block)](
+        out, crops, places, *given, constants, weights, *strides, *size, side, NORMALISES=normalises, **how
+    )
+    return out
