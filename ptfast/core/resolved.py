@@ -38,6 +38,8 @@ class Resolved:
     """Memory that the CPU frees is kept for the next step."""
     expands_segments: bool = False
     """Segments of the GPU's memory grow."""
+    cudnn_attention: bool | None = None
+    """cuDNN may compute attention; None without a GPU."""
     flushes_denormals: bool = False
     """The CPU takes numbers below 1e-38 for 0."""
     precision: str = ""

@@ -25,6 +25,7 @@ from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.profiling.debugging import debugging
 from ptfast.techniques.backend import Backend, torch_settings
 from ptfast.techniques.backend.torch_settings import (
+    allow_cudnn_attention,
     apply_backend,
     expand_segments,
     resolve_threads,
@@ -347,6 +348,20 @@ def test_segments_grow_where_lengths_vary(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert not expand_segments(backend, torch.device("cuda"), **facts)
     assert len(given) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "many_lengths", "expected"),
+    [("auto", True, False), ("auto", False, True), (True, True, True), (False, False, False)],
+)
+def test_cudnn_plans_no_attention_where_lengths_vary(wanted: Any, many_lengths: bool, expected: bool) -> None:
+    before, backend = torch.backends.cuda.cudnn_sdp_enabled(), Backend(cudnn_attention=wanted)
+    try:
+        given = allow_cudnn_attention(backend, torch.device("cuda"), many_lengths=many_lengths)
+        assert given is torch.backends.cuda.cudnn_sdp_enabled() is expected
+        assert allow_cudnn_attention(backend, CPU, many_lengths=many_lengths) is None
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.mark.gpu("expandable segments")

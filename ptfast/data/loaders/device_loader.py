@@ -20,7 +20,7 @@ from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.next_epoch import NextEpoch
 from ptfast.data.sampling.sampler import Indices, Sampler, Share
 from ptfast.data.sources.image_files import HeldImages
-from ptfast.data.transforms.augment_plan import Augment, bend
+from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes, reflected
 
@@ -239,7 +239,9 @@ class DeviceBatches(ChunkedBatches):
             masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
             self._targets = padded(masks, fill=fill)
         self._kernel: Callable[..., Tensor] | None = None
-        if prepare.fuses and (augment.cutout or not self._ready):
+        # What is resized or bent takes tens of operators before the first of these.
+        shapes = augment.resized_crop is not None or augment.bends
+        if prepare.fuses and not shapes and (augment.cutout or not self._ready):
             self._kernel = self._build_kernel(inputs.shape[3], min(len(inputs), TRIED))
         self._epoch, self._epochs = -1, NextEpoch(self._plan_epoch)
         self.ahead = [self._epochs]
@@ -321,14 +323,12 @@ class DeviceBatches(ChunkedBatches):
     ) -> Tensor:
         """The images of a batch as the model takes them, by single operators without a `kernel`."""
         augment = self._augment
-        if kernel is not None and not augment.bends and augment.resized_crop is None:
+        if kernel is not None:
             return kernel(held.crops, *places, drawn=drawn)
         if augment.resized_crop is not None:
             images = held.cut(index, *places, size=augment.size)
         else:
             images = held.gather(*places)
-        if kernel is not None:
-            return kernel(bend(images, drawn["bend"]) if augment.bends else images, drawn=drawn)
         images = augment.change(images, drawn)
         return images.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(images)
 
@@ -338,9 +338,7 @@ class DeviceBatches(ChunkedBatches):
         assert isinstance(held, ResidentImages)
         numbers = np.arange(num_samples)
         index, (corners, changes) = prepare.move(as_tensor(numbers)), self._draws(0, numbers)
-        places = [prepare.move(as_tensor(corner)) for corner in corners]
-        if self._augment.resized_crop is None:
-            places = held.places(index, places)
+        places = held.places(index, [prepare.move(as_tensor(corner)) for corner in corners])
         drawn = {name: prepare.move(as_tensor(values)) for name, values in changes.items()}
         try:
             from ptfast.data.transforms.image_kernel import build_kernel

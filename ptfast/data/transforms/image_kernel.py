@@ -22,11 +22,8 @@ _SHIFT = tl.constexpr(1 << 32)
 
 
 @triton.jit
-def _place(source, starts, stride, GATHERS: tl.constexpr):
-    image = tl.program_id(0).to(tl.int64)
-    if GATHERS:
-        image = tl.load(starts + image)
-    return source + image * stride
+def _place(source, starts, stride):
+    return source + tl.load(starts + tl.program_id(0)) * stride
 
 
 @triton.jit
@@ -41,9 +38,9 @@ def _grey(pixels, weights, stride, inside, CHANNELS: tl.constexpr):
 @triton.jit
 def _sum_grey(
     out, source, starts, weights, of_image, of_row, of_pixel, of_channel, num_pixels, width,
-    CHANNELS: tl.constexpr, GATHERS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = _place(source, starts, of_image, GATHERS)
+    first = _place(source, starts, of_image)
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_pixels, BLOCK):
         place = begin + tl.arange(0, BLOCK)
@@ -56,8 +53,8 @@ def _sum_grey(
 def _change(
     out, source, starts, flipped, greys, factors, corners, constants, weights,
     of_image, of_row, of_pixel, of_channel, to_pixel, to_channel, num_pixels, width, side,
-    CHANNELS: tl.constexpr, GATHERS: tl.constexpr, FLIPS: tl.constexpr, COLOURS: tl.constexpr,
-    CUTS: tl.constexpr, NORMALISES: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, FLIPS: tl.constexpr, COLOURS: tl.constexpr, CUTS: tl.constexpr,
+    NORMALISES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +63,7 @@ def _change(
     column = x
     if FLIPS:
         column = tl.where(tl.load(flipped + image) > 0, width - 1 - x, x)
-    pixels = _place(source, starts, of_image, GATHERS) + y * of_row + column * of_pixel
+    pixels = _place(source, starts, of_image) + y * of_row + column * of_pixel
     target = out + image.to(tl.int64) * num_pixels * CHANNELS + place * to_pixel
     if COLOURS:
         own, grey = tl.load(factors + 3 * image), tl.load(factors + 3 * image + 1)
@@ -119,7 +116,7 @@ def build_kernel(
 
 def change_images(
     crops: Tensor,
-    starts: Tensor | None = None,
+    starts: Tensor,
     flipped: Tensor | None = None,
     *,
     drawn: dict[str, Tensor],
@@ -136,28 +133,28 @@ def change_images(
 
     Args:
         crops: (places, height, width, channels), of any strides; `starts` are the places of the batch's
-            images, None for all in turn, and `flipped` is 1 for those to be mirrored.
+            images, int64, and `flipped` is 1 for those to be mirrored.
         drawn: `colour` and `cutout` of `Augment.draw_changes`.
         constants: mean, factor and fill of each channel, float32.
 
     Cost: one kernel, and one more for colours, which need the mean grey of an image first.
     """
     _, height, width, channels = crops.shape
-    batch, size = len(crops if starts is None else starts), (height * width, width)
+    batch, size = len(starts), (height * width, width)
     out = torch.empty(
         (batch, channels, height, width), dtype=dtype, device=crops.device, memory_format=layout
     )
     colour, cutout = drawn.get("colour"), drawn.get("cutout")
     block = min(1024, triton.next_power_of_2(height * width))
-    how: Any = {"CHANNELS": channels, "GATHERS": starts is not None, "BLOCK": block}
-    places, greys = weights if starts is None else starts, weights  # no kernel reads the latter
+    how: Any = {"CHANNELS": channels, "BLOCK": block}
+    greys = weights  # the kernel does not read them without colours
     if colour is not None:
         greys = torch.empty(batch, dtype=torch.int64, device=crops.device)
-        _sum_grey[batch,](greys, crops, places, weights, *crops.stride(), *size, **how)
+        _sum_grey[batch,](greys, crops, starts, weights, *crops.stride(), *size, **how)
     given = [weights if each is None else each for each in (flipped, greys, colour, cutout)]
     how |= {"FLIPS": flipped is not None, "COLOURS": colour is not None, "CUTS": cutout is not None}
     strides = (*crops.stride(), out.stride(3), out.stride(1))
     _change[batch, triton.cdiv(height * width, block)](
-        out, crops, places, *given, constants, weights, *strides, *size, side, NORMALISES=normalises, **how
+        out, crops, starts, *given, constants, weights, *strides, *size, side, NORMALISES=normalises, **how
     )
     return out

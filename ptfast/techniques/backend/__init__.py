@@ -22,6 +22,8 @@ class Backend(Section):
     """Hold the CPU's freed memory for the next step, and do not give it back to the system."""
     expandable_segments: bool | OrAuto = "auto"
     """Let the segments of a GPU's memory grow; `auto` for texts of many lengths, without CUDA graphs."""
+    cudnn_attention: bool | OrAuto = "auto"
+    """Let cuDNN compute attention where it can; `auto` unless texts come in many lengths."""
     flush_denormals: bool = True
     """Take numbers below 1e-38 for 0 on a CPU, which computes with them many times slower."""
 
@@ -40,8 +42,11 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
     until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
     searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
     held = "freed blocks are kept for the next step" if resolved.holds_memory else None
+    may_plan = resolved.cudnn_attention
+    unplanned = "not by cuDNN, which plans anew for every length" if may_plan is False else None
     return {
         "kernels": "deterministic" if resolved.deterministic else searched,
+        "attention": unplanned,
         "memory": "in segments that grow" if resolved.expands_segments else held,
     }
 
@@ -94,6 +99,21 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("cuda", "sequences"),
         trial=("data=text_file", "data.path={text}", "model=gpt", "optimizer=sgd"),
     ),
+    Technique(
+        name="attention without cuDNN",
+        kind="reordered",
+        on=("backend.cudnn_attention=false",),
+        off=("backend.cudnn_attention=true",),
+        why="Torch prefers cuDNN's attention on new GPUs, and cuDNN plans anew for every length.",
+        claim="None: no figure by others is known.",
+        source="PyTorch 2.5 release notes, 'cuDNN backend for SDPA'.",
+        measured="The first epoch of SST-2 took 1.8 s instead of 18.7, the next one 0.87 and 0.98.",
+        command="python scripts/bench_peers.py --task sst2 --precision bf16 --device cuda",
+        avoid="Batches have few shapes: then cuDNN's kernels are as quick or quicker.",
+        audit="An epoch over texts of many lengths that is much slower than the next one.",
+        needs=("cuda", "sequences"),
+        trial=("data=text_file", "data.path={text}", "model=gpt", "optimizer=sgd"),
+    ),
     # Reordered, as rounding is all that it does: with and without it the 12 configurations of compare_bits
     # end with the same bits, and so do 872 steps of text_sst2, which leave 60,742 denormal moments.
     Technique(
@@ -119,7 +139,7 @@ FAMILY = Family(
     acts={
         "build": ("torch_settings.resolve_device",),
         "set_up_machine": ("torch_settings.apply_backend", "torch_settings.watch_shapes"),
-        "place_model": ("torch_settings.expand_segments",),
+        "place_model": ("torch_settings.expand_segments", "torch_settings.allow_cudnn_attention"),
     },
     free_keys=("backend.hold_memory", "backend.expandable_segments"),
     panel=panel,

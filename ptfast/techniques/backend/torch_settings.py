@@ -151,6 +151,18 @@ def expand_segments(backend: Backend, device: torch.device, *, many_lengths: boo
     return expands
 
 
+def allow_cudnn_attention(backend: Backend, device: torch.device, *, many_lengths: bool) -> bool | None:
+    """Let cuDNN compute attention from here on, or no longer; return True if it may, None without a GPU.
+
+    On new GPUs torch prefers cuDNN's attention, which plans for every new shape: a tenth of a second each.
+    """
+    if device.type != "cuda":
+        return None
+    may = not many_lengths if backend.cudnn_attention == "auto" else backend.cudnn_attention
+    torch.backends.cuda.enable_cudnn_sdp(may)
+    return may
+
+
 def hold_memory() -> bool:
     """Keep memory that this process frees for its next allocation; return True if its C library can.
 

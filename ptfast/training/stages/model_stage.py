@@ -26,7 +26,7 @@ from ptfast.models.build_model import build_model, mismatch, remedy
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
-from ptfast.techniques.backend.torch_settings import expand_segments
+from ptfast.techniques.backend.torch_settings import allow_cudnn_attention, expand_segments
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
@@ -162,12 +162,12 @@ def place_model(run: PartialRun) -> None:
     A saved model has no data to find cancelled biases with: those it was trained without are dropped.
     """
     model, has_data = run.model, run.data is not None
-    run.resolved.expands_segments = expand_segments(
-        run.config.backend,
-        run.device,
-        many_lengths=has_data and has_many_lengths(run.splits, run.config.batching),
-        captures=run.config.compile.mode in ("step", "reduce_overhead", "max_autotune"),
-    )
+    backend, device = run.config.backend, run.device
+    many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
+    captures = run.config.compile.mode in ("step", "reduce_overhead", "max_autotune")
+    expands = expand_segments(backend, device, many_lengths=many_lengths, captures=captures)
+    run.resolved.expands_segments = expands
+    run.resolved.cudnn_attention = allow_cudnn_attention(backend, device, many_lengths=many_lengths)
     if run.precision.half_weights:
         apply_half_weights(model)
     if not run.shards_weights:
