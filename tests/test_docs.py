@@ -43,7 +43,7 @@ from scripts import doc_tables
 
 LINKING = {**PAGES, **{name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
 QUICK = [shown for shown in COMMANDS_SHOWN if shown.words[0] in ("recipes", "copy", "schema", "completion")]
-COMPOSING = ("train", "find", "ablate", "audit", "race", "launch")
+COMPOSING = ("train", "find", "ablate", "audit", "race", "chaos", "launch")
 COMPOSED = [
     shown
     for shown in COMMANDS_SHOWN

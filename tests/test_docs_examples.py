@@ -201,7 +201,7 @@ OTHER = [
     # The digits have no test split.
     and "--split" not in shown.words
 ]
-"""Those of `ablate` and `race` measure for minutes: tests of these commands run them."""
+"""Those of `ablate`, `race` and `chaos` take minutes: tests of these commands run them."""
 
 
 @pytest.fixture(scope="module")

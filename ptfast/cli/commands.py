@@ -243,6 +243,19 @@ COMMANDS: dict[str, Command] = {
         ),
         alone=True,
     ),
+    "chaos": Command(
+        _RUN,
+        "kill a run again and again: does it end with the same bits",
+        "config_commands.chaos",
+        (
+            Flag("--kills", "SIGKILLs in all; default 20", "num_kills", number(1), 20),
+            Flag("--mtbf", "mean time of training from kill to kill, such as 60s", "mtbf_s", seconds),
+            Flag("--seed", "of the plan; default 0", read=int, default=0),
+            _FOLDER,
+        ),
+        ("chaos +recipe=resnet_digits", "chaos +recipe=resnet_digits --mtbf 60s --seed 1"),
+        alone=True,
+    ),
     "doctor": Command(
         "",
         "look at this machine: what is missing, slow or in the way, and the remedy",

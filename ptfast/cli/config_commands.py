@@ -168,6 +168,14 @@ def race(args: Namespace) -> int:
     return race(arms, target, num_seeds=args.seeds, command=command, tunes=args.tune_lr, out=args.out)
 
 
+def chaos(args: Namespace) -> int:
+    _, config = read_typed(args.words)
+    from ptfast.measure.chaos.chaos_run import chaos
+
+    options = {"num_kills": args.num_kills, "mtbf_s": args.mtbf_s, "seed": args.seed, "out": args.out}
+    return chaos(config, args.words, **options)
+
+
 TIMED_STEPS = 5
 
 

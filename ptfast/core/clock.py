@@ -89,6 +89,11 @@ class Clock:
                 return
             yield batch
 
+    def so_far(self, rest: str = "unexplained") -> dict[str, float]:
+        """Seconds by cause, for any thread: no mark; those that are not booked on one yet go to `rest`."""
+        booked = {cause: seconds for cause, seconds in self.seconds.copy().items() if cause is not None}
+        return booked | {rest: booked.get(rest, 0.0) + self.elapsed_s() - sum(booked.values())}
+
     def ledger(self) -> dict[str, float]:
         """Seconds by cause, all of `CAUSES`; `unexplained` is what is left of the wall time."""
         self.to(self.cause)
@@ -151,6 +156,9 @@ class DeviceClock(Clock):
         self._stop_training(self.cause if self.cause not in STEP else None)
         self._split(self._samples)
         return super().ledger()
+
+    def so_far(self, rest: str = "unexplained") -> dict[str, float]:
+        return super().so_far("training" if self._training else rest)
 
     def moment(self) -> tuple[float, float, Any]:
         event = self._event()

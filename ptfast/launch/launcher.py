@@ -50,6 +50,7 @@ from ptfast.launch.elastic import (
     run_elastic,
 )
 from ptfast.launch.resume import Place, find_place
+from ptfast.report.goodput import read_goodput
 
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
@@ -278,6 +279,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
         line = str(error) if error else str(reported).split(": ", 2)[-1]
         path = folder / run_directory.SUMMARY
         known = {**run_directory.read_json(path), "status": "failed"}
+        known.setdefault("goodput", read_goodput(folder))
         run_directory.write_json(path, known | {"exit_code": failure.exit_code, "error": line})
         raise failure
     status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")

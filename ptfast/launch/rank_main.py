@@ -38,9 +38,11 @@ from ptfast.core.errors import (
 )
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger
+from ptfast.core.tensors.saved_state import step_of
 from ptfast.core.units import num_bytes
 from ptfast.core.world import world
 from ptfast.launch.resume import resume_command
+from ptfast.report.goodput import Attempt, read_goodput
 from ptfast.report.panel import build_panel, device_name, left_out
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import build_display
@@ -80,6 +82,8 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     ranks = replace(ranks, grouped=config.parallel.wrap_one_rank and config.parallel.strategy != "single")
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
+    if ranks.is_first:
+        part.attempt = Attempt(folder, clock, step_of(state_folder) if state_folder is not None else 0)
     outcome = Outcome()
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
     limit = config.run.hang_timeout
@@ -130,6 +134,7 @@ class RankPart:
     """None until it is built."""
     resumed_step: int | None = None
     """The step that a resumed run starts from."""
+    attempt: Attempt | None = None
 
     def rewind(self, cause: str, begun_from: Path | None, signals: Signals) -> Run:
         """Build the run from its last state once more, to check every step from there on.
@@ -145,6 +150,8 @@ class RankPart:
         self.display.warn(f"{cause}: going back to step {back}, to leave out steps that are not finite")
         self.run.close()
         self.logger.close()
+        if self.attempt is not None:
+            self.attempt.repeated_steps += self.run.progress.step - back
         self.run = signals.run = None
         gc.collect()
         barrier(self.ranks)
@@ -176,11 +183,12 @@ class RankPart:
         signals.run, self.clock = run, run.clock
         self.resumed_step = run.progress.step if state_folder is not None else None
         run.stop_signal = signals.received
-        if ranks.is_first:
+        if self.attempt is not None:
+            self.attempt.clock = run.clock
             path = self.folder / run_directory.ENVIRONMENT
             used = {"device": device_name(run), "threads": run.resolved.threads, "ranks": ranks.num_ranks}
             run_directory.write_json(path, run_directory.read_json(path) | used)
-            self.logger = run.logger = open_loggers(run, loggers)
+            self.logger = run.logger = open_loggers(run, loggers, self.attempt)
         return run
 
     def fit(self, run: Run) -> Outcome:
@@ -329,6 +337,9 @@ class RankPart:
                 summary["best"] = {"step": progress.best_step, **run.best_figures}
         budget = self.clock.ledger()
         summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
+        if self.attempt is not None:
+            self.attempt.write(summary.get("steps", 0), outcome.status)
+            summary["goodput"] = read_goodput(self.folder)
         if light is not None:
             summary["speed_of_light"] = light
         summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}

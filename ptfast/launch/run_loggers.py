@@ -11,6 +11,7 @@ from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import described, name_of
 from ptfast.core.protocols import LOGGER_METHODS, StepBatch
+from ptfast.report.goodput import Attempt
 from ptfast.report.loggers import METRICS_FILE, BackgroundLogger, JsonlLogger
 from ptfast.run import Run
 from ptfast.training.user_code import UserPart, constructing
@@ -32,12 +33,12 @@ def build_loggers(config: Config) -> dict[str, Any]:
     return loggers
 
 
-def open_loggers(run: Run, loggers: dict[str, Any]) -> BackgroundLogger:
+def open_loggers(run: Run, loggers: dict[str, Any], attempt: Attempt) -> BackgroundLogger:
     """Open the loggers of a run; its records after the step that it resumes from are dropped.
 
     Raises C017 for one that raises, E001 if metrics.jsonl cannot be written, E006 for a service that refuses.
     """
-    opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step)]
+    opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step), attempt]
     # As written: without secrets and values from the environment.
     config = read_yaml(run.folder / run_directory.CONFIG).data if loggers else {}
     for key, logger in loggers.items():

@@ -308,7 +308,7 @@ def test_nothing_under_torchrun_runs_twice(
         "WORLD_SIZE": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    for name in ("find", "ablate", "audit", "race"):
+    for name in ("find", "ablate", "audit", "race", "chaos"):
         assert run([name, *["lr"] * (name == "find"), "+recipe=resnet_digits"]) == 2
         assert "would measure on its own" in capsys.readouterr().err
     assert run(["train", "--dry-run"]) == 0

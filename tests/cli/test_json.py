@@ -36,6 +36,7 @@ ERRORS = {
     "ablate --budget soon": "C005",
     "audit --strikt": "C015",
     "race data=digits": "C016",
+    "chaos --kills 0": "C005",
     "techniques turbo": "C003",
     "copy": "C016",
     "launch slurm +recipe=none": "C003",

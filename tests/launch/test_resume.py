@@ -71,6 +71,9 @@ def assert_goes_on(*words: str) -> None:
     assert not Path("killed/summary.json").exists()
     assert train(*words, "run.dir=killed") == 0
     assert summary(Path("killed"))["steps"] == 26
+    goodput = summary(Path("killed"))["goodput"]
+    assert goodput["attempts"] == 2
+    assert goodput["wall_s"] > summary(Path("killed"))["wall_s"] + goodput["seconds"]["start_up"]
     assert_same_run(Path("whole"), Path("killed"))
 
 

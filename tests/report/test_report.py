@@ -39,6 +39,7 @@ def write_run(run_dir: Path, **summary: Any) -> None:
         "best": {"loss": 0.4, "accuracy": 0.95, "step": 900},
         "test": {"loss": 0.6, "accuracy": 0.89},
         "time_budget": {"start_up": 12.0, "forward": 20.0, "backward": 40.0, "saving": 0.0},
+        "goodput": {"attempts": 3, "wall_s": 90.0, "seconds": {"training": 45.0, "restarts": 45.0}},
         "recipe": "resnet_digits",
     }
     (run_dir / "summary.json").write_text(json.dumps({**facts, **summary}))
@@ -107,6 +108,8 @@ def test_a_missing_or_damaged_file_leaves_out_its_part_only(tmp_path: Path, miss
     text = read(run_dir)
     assert ("<figure" in text) == (missing not in ("metrics.jsonl", "all"))
     assert ("Where the time went" in text) == (missing not in ("summary.json", "all"))
+    all_attempts = "3 attempts in 1m 30s: training 50.0%, restarts 50.0%"
+    assert (all_attempts in text) == (missing not in ("summary.json", "all"))
     assert ("resnet_digits" in text) == (missing != "all")
     for path in run_dir.iterdir():
         path.write_bytes(b"\xff{[")

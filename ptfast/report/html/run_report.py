@@ -9,7 +9,8 @@ from typing import Any
 
 from ptfast.core.clock import CAUSES, label
 from ptfast.core.run_directory import METRICS, read_json, write_text
-from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
+from ptfast.core.units import TOO_SHORT, counted, duration, figure, grouped, num_bytes
+from ptfast.report.goodput import PARTS
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite, training_times
 from ptfast.report.html.svg_charts import (
@@ -43,6 +44,7 @@ CAUSE_COLORS = {
     "closing": "c7 pale",
 }
 """The same in every report, so that two can be laid side by side."""
+PART_COLORS = ("c0", "c2", "c7", "c7 pale", "c1", "c6", "c5", "rest")
 SPLITS = ("train", "val", "test", "best")
 MOST_CLASSES, MOST_KNOTS = 20, 200
 MOST_CELLS, MOST_PAIRS, MOST_CURVES = 30, 20, 8
@@ -93,6 +95,7 @@ def write_report(run_dir: Path) -> Path:
         *map(_metric_section, tables),
         _examples(run),
         _time_budget(run),
+        _goodput(run),
         _speed_of_light(run),
         _settings(run),
     ]
@@ -209,6 +212,16 @@ def _time_budget(run: RunFiles) -> str:
     rows.append(["all", duration(total_s), ""])
     table = html_table(["cause", "time", "share"], rows, colors)
     return f"<h2>Where the time went</h2>{stacked_bar(parts, colors)}{table}"
+
+
+def _goodput(run: RunFiles) -> str:
+    """What all attempts of the run together went to."""
+    if not (found := run.summary.get("goodput")):
+        return ""
+    parts = [(label(name), float(found["seconds"].get(name, 0.0))) for name in PARTS]
+    shares = ", ".join(f"{name} {s / found['wall_s']:.1%}" for name, s in parts if s)
+    line = f"{counted(found['attempts'], 'attempt')} in {duration(found['wall_s'])}: {shares}"
+    return f"<h2>Over all attempts</h2>{stacked_bar(parts, PART_COLORS)}<p>{line}</p>"
 
 
 def _speed_of_light(run: RunFiles) -> str:

@@ -1,0 +1,1 @@
+"""Runs that are killed on purpose, resumed, and compared with one that was left alone."""

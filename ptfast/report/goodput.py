@@ -1,0 +1,85 @@
+"""How much of a run's wall time trained, over all of its attempts, also those that were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptfast.core.clock import Clock
+from ptfast.report.loggers import read_records
+
+ATTEMPTS_FILE = "attempts.jsonl"
+_PART_OF = {
+    **dict.fromkeys(("forward", "backward", "optimizer"), "training"),
+    **dict.fromkeys(("data", "transfer", "gradient_sync"), "waiting"),
+    "warm_up": "start_up",
+}
+PARTS = ("training", "done_twice", "restarts", "start_up", "waiting", "evaluation", "saving", "other")
+"""What the wall time goes to, in the order in which it is shown."""
+_UNWANTED = (None, "failed", "preempted")
+"""Endings after which the time up to the next attempt is lost. After a pause or Ctrl-C nobody waits."""
+
+
+class Attempt:
+    """A process's line in `attempts.jsonl`, 300 bytes written anew by each log line: a SIGKILL leaves it."""
+
+    def __init__(self, folder: Path, clock: Clock, step: int) -> None:
+        self.clock, self.repeated_steps = clock, 0
+        self._file, self._step, self._started = folder / ATTEMPTS_FILE, step, time.time() - clock.elapsed_s()
+        self._start = self._file.stat().st_size if self._file.exists() else 0
+        self.write(step)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.write(record["step"])
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def write(self, step: int, status: str | None = None) -> None:
+        """Say that training has reached `step`, and the `status` if it has ended."""
+        facts = {"started": self._started, "from_step": self._step, "step": max(step, self._step)}
+        facts |= {"again": self.repeated_steps, "status": status, "seconds": self.clock.so_far()}
+        with contextlib.suppress(OSError), self._file.open("r+b" if self._file.exists() else "wb") as file:
+            file.seek(self._start)
+            # The line before may have been cut off.
+            file.write(b"\n" + json.dumps(facts).encode())
+            file.truncate()
+
+
+def read_goodput(folder: Path) -> dict[str, Any] | None:
+    """The goodput of the run in `folder`; None if it is not known."""
+    return goodput(read_records(folder / ATTEMPTS_FILE))
+
+
+def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Seconds by `PARTS` over all attempts, and the share that trained steps which count; None without any.
+
+    Steps that were repeated have their share of an attempt's training and waiting. Whatever a killed attempt
+    did after its last line is part of the time up to the next start.
+    """
+    seconds, steps_done_twice = dict.fromkeys(PARTS, 0.0), 0
+    for number, attempt in enumerate(attempts):
+        begin, reached, later = attempt["from_step"], attempt["step"], attempts[number + 1 :]
+        kept = max(begin, min([reached, *(other["from_step"] for other in later)]))
+        twice = reached - kept + attempt["again"]
+        share = twice / max(reached - begin + attempt["again"], 1)
+        steps_done_twice += twice
+        for cause, cause_s in attempt["seconds"].items():
+            part = _PART_OF.get(cause, cause)
+            if part in ("training", "waiting"):
+                seconds["done_twice"] += cause_s * share
+                cause_s *= 1 - share
+            elif part == "start_up" and number:
+                part = "restarts"
+            seconds[part if part in seconds else "other"] += cause_s
+        if later and attempt["status"] in _UNWANTED:
+            end_s = attempt["started"] + sum(attempt["seconds"].values())
+            seconds["restarts"] += max(later[0]["started"] - end_s, 0.0)
+    if (wall_s := sum(seconds.values())) <= 0:
+        return None
+    counts = {"attempts": len(attempts), "steps_done_twice": steps_done_twice}
+    return {"training": seconds["training"] / wall_s, "wall_s": wall_s, **counts, "seconds": seconds}
