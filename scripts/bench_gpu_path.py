@@ -1,7 +1,7 @@
 """What switches of the GPU's path are worth, each beside the same without it, on the first CUDA device.
 
     python scripts/bench_gpu_path.py                  all of them
-    python scripts/bench_gpu_path.py norms images     some of: norms loss images segments
+    python scripts/bench_gpu_path.py norms images     some of: norms loss images segments saving
 
 Medians of interleaved rounds, in milliseconds of wall time between two waits for the device; for losses and
 segments also MiB of memory. `images` has a row for each set of changes to batches of 512 images of 32 x 32.
@@ -202,7 +202,25 @@ def segments() -> None:
     )
 
 
-BENCHES = {"norms": norms, "loss": loss, "images": images, "segments": segments}
+def saving() -> None:
+    """A pass that changes no weights, behind a copy of 1.5 GB of them to the host: in its stream, and beside."""
+    from ptfast.core.tensors.state_writer import HostCopies
+
+    state = [torch.ones(1 << 20, 4 * 31, device=DEVICE) for _ in range(3)]
+    side = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    copies = HostCopies()
+
+    def step(*, beside: bool) -> None:
+        copies.take(state, state if beside else ())
+        for _ in range(40):
+            side @ side
+        copies.hold()
+
+    times = milliseconds(lambda: step(beside=False), lambda: step(beside=True), calls=3)
+    row("copy of 1.5 GB and 40 products", *times)
+
+
+BENCHES = {"norms": norms, "loss": loss, "images": images, "segments": segments, "saving": saving}
 
 if __name__ == "__main__":
     if unknown := {*sys.argv[1:]} - {*BENCHES}:

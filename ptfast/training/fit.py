@@ -204,6 +204,7 @@ def _save(run: Run, is_best: bool, *, settles: bool, ends: bool) -> None:
     A run that `ends` waits until the state is on disk.
     """
     run.settle()
+    run.saver.hold()
     booked = run.clock.seconds
     run.clock.to("saving")
     before_s, step = booked["saving"], run.progress.step
@@ -235,6 +236,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
     step, clock = run.progress.step, run.clock
     clock.to("evaluation")
     tables: dict[str, MetricTable] = {}
+    run.saver.hold()  # averages may take the weights' place
     figures = evaluate(run, run.eval_loaders[split], keep=tables.update)
     run.settle()  # the device is past the training before it
     # Metrics may differ between the ranks in their last bits, on which they must not disagree.

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.distributed import on_all_ranks
-from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, summary_of
+from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, name_of, summary_of
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
 from ptfast.core.tensors.saved_state import ShardedDraft, State, check_length, point, prune, write_state
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states
@@ -82,7 +83,12 @@ def save_training(
         # Marked by the thread as well: links and folders change in the order of the saves.
         content = model, training, facts, to_check
         run.saver.write(
-            content, write_whole, lambda done: tell(done()), together=False, background=background
+            content,
+            write_whole,
+            lambda done: tell(done()),
+            together=False,
+            background=background,
+            lasting=_lasting(run, training),
         )
         return
     draft = ShardedDraft(saved, step, State(model, training, copy.deepcopy(facts)), run.ranks)
@@ -98,7 +104,26 @@ def save_training(
             tell(mark(state_folder))
 
     content = draft.tensors, to_check
-    run.saver.write(content, write_part, publish, together=True, background=background)
+    run.saver.write(
+        content,
+        write_part,
+        publish,
+        together=True,
+        background=background,
+        lasting=_lasting(run, training),
+    )
+
+
+def _lasting(run: Run, training: dict[str, Any]) -> list[Tensor]:
+    """What nothing changes in forward and backward passes: weights and the optimizer's state, on CUDA.
+
+    Models of others may write to their weights as they compute; buffers change in any.
+    """
+    known = name_of(run.model).partition(".")[0] in ("ptfast", "torchvision", "timm")
+    if not known or run.device.type != "cuda":
+        return []
+    parts = [*run.model.parameters(), *tensors_in([training["optimizer"], training.get("ema")])]
+    return [local_part(part.detach()) for part in parts]
 
 
 def _to_check(model: dict[str, Tensor], run: Run) -> list[Tensor]:

@@ -87,6 +87,7 @@ class Trainer:
         run.forward.train()
         for step, batch in zip(range(progress.step, last_step), batches, strict=False):
             if whole is not None:
+                run.saver.hold()
                 apply_lr(optimizer, base_lrs, *(rate := next(rates)))
                 if not self._take_whole(whole, batch, step, inspects=step == inspected_step):
                     whole, rates = None, chain([rate], rates)
@@ -95,6 +96,8 @@ class Trainer:
                     self.prepare_to_skip(self.buffers)
                 if self.optimizers is None:
                     self.accumulate(batch, step)
+                # From here on weights and the optimizer's state change.
+                run.saver.hold()
                 if batchnorm is not None:
                     mark("gradient_sync")
                     batchnorm.merge()

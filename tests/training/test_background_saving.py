@@ -303,9 +303,9 @@ def test_a_save_waits_for_the_gpu_once(
         run = build_run(tmp_path / background, *words, f"saving.background={background}")
         run.logger, take = Lines(), run.saver._copies.take
 
-        def without_waiting(values: Any, take: Any = take) -> Any:
+        def without_waiting(*given: Any, take: Any = take) -> Any:
             with no_waits():
-                return take(values)
+                return take(*given)
 
         monkeypatch.setattr(run.saver._copies, "take", without_waiting)
         fit(run)
@@ -314,6 +314,36 @@ def test_a_save_waits_for_the_gpu_once(
     for step in (4, 8, 12):
         own, other = (read_state(tmp_path / name / f"saved/step-{step}") for name in ("true", "false"))
         assert same_bits([own.model, own.training], [other.model, other.training])
+
+
+@pytest.mark.gpu
+def test_copies_beside_the_stream_hold_what_was_there() -> None:
+    weights, buffer = (torch.ones(size, device="cuda") for size in (1 << 26, 4))
+    copies = HostCopies()
+    for value in (1.0, 2.0, 3.0):
+        for tensor in (weights, buffer):
+            tensor.fill_(value)
+        taken, wait = copies.take([weights, buffer], [weights])
+        buffer.fill_(-1.0)
+        copies.hold()
+        weights.fill_(-1.0)
+        wait()
+        assert [tensor.unique().tolist() for tensor in taken] == [[value], [value]]
+
+
+@pytest.mark.gpu("copies that take time")
+def test_training_goes_on_beside_a_copy() -> None:
+    weights, buffer = (torch.ones(size, device="cuda") for size in (1 << 28, 4))
+    copies = HostCopies()
+    copies.take([weights, buffer], [weights])[1]()  # page-locked memory is there from now on
+    copies.take([weights, buffer], [weights])
+    buffer.fill_(2.0)
+    torch.cuda.current_stream().synchronize()
+    [copied] = copies._beside
+    assert not copied.query()
+    copies.hold()
+    torch.cuda.current_stream().synchronize()
+    assert copied.query()
 
 
 def killed_in_a_write(rng: random.Random, *words: str) -> bool:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any, Literal, TypeVar
@@ -39,21 +39,30 @@ class HostCopies:
     Copies share storage where tensors do, and keep strides: files made from them are the same.
 
     Cost: one pass over the bytes, and as much main memory. From CUDA the copies go into page-locked memory,
-    in the stream that trains: its next kernel waits for them, the host does not.
+    in the stream that trains: its next kernel waits for them, the host does not. What stays as it is for a
+    while is copied beside that stream, until `hold`.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
+        self._sides: dict[torch.device, Any] = {}
+        self._beside: list[Any] = []
 
     @property
     def num_bytes(self) -> int:
         """Main memory held by the buffers."""
         return sum(map(len, self._buffers))
 
-    def take(self, values: T) -> tuple[T, Callable[[], Any]]:
+    def hold(self) -> None:
+        """Let the stream that trains wait for the copies beside it, before it changes what they read."""
+        while self._beside:
+            event = self._beside.pop()
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    def take(self, values: T, lasting: Iterable[Tensor] = ()) -> tuple[T, Callable[[], Any]]:
         """Return a deep copy of `values`, and a function that waits until a device has filled it.
 
-        The copy before it is overwritten.
+        The copy before it is overwritten. Those of `lasting` on CUDA must not change until `hold`.
         """
         tensors = [tensor for tensor in tensors_in(values) if _has_storage(tensor)]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -65,7 +74,10 @@ class HostCopies:
                 buffer = torch.empty(len(source), dtype=torch.uint8, pin_memory=source.is_cuda)
             buffers.append(buffer)
         self._buffers = buffers
-        _copy(buffers, sources)
+        pairs = dict(zip(storages, zip(buffers, sources, strict=True), strict=True))
+        keys = {tensor.untyped_storage()._cdata for tensor in lasting if tensor.is_cuda}
+        beside = [pairs.pop(key) for key in pairs.keys() & keys]
+        _copy([*pairs.values()])
         of_storage = dict(zip(storages, (buffer.untyped_storage() for buffer in buffers), strict=True))
         memo: dict[int, Any] = {}
         for tensor in tensors:
@@ -73,10 +85,17 @@ class HostCopies:
             storage = of_storage[tensor.untyped_storage()._cdata]
             copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
             memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        devices = {source.device for source in sources if source.is_cuda}
-        events = [torch.Event(device=device) for device in devices]
-        for event in events:
-            event.record()
+        events = []
+        for device in {source.device for source in sources if source.is_cuda}:
+            stream = torch.cuda.current_stream(device)
+            if own := [pair for pair in beside if pair[1].device == device]:
+                side = self._sides.setdefault(device, torch.cuda.Stream(device))
+                side.wait_stream(stream)
+                with torch.cuda.stream(side):
+                    _copy(own)
+                stream = side
+                self._beside.append(side.record_event())
+            events.append(stream.record_event())
         return deepcopy(values, memo), lambda: deque(map(wait_for, events), maxlen=0)
 
 
@@ -151,6 +170,7 @@ class StateWriter:
         *,
         together: bool,
         background: bool,
+        lasting: Iterable[Tensor] = (),
     ) -> None:
         """Write `content` by `write`, and `publish` what that returns.
 
@@ -159,6 +179,7 @@ class StateWriter:
                 error.
             together: every rank writes a part, and all come to `publish` together.
             background: a thread may call `write` while training goes on.
+            lasting: tensors that do not change until `hold`.
         """
         size, on_gpu = _size_of(content)
         fits = size < available_memory() // 2 + self._copies.num_bytes
@@ -169,7 +190,7 @@ class StateWriter:
             background = all(on_all_ranks(background, self._ranks.num_ranks))
         arrived = None
         if background or (on_gpu and fits):
-            content, arrived = self._copies.take(content)
+            content, arrived = self._copies.take(content, lasting if background else ())
         outcome: list[tuple[Any, Exception | None]] = []
         written = threading.Event()
 
@@ -205,6 +226,10 @@ class StateWriter:
         else:
             run()
             publish(read)
+
+    def hold(self) -> None:
+        """Let the stream that trains wait for copies that still read what it is about to change."""
+        self._copies.hold()
 
     def finish(self) -> None:
         """Wait until the state under way is written, and publish it; raise the error of its writing."""
@@ -264,9 +289,8 @@ def _set_niceness(thread_id: int, niceness: int) -> None:
             )
 
 
-def _copy(buffers: list[Tensor], sources: list[Tensor]) -> None:
-    pairs = [*zip(buffers, sources, strict=True)]
-    if torch.get_num_threads() > 1 or any(source.is_cuda for source in sources) or usable_cores() < 2:
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if torch.get_num_threads() > 1 or any(source.is_cuda for _, source in pairs) or usable_cores() < 2:
         for buffer, source in pairs:
             buffer.copy_(source, non_blocking=source.is_cuda)
         return
