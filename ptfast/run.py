@@ -117,7 +117,8 @@ class Run:
     max_time_s: float | None = None
     saver: StateWriter = field(init=False)
     """Writes states, beside training if it may."""
-    keep_best: bool = field(init=False)
+    keep_best: int = field(init=False)
+    """States of the best evaluations kept on disk."""
     keep_states: int = field(init=False)
     """Newest states kept on disk."""
     debug: str = "none"

@@ -93,6 +93,8 @@ class Progress:
     samples: int = 0
     best_value: float | None = None
     best_step: int | None = None
+    best_states: list[tuple[float, int]] = field(default_factory=list)
+    """Value and step of the best evaluations whose states are kept, the best first."""
     evaluations_without_gain: int = 0
     timed_steps: int = 0
     """Steps that its speed is computed from, over all attempts, without warm-up and measured steps."""

@@ -327,6 +327,10 @@ class RankPart:
                 summary["saving"] = run.saver.figures()
             if progress.best_step is not None:
                 summary["best"] = {"step": progress.best_step, **run.best_figures}
+            if len(progress.best_states) > 1:
+                figure = run.best_metric
+                ranked = ({"step": step, figure: value} for value, step in progress.best_states)
+                summary["best_states"] = [*ranked]
         budget = self.clock.ledger()
         summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
         if light is not None:

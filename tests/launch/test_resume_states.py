@@ -20,6 +20,7 @@ from resuming import (
     assert_same_run,
     runs,
     stopped,
+    train_in_child,
     whole,
 )
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, weights
@@ -41,6 +42,28 @@ def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
     run = build_run(Path("a"), *words, state_folder=Path("a/saved/step-17"))
     assert run.progress.best_step == 12
     assert Path("a/saved/best").resolve().name == "step-12"
+
+
+@pytest.mark.parametrize("best", ["3", "1", "true", "0"])
+def test_the_states_of_the_best_evaluations_are_kept(in_tmp: Path, best: str) -> None:
+    words = (*BASE, "saving.every=100steps", "optimizer.lr=0.05", f"saving.best={best}")
+    assert train(*words, "run.dir=whole") == 0
+    arm("SIGKILL")
+    assert train_in_child(*words, "run.dir=a") == -signal.SIGKILL
+    assert Path("a/saved").exists() == (best != "0")
+    assert train(*words, "run.dir=a") == 0
+    assert_same_run(Path("a"), Path("whole"))
+    ranked = sorted(
+        (-each["accuracy"], each["step"]) for each in records(Path("a")) if each["split"] == "val"
+    )
+    number = 1 if best == "true" else int(best)
+    kept = [step for _, step in ranked[:number]]
+    assert {path.name for path in list_states(Path("a/saved"))} == {f"step-{step}" for step in (26, *kept)}
+    assert Path("a/saved/best").exists() == bool(number)
+    if number > 1:
+        assert Path("a/saved/best").resolve().name == f"step-{kept[0]}"
+        found = [(-each["accuracy"], each["step"]) for each in summary(Path("a"))["best_states"]]
+        assert found == ranked[:number]
 
 
 def test_a_warm_start_takes_the_averages(in_tmp: Path) -> None:
