@@ -115,6 +115,11 @@ class Progress:
     """The same before the last step: how far the schedule of fp16 is behind in the next one."""
     skipped_logged: int = 0
     """The same at the last log line."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the latest log lines, the newest last."""
+    loss_spikes: int = 0
+    largest_spike: dict[str, float] | None = None
+    """Its `step`, its `loss`, and the `usual` one at the time."""
     went_back: bool = False
     """It went back to an earlier state (`numerics=rewind`), and checks its steps since."""
 

@@ -313,6 +313,8 @@ class RankPart:
             }
             if progress.skipped_steps:
                 summary["skipped_steps"] = progress.skipped_steps
+            if progress.largest_spike is not None:
+                summary["loss_spikes"] = {"count": progress.loss_spikes, "largest": progress.largest_spike}
             if (share := run.resolved.padding_share) is not None:
                 summary["padding_share"] = share
             if missing := left_out(run):
