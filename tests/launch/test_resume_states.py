@@ -275,3 +275,20 @@ def test_figures_that_cannot_be_written_fail_the_run(
     assert "error[E002]" in line
     assert "metrics.jsonl" in line
     assert (summary(Path("a"))["status"], summary(Path("a"))["exit_code"]) == ("failed", 4)
+
+
+@pytest.mark.parametrize("saves", ["4steps", "100steps"])
+def test_a_killed_run_is_one_curve_in_tensorboard(in_tmp: Path, saves: str) -> None:
+    """It goes on from its state, or if it had saved none yet, from the start."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    rhythm = (f"saving.every={saves}", "eval.every=100steps", "log_every=5steps")
+    words = (*BASE, *rhythm, "logger=tensorboard", "run.dir=a")
+    arm("SIGKILL")
+    assert train_in_child(*words) == -signal.SIGKILL
+    assert train_in_child(*words) == 0
+    events = accumulator.EventAccumulator("a/tensorboard").Reload()
+    for split in ("train", "val"):
+        curve = [(event.step, pytest.approx(event.value)) for event in events.Scalars(f"{split}/loss")]
+        logged = [each for each in records(Path("a")) if each["split"] == split]
+        assert curve == [(each["step"], each["loss"]) for each in logged]
+    assert [event.step for event in events.Scalars("train/lr")] == [5, 10, 15, 20, 25, 26]
