@@ -146,6 +146,8 @@ class Run:
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest figures of each split."""
     best_figures: dict[str, float] = field(default_factory=dict)
+    slow_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Ranks that the others wait for: since which `step`, in which `cause`, how much `slower` steps are."""
     resumed_note: str = ""
     """Notes on resuming, for the panel."""
     stop_reason: str | None = None

@@ -315,6 +315,8 @@ class RankPart:
                 summary["skipped_steps"] = progress.skipped_steps
             if progress.largest_spike is not None:
                 summary["loss_spikes"] = {"count": progress.loss_spikes, "largest": progress.largest_spike}
+            if run.slow_ranks:
+                summary["slow_ranks"] = run.slow_ranks
             if (share := run.resolved.padding_share) is not None:
                 summary["padding_share"] = share
             if missing := left_out(run):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ptfast.core import devices
+from ptfast.core.clock import STEP
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch, hooks
@@ -312,16 +313,22 @@ def _poll_signals(
     due, written = saver.is_due and run.ranks.is_first, int(saver.is_written)
     if run.ranks.distributed:
         dtype, pins = devices.sum_dtype(run.device), run.device.type == "cuda"
-        own = torch.zeros(run.ranks.num_ranks + 3, dtype=dtype, pin_memory=pins)
-        own[run.ranks.rank], own[-3], own[-2], own[-1] = code, due, written, seconds_per_step
+        rank, num_ranks, size = run.ranks.rank, run.ranks.num_ranks, len(STEP)
+        own = torch.zeros(num_ranks * (1 + size) + 3, dtype=dtype, pin_memory=pins)
+        own[rank], own[-3], own[-2], own[-1] = code, due, written, seconds_per_step
+        if trainer is not None and run.progress.step in run.cadence.log_steps:
+            times = trainer.stragglers.own()
+            own[num_ranks + rank * size : num_ranks + (rank + 1) * size] = torch.tensor(times, dtype=dtype)
         votes = Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks))
         if trainer is not None:
             # One rank cannot end a sharded evaluation, so all agree before it.
             evaluates = run.sharded and run.progress.step in run.cadence.eval_steps
             waits = over or evaluates or not trainer.window.defers
             trainer.votes, votes = votes, votes if waits else trainer.votes or votes
-        *codes, due, written, seconds = votes.read()
-        code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks
+        *figures, due, written, seconds = votes.read()
+        code, seconds_per_step = max(figures[:num_ranks]), seconds / num_ranks
+        if trainer is not None:
+            trainer.stragglers.receive(figures[num_ranks:])
     if trainer is not None:
         saver.look(due=bool(due), all_written=written == run.ranks.num_ranks)
     look_steps = max(1, int(min(LOOK_S, saver.every_s or LOOK_S) / max(seconds_per_step, 1e-6)))
