@@ -117,7 +117,8 @@ class Run:
     max_time_s: float | None = None
     saver: StateWriter = field(init=False)
     """Writes states, beside training if it may."""
-    keep_best: bool = field(init=False)
+    keep_best: int = field(init=False)
+    """States of the best evaluations kept on disk."""
     keep_states: int = field(init=False)
     """Newest states kept on disk."""
     debug: str = "none"
@@ -145,6 +146,8 @@ class Run:
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest figures of each split."""
     best_figures: dict[str, float] = field(default_factory=dict)
+    slow_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Ranks that the others wait for: since which `step`, in which `cause`, how much `slower` steps are."""
     resumed_note: str = ""
     """Notes on resuming, for the panel."""
     stop_reason: str | None = None

@@ -67,13 +67,13 @@ def main() -> None:
         return taken, (time.perf_counter() - wall_s) / taken, (time.thread_time() - processor_s) / taken
 
     steps(3)
-    save_training(run, False, background=True)
+    save_training(run, background=True)
     steps()
     rows = []
     for _ in range(given.rounds):
-        at_once_s = seconds(lambda: save_training(run, False))
+        at_once_s = seconds(lambda: save_training(run))
         before_s = saver.writing_s
-        stall_s = seconds(lambda: save_training(run, False, background=True))
+        stall_s = seconds(lambda: save_training(run, background=True))
         taken, *beside = steps()
         writing_s = saver.writing_s - before_s
         saver.finish()

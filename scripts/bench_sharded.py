@@ -103,7 +103,7 @@ def measure(width: int, depth: int) -> None:
         restore_training(run, state, 0)
 
     share = sum(part.numel() * part.element_size() for part in map(local_part, tensors))
-    saving = rise_bytes(lambda: save_training(run, False))
+    saving = rise_bytes(lambda: save_training(run))
     gathering = rise_bytes(gather)
     tensors.clear()
     parts.clear()

@@ -221,7 +221,7 @@ def dry_run(config: Config) -> int:
         per_epoch = run.train_loader.plan.steps_per_epoch
         whole, loss = duration(step_s * run.total_steps), run.progress.window_loss
         loss /= max(run.progress.window_items, 1)
-        states = config.saving.keep + (2 if config.saving.best else 1)
+        states = config.saving.keep + int(config.saving.best) + 1
         rows = [
             ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),
             ("peak memory", num_bytes(peak_memory_bytes(run.device.type))),

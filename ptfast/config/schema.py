@@ -109,8 +109,8 @@ class Saving(Section):
     """Write states while training goes on; `auto` where they are large and a copy fits into memory."""
     keep: Count = 1
     """Newest states that are kept."""
-    best: bool = True
-    """Keep the state of the best evaluation too."""
+    best: Natural | bool = 1
+    """States of the best evaluations that are kept too; 0 or `false` for none."""
 
 
 class LoggerSection(Section):

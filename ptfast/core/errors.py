@@ -100,7 +100,7 @@ class PtfastError(Exception):
         what: what is wrong, as a clause without a full stop.
         key: the config key or file concerned.
         value: as given; shown as `key=value`, unless the key's name says that it is a secret.
-        place: where it was given: `command line` or `file.yaml:12`.
+        place: where it was given: `command line`, as every flag is, or `file.yaml:12`.
         suggestion: what to do about it, as a sentence without its full stop.
     """
 
@@ -120,7 +120,8 @@ class PtfastError(Exception):
     ) -> None:
         assert code in CODES, f"unregistered error code {code}"
         self.code, self.what, self.key, self.value = code, _cut(what), key or None, value
-        self.place, self.suggestion = place or None, suggestion
+        is_flag = (key or "").startswith("--")
+        self.place, self.suggestion = place or (COMMAND_LINE if is_flag else None), suggestion
         subject = self.key or ""
         if self.key and value is not None:
             # An unknown key may be a secret's, misspelt.
@@ -223,11 +224,17 @@ def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
 
 
 class ReportedError(Exception):
-    """A failure that another process has put into words: its line, its exit code and its traceback."""
+    """A failure that another process has put into words: its line, its exit code and its traceback.
 
-    def __init__(self, line: str, exit_code: int, details: str = "") -> None:
+    Args:
+        error: the error itself, if that process has told its parts.
+    """
+
+    def __init__(
+        self, line: str, exit_code: int, details: str = "", error: PtfastError | None = None
+    ) -> None:
         super().__init__(line)
-        self.exit_code, self.details = exit_code, details
+        self.exit_code, self.details, self.error = exit_code, details, error
 
 
 def together(errors: Sequence[PtfastError]) -> PtfastError:

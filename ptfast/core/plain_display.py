@@ -163,6 +163,12 @@ def ledger(budget: Mapping[str, float]) -> Rows:
     return [("time" if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
+def spike(found: Mapping[str, float]) -> str:
+    """A spike of the loss in words."""
+    what = f"{figure('loss', found['loss'])}, where {figure('loss', found['usual'])} was usual"
+    return f"at step {grouped(found['step'])}: {what}"
+
+
 def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the closing summary; unknown figures are left out."""
     rows: list[tuple[str, str]] = []
@@ -185,6 +191,8 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         if figures:
             step = (summary.get(name) or {}).get("step")
             rows.append((name, listed(figures) + (f"  at step {step}" if step is not None else "")))
+    if spikes := summary.get("loss_spikes"):
+        rows.append(("loss spikes", f"{spikes['count']}, the largest {spike(spikes['largest'])}"))
     rows += ledger(summary.get("time_budget") or {})
     light = summary.get("speed_of_light") or {}
     rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]

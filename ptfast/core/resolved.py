@@ -100,6 +100,8 @@ class Progress:
     samples: int = 0
     best_value: float | None = None
     best_step: int | None = None
+    best_states: list[tuple[float, int]] = field(default_factory=list)
+    """Value and step of the best evaluations whose states are kept, the best first."""
     evaluations_without_gain: int = 0
     timed_steps: int = 0
     """Steps that its speed is computed from, over all attempts, without warm-up and measured steps."""
@@ -120,6 +122,11 @@ class Progress:
     """The same before the last step: how far the schedule of fp16 is behind in the next one."""
     skipped_logged: int = 0
     """The same at the last log line."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the latest log lines, the newest last."""
+    loss_spikes: int = 0
+    largest_spike: dict[str, float] | None = None
+    """Its `step`, its `loss`, and the `usual` one at the time."""
     went_back: bool = False
     """It went back to an earlier state (`numerics=rewind`), and checks its steps since."""
 

@@ -327,8 +327,9 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
     failure = run_directory.read_json(folder / run_directory.FAILURE)
     if not failure:
         return None
-    line = str(failure["line"])
+    line, error = str(failure["line"]), None
     if "parts" in failure:
         # Ranks read the frozen file; only this process knows where the user gave the key.
-        line = error_line(composed.placed(PtfastError(**failure["parts"])))
-    return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")))
+        error = composed.placed(PtfastError(**failure["parts"]))
+        line = error_line(error)
+    return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")), error)

@@ -321,6 +321,10 @@ class RankPart:
             }
             if progress.skipped_steps:
                 summary["skipped_steps"] = progress.skipped_steps
+            if progress.largest_spike is not None:
+                summary["loss_spikes"] = {"count": progress.loss_spikes, "largest": progress.largest_spike}
+            if run.slow_ranks:
+                summary["slow_ranks"] = run.slow_ranks
             if (share := run.resolved.padding_share) is not None:
                 summary["padding_share"] = share
             if missing := left_out(run):
@@ -335,6 +339,10 @@ class RankPart:
                 summary["saving"] = run.saver.figures()
             if progress.best_step is not None:
                 summary["best"] = {"step": progress.best_step, **run.best_figures}
+            if len(progress.best_states) > 1:
+                figure = run.best_metric
+                ranked = ({"step": step, figure: value} for value, step in progress.best_states)
+                summary["best_states"] = [*ranked]
         budget = self.clock.ledger()
         summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
         if self.attempt is not None:

@@ -34,6 +34,7 @@ from ptfast.core.units import clock, duration
 from ptfast.measure.experiment.verdicts import judge
 from ptfast.measure.outputs import check_outputs, label, make_folder, picture, write_figures
 from ptfast.measure.race_leads import Finish, Lead, RaceTarget, lead, read_finish
+from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say, table, terminal_display
 
 PICTURE = "race.png"
@@ -176,7 +177,9 @@ def _tuned(arm: Arm, folder: Path) -> Arm:
 
 def _ptfast(words: Sequence[str], log: Path) -> int:
     """Run a command of ptfast with its output in a file, and return its exit code."""
-    environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
+    # The lines of its log are read by people, and by us.
+    unset = (STARTED_VARIABLE, json_lines.VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ptfast", *words],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
@@ -14,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ptfast.core.errors import ConfigError, name_some, text_of
+from ptfast.core.errors import ConfigError, did_you_mean, name_some, text_of
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target, keywords, swallows_keywords
+from ptfast.models import Model
 
 
 def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> nn.Module:
@@ -63,6 +66,25 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         hint = "Give their sizes, or call the model once in its constructor, on zeros of input_shape"
         raise ConfigError("C017", what, key="model._target_", value=target.path, suggestion=hint)
     return model
+
+
+def unknown_keyword(
+    what: str, error: TypeError, given: dict[str, Any], door: Any, make: Callable[..., Any]
+) -> ConfigError:
+    """C002 for a keyword that no model of a library takes, with the nearest one that is taken.
+
+    Args:
+        door: our function that passes keywords on.
+        make: the library's function that makes the model; the classes beside it say what it takes.
+    """
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if found is None:
+        return ConfigError("C002", f"{what} ({error})", key="model")
+    beside = vars(sys.modules[make.__module__]).values()
+    classes = [each for each in beside if isinstance(each, type) and each.__module__ == make.__module__]
+    known = {name for each in (door, make, *classes) for name in keywords(each)}
+    hint = did_you_mean(found[1], sorted({*Model.model_fields, *known} - {"self", "target"}), "model.{}")
+    return ConfigError("C002", what, key=f"model.{found[1]}", value=given.get(found[1]), suggestion=hint)
 
 
 LOOK_S = 0.03

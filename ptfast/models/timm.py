@@ -8,6 +8,7 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, did_you_mean, import_extra
 from ptfast.core.sections.section import Count
+from ptfast.models.build_model import unknown_keyword
 
 
 def build(
@@ -35,4 +36,5 @@ def build(
             name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs
         )
     except TypeError as error:
-        raise ConfigError("C002", f"timm's {name} does not take this ({error})", key="model") from error
+        make = timm.models.model_entrypoint(name.partition(".")[0])
+        raise unknown_keyword(f"timm's {name} does not take this", error, kwargs, build, make) from error

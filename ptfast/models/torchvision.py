@@ -10,6 +10,7 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.sections.section import Count
+from ptfast.models.build_model import unknown_keyword
 
 _AUXILIARY = ("googlenet", "inception_v3")
 """Classifiers with auxiliary heads, whose outputs in training would be no logits."""
@@ -47,13 +48,13 @@ def build(
         kwargs = {"aux_logits": False, "init_weights": True, **kwargs}
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    except (TypeError, ValueError) as error:
-        what = f"torchvision's {name} does not take this ({error})"
-        if isinstance(error, ValueError):
-            raise ConfigError("C005", what, key="model") from error
-        given = next((f"model.{key}" for key in kwargs if repr(key) in str(error)), "model")
-        value = kwargs.get(given.removeprefix("model."))
-        raise ConfigError("C002", what, key=given, value=value) from error
+    except TypeError as error:
+        what = f"torchvision's {name} does not take this"
+        raise unknown_keyword(what, error, kwargs, build, models.get_model_builder(name)) from error
+    except ValueError as error:
+        raise ConfigError(
+            "C005", f"torchvision's {name} does not take this ({error})", key="model"
+        ) from error
     if pretrained:
         weights = models.get_model_weights(name).DEFAULT
         try:

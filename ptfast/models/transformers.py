@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, MachineError, import_extra
+from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra
 from ptfast.core.machine import network_error
 from ptfast.core.sections.section import Count
+from ptfast.core.sections.targets import keywords
+from ptfast.models import Model
 
 HEADS = {
     "classification": "AutoModelForSequenceClassification",
@@ -98,8 +100,9 @@ def build(
         facts.pop("num_labels")
     for key, value in {**{k: v for k, v in facts.items() if v is not None}, **kwargs}.items():
         if key in kwargs and not hasattr(config, key):
+            hint = did_you_mean(key, [*Model.model_fields, *keywords(build), *config.to_dict()], "model.{}")
             what = f"the config of {name} has no such field"
-            raise ConfigError("C002", what, key=f"model.{key}", value=value)
+            raise ConfigError("C002", what, key=f"model.{key}", value=value, suggestion=hint)
         setattr(config, key, value)
     if pretrained:
         try:

@@ -105,6 +105,9 @@ def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
     if rule != "none" and optimizer.reference_batch is None:
         what, hint = "there is no batch size to scale from", "Set optimizer.reference_batch=256, say"
         yield ConfigError("C011", what, key="optimizer.lr_scaling", value=rule, suggestion=hint)
+    if kwargs.get("differentiable") is True:
+        what = "is for losses that are differentiated through the optimizer, which training is not"
+        yield ConfigError("C011", what, key="optimizer.differentiable", value=True, suggestion="Leave it out")
     if kwargs.get("fused") is True and kwargs.get("foreach") is True:
         what, hint = "contradicts optimizer.fused=true", "Leave one of the two out"
         yield ConfigError("C011", what, key="optimizer.foreach", value=True, suggestion=hint)

@@ -81,6 +81,11 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+def _last_step(records: Sequence[Record]) -> int:
+    """The step of the newest record; -1 if there is none."""
+    return max((record.get("step", 0) for record in records), default=-1)
+
+
 @dataclass
 class Csv:
     """The same records as a table, one column a figure.
@@ -136,14 +141,12 @@ class Tensorboard:
         import_extra("tensorboard", "tensorboard", "logger", "tensorboard")
         self._folder, self._num_images = folder, images
         self._last: dict[str, float] = {}
-        self._last_step = 0
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Events of a previous attempt beyond the resumed step are hidden, or the curves would run backwards.
-        resumed_step = max((r.get("step", 0) for r in read_records(run_dir / METRICS_FILE)), default=None)
-        purge_step = None if resumed_step is None else resumed_step + 1
+        purge_step = _last_step(read_records(run_dir / METRICS_FILE)) + 1
         self._writer = SummaryWriter(str(run_dir / self._folder), purge_step=purge_step)
         self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
         self._settings = settings_of(config)
@@ -153,7 +156,7 @@ class Tensorboard:
             self._writer.add_scalar(tag, value, record["step"])
         if record.get("split") != "train":
             self._last |= tagged(record)
-            self._last_step = record["step"]
+        self._writer.flush()  # a kill loses nothing that metrics.jsonl has
 
     def log_images(self, step: int, images: Any) -> None:
         """Show images (number, channels, height, width) of any range, brought to 0 to 1 together."""
@@ -165,13 +168,20 @@ class Tensorboard:
 
     def close(self) -> None:
         if self._last:
-            # A file of its own in the same folder: a reader leaves the one before for good, so not earlier.
-            self._writer.add_hparams(self._settings, self._last, run_name=".", global_step=self._last_step)
+            from torch.utils.tensorboard.summary import hparams
+
+            # `add_hparams` would draw the last figures a second time.
+            file = self._writer.file_writer
+            assert file is not None  # it has figures in it
+            for summary in hparams(self._settings, self._last):
+                file.add_summary(summary)
         self._writer.close()
 
 
 class Wandb:
     """Weights & Biases. Each run has an id of its own there, with which it continues when it is resumed.
+
+    Steps that a resumed run takes again are there already and not sent once more, so that one curve is shown.
 
     Args:
         project: project the run belongs to.
@@ -179,6 +189,8 @@ class Wandb:
         name: what the run is called; the last two parts of the run directory's path if not given.
         tags: labels to find it by.
         mode: `online`, `offline` or `disabled`; what WANDB_MODE says if not given.
+        rewind: cut the curves back to the resumed step and send the steps behind it again, in accounts that
+            have W&B's rewind (a preview).
     """
 
     def __init__(
@@ -188,35 +200,47 @@ class Wandb:
         name: str | None = None,
         tags: Sequence[str] = (),
         mode: str | None = None,
+        rewind: bool = False,
     ) -> None:
         import_extra("wandb", "wandb", "logger", "wandb")
         self._options: dict[str, Any] = {"project": project, "entity": entity, "tags": list(tags)}
-        self._mode, self._name = mode, name
+        self._mode, self._name, self._rewind = mode, name, rewind
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
 
         name = self._name or "/".join(run_dir.absolute().parts[-2:])
         # Names of folders recur: those of a sweep's jobs are 0, 1, ... in every sweep.
-        run_id = run_directory.read_json(run_dir / run_directory.WANDB).get("id") or secrets.token_hex(8)
+        known = run_directory.read_json(run_dir / run_directory.WANDB).get("id")
+        run_id, records = known or secrets.token_hex(8), read_records(run_dir / METRICS_FILE)
+        self._resumed_step = _last_step(records)
+        goes_on = {"id": run_id, "resume": "allow"}
+        if known and self._rewind:
+            goes_on = {"resume_from": f"{run_id}?_step={max(self._resumed_step, 0)}"}
         run_directory.write_json(run_dir / run_directory.WANDB, {"id": run_id})
         try:
             self._run: Any = wandb.init(
                 **self._options,
                 mode=self._mode,
                 name=name,
-                id=run_id,
-                resume="allow",
+                **goes_on,
                 dir=str(run_dir),
                 config=config,
             )
         except Exception as error:  # of classes that differ between its versions
             hint = "Log in with `wandb login`, or set WANDB_MODE=offline to log on this machine alone"
             raise refused_by("Weights & Biases", "wandb", error, hint) from error
-        self._run.define_metric("*", step_metric="step")
+        # What it has got; a row is sent when the next one comes, so that a kill loses the last.
+        first_step = getattr(self._run, "starting_step", 0)
+        self._first_step = first_step if isinstance(first_step, int) else 0
+        for record in records:
+            if record["step"] >= self._first_step:
+                self._run.log(tagged(record), step=record["step"])
 
     def log(self, record: Record) -> None:
-        self._run.log({"step": record["step"], **tagged(record)})
+        # An evaluation that was due when the run was saved belongs to a step that may be there.
+        if not self._resumed_step < record["step"] < self._first_step:
+            self._run.log(tagged(record), step=max(record["step"], self._first_step))
 
     def close(self) -> None:
         self._run.finish()

@@ -147,7 +147,8 @@ def add_settings(run: PartialRun) -> None:
         if metric not in figures:
             hint = f"There are: {', '.join(figures)}"
             raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
-    run.patience, run.keep_best, run.keep_states = stop.patience, config.saving.best, config.saving.keep
+    run.patience = stop.patience
+    run.keep_best, run.keep_states = int(config.saving.best), config.saving.keep
     run.max_time_s = config.run.max_time.seconds if config.run.max_time is not None else None
     run.debug, run.log_norm = config.debug.mode, config.gradients.log_norm
     run.remedy = partial(remedy, config.model.target, config.data.target, run.info)

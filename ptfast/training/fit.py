@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ptfast.core import devices
+from ptfast.core.clock import STEP
 from ptfast.core.distributed import broadcast_object, sum_over_ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch, hooks
@@ -57,7 +58,7 @@ def _fit_or_stop(run: Run) -> str:
     except Stopped:
         # It hung outside of a step.
         status, _ = _poll_signals(run)
-        _save(run, False, settles=False, ends=True)
+        _save(run, settles=False, ends=True)
         return status
     except Exception:
         if not run.ranks.distributed:
@@ -83,23 +84,23 @@ def _fit(run: Run) -> str:
             data_comes = segment.data_comes
             status, look_steps = _poll_signals(run, segment.step_s, trainer)
             _report(run, trainer, segment)
-        is_best = False
+        is_kept = False
         if progress.evaluation_due and status in ("finished", "paused"):
             try:
-                is_best = _evaluate_and_rank(run)
+                is_kept = _evaluate_and_rank(run)
             except Abandoned:
                 status, _ = _poll_signals(run)
                 data_comes = False
             except Exception:
                 if not run.saves_together:
                     run.settle()
-                    save_training(run, False)
+                    save_training(run)
                 raise
             if status == "finished" and progress.step < run.total_steps:
                 status = _judge(run)
         ends = progress.step >= run.total_steps or status != "finished"
-        if is_best or ends or run.saver.due or progress.step in run.cadence.save_steps:
-            _save(run, is_best, settles=data_comes, ends=ends)
+        if is_kept or ends or run.saver.due or progress.step in run.cadence.save_steps:
+            _save(run, settles=data_comes, ends=ends)
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
@@ -198,7 +199,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
             run.display.warn(advice)
 
 
-def _save(run: Run, is_best: bool, *, settles: bool, ends: bool) -> None:
+def _save(run: Run, *, settles: bool, ends: bool) -> None:
     """Save the current state; `settles` first completes averaged weights, which may take batches.
 
     A run that `ends` waits until the state is on disk.
@@ -218,7 +219,7 @@ def _save(run: Run, is_best: bool, *, settles: bool, ends: bool) -> None:
 
     # A callback expects the state of the step at which it is called, unless the config says otherwise.
     called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
-    save_training(run, is_best, background=not (ends or called), tell=tell)
+    save_training(run, background=not (ends or called), tell=tell)
     run.clock.to(None)
     if not ends:
         run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)
@@ -228,7 +229,7 @@ def try_out(run: Run) -> None:
     """Evaluate one batch of every split and save the state: what a run does beside training."""
     for loader in run.eval_loaders.values():
         evaluate(run, loader, num_batches=1)
-    save_training(run, False)
+    save_training(run)
 
 
 def evaluate_split(run: Run, split: str) -> dict[str, float]:
@@ -255,7 +256,7 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
 
 
 def _evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss if nothing is held out; True if the best is to be kept."""
+    """Evaluate `val`, or take the training loss if nothing is held out; True if its state is to be kept."""
     progress = run.progress
     if "val" in run.eval_loaders:
         figures = evaluate_split(run, "val")
@@ -280,7 +281,14 @@ def _evaluate_and_rank(run: Run) -> bool:
         progress.evaluations_without_gain += 1
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
-    return is_best and run.keep_best
+    if math.isnan(value):
+        return False
+    others = [(found, step) for found, step in progress.best_states if step != progress.step]
+    # Of equal ones the first comes first.
+    sign = -1 if run.best_mode == "max" else 1
+    ranked = sorted([*others, (value, progress.step)], key=lambda each: sign * each[0])
+    progress.best_states = ranked[: run.keep_best]
+    return progress.step in [step for _, step in progress.best_states]
 
 
 def _judge(run: Run) -> str:
@@ -307,16 +315,22 @@ def _poll_signals(
     due, written = saver.is_due and run.ranks.is_first, int(saver.is_written)
     if run.ranks.distributed:
         dtype, pins = devices.sum_dtype(run.device), run.device.type == "cuda"
-        own = torch.zeros(run.ranks.num_ranks + 3, dtype=dtype, pin_memory=pins)
-        own[run.ranks.rank], own[-3], own[-2], own[-1] = code, due, written, seconds_per_step
+        rank, num_ranks, size = run.ranks.rank, run.ranks.num_ranks, len(STEP)
+        own = torch.zeros(num_ranks * (1 + size) + 3, dtype=dtype, pin_memory=pins)
+        own[rank], own[-3], own[-2], own[-1] = code, due, written, seconds_per_step
+        if trainer is not None and run.progress.step in run.cadence.log_steps:
+            times = trainer.stragglers.own()
+            own[num_ranks + rank * size : num_ranks + (rank + 1) * size] = torch.tensor(times, dtype=dtype)
         votes = Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks))
         if trainer is not None:
             # One rank cannot end a sharded evaluation, so all agree before it.
             evaluates = run.sharded and run.progress.step in run.cadence.eval_steps
             waits = over or evaluates or not trainer.window.defers
             trainer.votes, votes = votes, votes if waits else trainer.votes or votes
-        *codes, due, written, seconds = votes.read()
-        code, seconds_per_step = max(codes), seconds / run.ranks.num_ranks
+        *figures, due, written, seconds = votes.read()
+        code, seconds_per_step = max(figures[:num_ranks]), seconds / num_ranks
+        if trainer is not None:
+            trainer.stragglers.receive(figures[num_ranks:])
     if trainer is not None:
         saver.look(due=bool(due), all_written=written == run.ranks.num_ranks)
     look_steps = max(1, int(min(LOOK_S, saver.every_s or LOOK_S) / max(seconds_per_step, 1e-6)))

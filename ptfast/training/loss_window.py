@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,10 @@ from ptfast.training.first_step import FirstStep
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
+RECENT, FEWEST = 50, 10
+"""Log lines that a loss is compared with, and how many there have to be."""
+FAR, LEAST_SPREAD = 8.0, 0.01
+"""Median absolute deviations above the median that make a spike, and the least as a part of the median."""
 NAMED = 5
 """Parameters without a gradient that are named; the others are counted."""
 
@@ -304,6 +309,22 @@ class LossWindow:
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
         self._logged = self._timed()
+        if math.isfinite(loss):
+            self._note_spike(look.step, loss)
+            progress.recent_losses = [*progress.recent_losses, loss][-RECENT:]
+
+    def _note_spike(self, step: int, loss: float) -> None:
+        """Say where a loss lies far above those before it; log lines in a row are one spike."""
+        run, progress = self._run, self._run.progress
+        before = progress.recent_losses
+        if (usual := spike_above(before, loss)) is None or spike_above(before[:-1], before[-1]) is not None:
+            return
+        progress.loss_spikes += 1
+        largest = progress.largest_spike
+        if largest is None or loss - usual > largest["loss"] - largest["usual"]:
+            progress.largest_spike = {"step": step, "loss": loss, "usual": usual}
+        hint = "" if run.clip is not None else "; gradients.clip_norm=1 bounds what one batch can do"
+        run.display.warn(f"the loss has a spike at step {step}: {loss:.4g}, where {usual:.4g} is usual{hint}")
 
     def _name_unreached(self) -> None:
         """Note, with the first line, which parameters get no gradient."""
@@ -317,6 +338,15 @@ class LossWindow:
     def _timed(self) -> tuple[int, int, float]:
         progress = self._run.progress
         return progress.timed_steps, progress.timed_samples, progress.timed_s
+
+
+def spike_above(before: Sequence[float], loss: float) -> float | None:
+    """The usual loss, a median, if `loss` lies far above those before it; None if it does not."""
+    if len(before) < FEWEST:
+        return None
+    usual = statistics.median(before)
+    spread = statistics.median(abs(each - usual) for each in before)
+    return usual if loss > usual + FAR * max(spread, LEAST_SPREAD * abs(usual)) else None
 
 
 def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:

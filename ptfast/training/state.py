@@ -24,9 +24,9 @@ from ptfast.training.user_code import callback_states
 
 
 def save_training(
-    run: Run, is_best: bool, *, background: bool = False, tell: Callable[[Path], Any] = lambda folder: None
+    run: Run, *, background: bool = False, tell: Callable[[Path], Any] = lambda folder: None
 ) -> None:
-    """Write the current state, mark it if it is the best, delete states that are too old; on every rank.
+    """Write the current state, mark it if it is the best, delete those that are no more kept; on every rank.
 
     Args:
         background: it may be written while training goes on.
@@ -66,11 +66,13 @@ def save_training(
     }
     saved = run.folder / "saved"
     step, keep, is_first = run.progress.step, run.keep_states, run.ranks.is_first
+    is_best = run.keep_best > 0 and run.progress.best_step == step
+    best_steps = [kept for _, kept in run.progress.best_states]
 
     def mark(state_folder: Path) -> Path:
         if is_best:
             point(saved, "best", state_folder)
-        prune(saved, keep)
+        prune(saved, keep, best_steps)
         return state_folder
 
     if not run.sharded:
@@ -209,6 +211,8 @@ def _restore_parts(run: Run, state: State) -> None:
             callback.load_state_dict(callback_state)
     known = {each.name for each in fields(Progress)}
     run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
+    if run.progress.best_value is not None and not run.progress.best_states:
+        run.progress.best_states = [(run.progress.best_value, run.progress.best_step or 0)]
     if run.marks is not None and (stream := state.facts.get("stream")) is not None:
         note = run.marks.load(stream, run.progress.step)
         run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))

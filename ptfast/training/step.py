@@ -19,6 +19,7 @@ from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival
 from ptfast.core.tensors.torch_internals import after_backward, backward
 from ptfast.optim.build_optimizer import apply_lr, build_step
+from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import NotCompiledError
 from ptfast.techniques.numerics.checked_steps import CheckedSteps, KeptBuffers
@@ -64,6 +65,7 @@ class Trainer:
             self.checked = self.window.skips = build_checked_steps(run, self.parameters)
             self.take_step = self.checked.take
         self.buffers = KeptBuffers(run.model) if run.checks_steps else None
+        self.stragglers = Stragglers(run)
         self.votes: Arrival | None = None
         """What the ranks told each other at the last look."""
         self._weights: dict[int, Tensor] = {}

@@ -150,7 +150,7 @@ def test_predict_goes_on_from_a_prompt(
     assert Path("said.txt").read_text().startswith("to be ")
     for words, code, said in (
         (["predict", "gpt", "--prompt", "to be?"], 3, "'?' does not occur in the training text"),
-        (["predict", "gpt", "text.txt", "--top-k", "3"], 2, "--top-k=3: is for --prompt"),
+        (["predict", "gpt", "text.txt", "--top-k", "3"], 2, "--top-k=3 (command line): is for --prompt"),
         (["predict", "gpt", "text.txt", "--prompt", "to"], 2, "cannot be combined with --prompt"),
         ([*asked, "--temperature", "0"], 2, "expected a number above 0"),
         ([*asked, "--top-k", "1.5"], 2, "expected a whole number above 0"),

@@ -174,9 +174,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     Path("there").mkdir()
     before = {*Path().iterdir()}
     for words, code, said in (
-        (["r"], 2, "--out: an argument is missing"),
-        (["r", "--out", "there"], 2, "--out=there: exists already"),
-        (["r", "--out", "e", "--hub", "there"], 2, "--hub=there: exists already"),
+        (["r"], 2, "--out (command line): an argument is missing"),
+        (["r", "--out", "there"], 2, "--out=there (command line): exists already"),
+        (["r", "--out", "e", "--hub", "there"], 2, "--hub=there (command line): exists already"),
         (["r", "--out", "e", "--weights", "averaged"], 2, "no averaged weights. Use --weights last"),
         (["r", "--out", "e", "--weights", "best"], 2, "Use averaged or last"),
         (["r", "--out", "e", "--onnx", "--weights-only"], 2, "cannot be combined with --onnx"),

@@ -165,6 +165,9 @@ def test_prune_keeps_the_newest_the_last_and_the_best(saved: Path) -> None:
         prune(saved, 2)
     assert [path.name for path in list_states(saved)] == ["step-5", "step-4", "step-2"]
     assert (saved / "best").resolve().name == "step-2"
+    write_state(saved, 6, a_state(6, 6))
+    prune(saved, 1, best_steps=[2, 4])
+    assert [path.name for path in list_states(saved)] == ["step-6", "step-4", "step-2"]
 
 
 def test_states_of_an_attempt_gone_back_from_are_dropped(saved: Path) -> None:

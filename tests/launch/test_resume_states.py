@@ -20,6 +20,7 @@ from resuming import (
     assert_same_run,
     runs,
     stopped,
+    train_in_child,
     whole,
 )
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, weights
@@ -41,6 +42,28 @@ def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
     run = build_run(Path("a"), *words, state_folder=Path("a/saved/step-17"))
     assert run.progress.best_step == 12
     assert Path("a/saved/best").resolve().name == "step-12"
+
+
+@pytest.mark.parametrize("best", ["3", "1", "true", "0"])
+def test_the_states_of_the_best_evaluations_are_kept(in_tmp: Path, best: str) -> None:
+    words = (*BASE, "saving.every=100steps", "optimizer.lr=0.05", f"saving.best={best}")
+    assert train(*words, "run.dir=whole") == 0
+    arm("SIGKILL")
+    assert train_in_child(*words, "run.dir=a") == -signal.SIGKILL
+    assert Path("a/saved").exists() == (best != "0")
+    assert train(*words, "run.dir=a") == 0
+    assert_same_run(Path("a"), Path("whole"))
+    ranked = sorted(
+        (-each["accuracy"], each["step"]) for each in records(Path("a")) if each["split"] == "val"
+    )
+    number = 1 if best == "true" else int(best)
+    kept = [step for _, step in ranked[:number]]
+    assert {path.name for path in list_states(Path("a/saved"))} == {f"step-{step}" for step in (26, *kept)}
+    assert Path("a/saved/best").exists() == bool(number)
+    if number > 1:
+        assert Path("a/saved/best").resolve().name == f"step-{kept[0]}"
+        found = [(-each["accuracy"], each["step"]) for each in summary(Path("a"))["best_states"]]
+        assert found == ranked[:number]
 
 
 def test_a_warm_start_takes_the_averages(in_tmp: Path) -> None:
@@ -252,3 +275,20 @@ def test_figures_that_cannot_be_written_fail_the_run(
     assert "error[E002]" in line
     assert "metrics.jsonl" in line
     assert (summary(Path("a"))["status"], summary(Path("a"))["exit_code"]) == ("failed", 4)
+
+
+@pytest.mark.parametrize("saves", ["4steps", "100steps"])
+def test_a_killed_run_is_one_curve_in_tensorboard(in_tmp: Path, saves: str) -> None:
+    """It goes on from its state, or if it had saved none yet, from the start."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    rhythm = (f"saving.every={saves}", "eval.every=100steps", "log_every=5steps")
+    words = (*BASE, *rhythm, "logger=tensorboard", "run.dir=a")
+    arm("SIGKILL")
+    assert train_in_child(*words) == -signal.SIGKILL
+    assert train_in_child(*words) == 0
+    events = accumulator.EventAccumulator("a/tensorboard").Reload()
+    for split in ("train", "val"):
+        curve = [(event.step, pytest.approx(event.value)) for event in events.Scalars(f"{split}/loss")]
+        logged = [each for each in records(Path("a")) if each["split"] == split]
+        assert curve == [(each["step"], each["loss"]) for each in logged]
+    assert [event.step for event in events.Scalars("train/lr")] == [5, 10, 15, 20, 25, 26]

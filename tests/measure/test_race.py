@@ -187,6 +187,7 @@ def test_a_figure_that_there_is_not_ends_it_before_training(tmp_path, monkeypatc
     words = ["race", "optimizer.lr=0.01,0.1", *SMALL, "--target", "recall:0.5", "--out", "found"]
     assert command_line.run(words) == 2
     assert (
-        "error[C005]: --target=recall: no such figure. There are: loss, accuracy." in capsys.readouterr().err
+        "error[C005]: --target=recall (command line): no such figure. There are: loss, accuracy."
+        in capsys.readouterr().err
     )
     assert not list(Path("found").glob("*/metrics.jsonl"))

@@ -228,9 +228,11 @@ def test_torchvision_classifiers_by_name() -> None:
     with pytest.raises(ConfigError, match=r"model.name=resnet5: .* Did you mean resnet50\?") as caught:
         build_torchvision("resnet5", 10)
     assert caught.value.code == "C003"
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'dropuot'") as caught:
-        build_torchvision("resnet18", 10, dropuot=0.1)
+    with pytest.raises(ConfigError, match=r"model.dropuot=0.1: .* Did you mean model.dropout\?") as caught:
+        build_torchvision("vit_b_16", 10, dropuot=0.1)
     assert caught.value.code == "C002"
+    with pytest.raises(ConfigError, match=r"model.weihgts=x: .* Did you mean model.weights\?"):
+        build_torchvision("resnet18", 10, weihgts="x")
     with pytest.raises(ConfigError, match="is neither a classifier nor a segmentation model") as caught:
         build_torchvision("ssdlite320_mobilenet_v3_large", 10)
     assert caught.value.code == "C003"
@@ -290,7 +292,7 @@ def test_transformers_models_take_and_give_tensors() -> None:
     padded = torch.cat([tokens, torch.zeros(2, 3, dtype=torch.long)], dim=1)
     assert model(tokens).shape == (2, 3)
     torch.testing.assert_close(model(tokens), model(padded))
-    with pytest.raises(ConfigError, match=r"model.dimm=3: the config of distilbert has no such field"):
+    with pytest.raises(ConfigError, match=r"model.dimm=3: the config .* Did you mean model.dim\?"):
         build("distilbert", num_classes=3, dimm=3)
 
 
@@ -301,3 +303,5 @@ def test_timm_models_by_name() -> None:
     assert build("resnet18", 5, in_channels=1)(torch.randn(2, 1, 32, 32)).shape == (2, 5)
     with pytest.raises(ConfigError, match="timm has no such model"):
         build("resnet1", 5)
+    with pytest.raises(ConfigError, match=r"model.drop_rat=0.1: timm's .* Did you mean model.drop_rate\?"):
+        build("resnet18", 5, drop_rat=0.1)

@@ -162,15 +162,22 @@ def test_tensorboard_tags_by_split_hides_what_a_resumed_run_repeats_and_ends_wit
         def add_images(self, tag: str, images: Any, step: int) -> None:
             calls.append((tag, tuple(images.shape), float(images.min()), float(images.max()), step))
 
-        def add_hparams(self, settings: Any, figures: Any, **place: Any) -> None:
-            calls.append((settings, figures, place))
+        @property
+        def file_writer(self) -> Any:
+            return types.SimpleNamespace(add_summary=calls.append)
+
+        def flush(self) -> None:
+            calls.append(("flush",))
 
         def close(self) -> None:
             calls.append(("close",))
 
     fake = types.ModuleType("torch.utils.tensorboard")
     fake.SummaryWriter = Writer  # pyright: ignore[reportAttributeAccessIssue]
+    summary = types.ModuleType("torch.utils.tensorboard.summary")
+    summary.hparams = lambda *given: [given]  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.summary", summary)
     monkeypatch.setitem(sys.modules, "tensorboard", fake)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(train(4)) + "\n")
     logger = Tensorboard(images=2)
@@ -183,8 +190,7 @@ def test_tensorboard_tags_by_split_hides_what_a_resumed_run_repeats_and_ends_wit
     settings = {"batch_size": 8, "optimizer.lr": 0.1, "optimizer.betas": "[0.9, 0.99]"}
     assert calls == [
         *[("open", folder, 5), ("text", "config"), ("train/images", (2, 3, 2, 2), 0.0, 1.0, 4)],
-        *[("val/loss", 0.5, 5), (settings, {"val/loss": 0.5}, {"run_name": ".", "global_step": 5})],
-        ("close",),
+        *[("val/loss", 0.5, 5), ("flush",), (settings, {"val/loss": 0.5}), ("close",)],
     ]
 
 
@@ -198,29 +204,91 @@ def test_what_may_change_in_a_run_is_no_setting_of_it() -> None:
     assert settings_of(config | {"debug": {"mode": "none"}}) == {"seed": 1, "dataloader.last": "drop"}
 
 
-def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The jobs of two sweeps have folders of one name."""
-    started: list[dict[str, Any]] = []
-    logged: list[dict[str, Any]] = []
-    run = types.SimpleNamespace(
-        define_metric=lambda *args, **kwargs: None, log=logged.append, finish=lambda: logged.append({})
-    )
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **options: started.append(options) or run  # pyright: ignore[reportAttributeAccessIssue]
+class WandbService:
+    """Keeps rows of runs by id, as W&B does: of one step together, sent with the next, none out of order."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[int, dict[str, float]]] = {}
+        self.started: list[dict[str, Any]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.started.append(options)
+        run_id, _, step = options.get("resume_from", "").partition("?_step=")
+        rows = self.rows.setdefault(run_id or options["id"], {})
+        for later in [found for found in rows if step and found > int(step)]:
+            del rows[later]
+        row: dict[int, dict[str, float]] = {}
+
+        def log(figures: dict[str, float], step: int) -> None:
+            assert step >= max([run.starting_step, *row]), "out of order"
+            if step not in row:
+                finish()
+            row.setdefault(step, {}).update(figures)
+
+        def finish() -> None:
+            rows.update(row)
+            row.clear()
+
+        first = int(step) + 1 if step else max(rows, default=-1) + 1
+        run = types.SimpleNamespace(log=log, finish=finish, starting_step=first)
+        return run
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> WandbService:
+    service, fake = WandbService(), types.ModuleType("wandb")
+    fake.init = service.init  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    return service
+
+
+def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(tmp_path: Path, wandb: WandbService) -> None:
+    """The jobs of two sweeps have folders of one name."""
     for sweep in ("20261120-ab12", "20261121-cd34", "20261120-ab12"):
         (tmp_path / sweep / "0").mkdir(parents=True, exist_ok=True)
         logger = Wandb(project="mine")
         logger.open(tmp_path / sweep / "0", {"epochs": 1})
     logger.log(train(3, loss=0.5, step_s=0.25))
     logger.close()
-    first, other, resumed = started
+    first, other, resumed = wandb.started
     assert first["id"] == resumed["id"] != other["id"]
     assert first["id"].isalnum()
     assert (first["project"], first["name"], first["resume"]) == ("mine", "20261120-ab12/0", "allow")
-    assert logged == [{"step": 3, "train/loss": 0.5, "train/step_s": 0.25}, {}]
+    assert wandb.rows[first["id"]] == {3: {"train/loss": 0.5, "train/step_s": 0.25}}
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_resumed_run_is_one_curve_in_wandb(
+    rewind: bool, killed: bool, tmp_path: Path, wandb: WandbService
+) -> None:
+    attempts = {0: (5, 10, 15, 20), 12: (15, 20, 25)}
+    for resumed, steps in attempts.items():
+        file = JsonlLogger(tmp_path / "metrics.jsonl", last_step=resumed)
+        logger = Wandb(rewind=rewind)
+        logger.open(tmp_path, {})
+        for record in (train(step, loss=step + resumed / 100) for step in steps):
+            file.log(record)
+            logger.log(record)
+        file.close()
+        if steps[-1] == 25 or not killed:
+            logger.close()
+    (rows,) = wandb.rows.values()
+    assert [*rows] == [5, 10, 15, 20, 25]
+    # Without rewind, what the first attempt has sent stays; of a killed one the last row was not sent.
+    again = {15, 20, 25} if rewind else {20, 25} if killed else {25}
+    assert {step for step, row in rows.items() if row["train/loss"] == step + 0.12} == again
+
+
+def test_an_evaluation_that_was_due_is_sent_to_wandb(tmp_path: Path, wandb: WandbService) -> None:
+    for step, split in ((20, "train"), (20, "val")):
+        file, logger = JsonlLogger(tmp_path / "metrics.jsonl", last_step=20), Wandb()
+        logger.open(tmp_path, {})
+        for sink in (file, logger):
+            sink.log({"step": step, "split": split, "loss": 1.0})
+            sink.close()
+    (rows,) = wandb.rows.values()
+    assert rows == {20: {"train/loss": 1.0}, 21: {"val/loss": 1.0}}
 
 
 def test_what_wandb_refuses_comes_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

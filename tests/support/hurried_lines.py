@@ -19,7 +19,7 @@ HURRIED: dict[str, Case] = {
     "a key with dashes": train("+recipe=resnet_digits --lr 3", "C015", "without dashes: optimizer.lr=3"),
     "a short flag": train("-x", "C015", f"-x {TYPED} no such flag. Flags: --multirun, --dry-run, --config"),
     "a flag misspelt": train("--dryrun", "C015", "Did you mean --dry-run?"),
-    "a flag without value": train("--config", "C015", "--config: needs a value"),
+    "a flag without value": train("--config", "C015", "--config (command line): needs a value"),
     "blanks around =": train("epochs = 3", "C001", "Write epochs=VALUE"),
     "no key": train("=3", "C001", "no key before the ="),
     "the rate by its common name": train("lr=0.1", "C002", "Did you mean optimizer.lr?"),
@@ -77,7 +77,7 @@ HURRIED: dict[str, Case] = {
         "copy nope x.yaml", "C003", ("nope: no such recipe. Recipes: char_gpt",)
     ),
     "a schema to nowhere": Case(
-        "schema --out nope/x.json", "E001", ("--out=nope/x.json: cannot be written",)
+        "schema --out nope/x.json", "E001", ("--out=nope/x.json (command line): cannot be written",)
     ),
     "a state to resume that is none": train("run.resume=nope", "S004", "nope: no such folder"),
 }

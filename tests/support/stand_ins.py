@@ -14,6 +14,47 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+Words = tuple[str, ...]
+TEXT = ("data=text_tsv", "data.root=FILES", "batch_size=8")
+RUNNING_TEXT = ("data=text_file", "data.path=FILES/text.txt", "data.context_length=16", "batch_size=8")
+SMALL = ("model=mlp", "model.hidden=[16]")
+WORDS = ("model=text_encoder", "model.width=16")
+AIRBENCH = ("model.widths=[4,8]", "model.whitening=3")
+TINY_GPT = ("model=gpt", "model.width=16", "model.depth=1")
+SEGMENTER = ("model=custom", "model._target_=stand_ins.Segmenter", "batch_size=8")
+FEW = ("data.val=20samples", "batch_size=10")
+"""Of the digits: a residual network then has no last batch of one sample, and little to evaluate."""
+WITH: dict[str, Words] = {
+    "data/cifar10": ("data.root=FILES/cifar10",),
+    "augment/airbench96": ("augment.cutout=4",),
+    "data/cifar100": ("data.root=FILES/cifar100",),
+    "data/imagefolder": ("data.root=FILES/images",),
+    "data/mask_folder": ("data.root=FILES/masked", *SEGMENTER),
+    "data/arrays": ("data.path=FILES/points.npz",),
+    "data/text_tsv": (*TEXT, *WORDS),
+    "data/text_file": (*RUNNING_TEXT, *TINY_GPT),
+    "data/hf": ("data.path=there", "batch_size=8", *WORDS),
+    "data/webdataset": ("data.shards=FILES/shards",),
+    "data/custom": ("data._target_=stand_ins.Points",),
+    "model/text_encoder": (*TEXT, *WORDS),
+    "model/gpt": (*RUNNING_TEXT, *TINY_GPT),
+    "model/gpt2_124m": (*RUNNING_TEXT, "model.width=24", "model.depth=1"),
+    "model/hf": (
+        *(*TEXT, "model.name=distilbert", "model.dim=16", "model.hidden_dim=16"),
+        *("model.n_layers=1", "model.n_heads=2"),
+    ),
+    "model/timm": (*FEW, "model.name=resnet10t"),
+    "model/torchvision": FEW,
+    "model/custom": ("model._target_=stand_ins.Net",),
+    "model/airbench94": (*FEW, *AIRBENCH),
+    "model/airbench96": (*FEW, *AIRBENCH),
+    "model/resnet9": (*FEW, "model.width=8"),
+    **{f"model/resnet{name}": FEW for name in ("20", "32", "44", "56", "110", "_digits")},
+}
+"""Arguments that an option needs beside it; FILES is the folder of stand-ins.
+
+An option with required keys that is not listed is trained by a test of its own."""
+
 
 class Points(Dataset[Any]):
     """Points in the plane, labelled by the side of a line."""

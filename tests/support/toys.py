@@ -98,6 +98,21 @@ class Exploding(nn.Module):
         return self.layer(inputs) * (math.nan if self.calls > self.after else 1.0)
 
 
+class Spiking(nn.Module):
+    """Is wrong with great confidence in the training steps of some numbers, counted from 1."""
+
+    calls: Tensor
+
+    def __init__(self, steps: list[int]) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(4, 2), steps
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.layer(inputs) * (-50.0 if self.training and int(self.calls) in self.steps else 1.0)
+
+
 class Stream(IterableDataset[Any]):
     """So many samples, without a length."""
 

@@ -244,7 +244,7 @@ def test_the_writer_gives_way_until_training_waits_for_it(
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "setpriority", lambda which, who, value: set_to.append((who, value)))
     run = build_run(tmp_path, *WORDS[:-1])
-    save_training(run, False, background=True)
+    save_training(run, background=True)
     while not set_to:
         time.sleep(0.001)
     run.saver.finish()
@@ -370,7 +370,8 @@ def killed_in_a_write(rng: random.Random, *words: str) -> bool:
 
 
 def kills(number: int, seed: int) -> Iterator[bool]:
-    rng, words = random.Random(seed), (*WORDS, f"epochs={3 * number}", "saving.keep=2", "run.dir=a")
+    rng, own = random.Random(seed), (f"epochs={3 * number}", "saving.keep=2", "saving.best=3")
+    words = (*WORDS, *own, "run.dir=a")
     for _ in range(number):
         yield killed_in_a_write(rng, *words)
         for folder in list_states(Path("a/saved")):
@@ -386,3 +387,6 @@ def test_kills_while_states_are_written_change_nothing(in_tmp: Path, slow_disk: 
     print(f"{number} kills, {inside} of them while a state was written", file=sys.stderr)
     assert inside > number / 3
     assert_same_run(Path("a"), Path("b"))
+    assert summary(Path("a"))["best_states"] == summary(Path("b"))["best_states"]
+    names = [[path.name for path in list_states(Path(run, "saved"))] for run in ("a", "b")]
+    assert names[0] == names[1]

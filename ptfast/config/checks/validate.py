@@ -123,7 +123,12 @@ class _Checker:
         if not isinstance(tree, (dict, list)):
             return tree
         items = tree if isinstance(tree, dict) else dict(enumerate(tree))
-        self.problems += [not_set(f"{prefix}{key}") for key, value in items.items() if value == REQUIRED]
+        for key in (key for key, value in items.items() if value == REQUIRED):
+            # It may have been given under a name that nothing here knows.
+            own = {*_known_keys(prefix.rstrip(".")), *(k for k, value in items.items() if value == REQUIRED)}
+            near = nearest(str(key), [name for name in map(str, items) if name not in own])
+            hint = {"suggestion": f"Did you mean {prefix}{key} by {prefix}{near}?"} if near else {}
+            self.problems.append(not_set(f"{prefix}{key}").changed(**hint))
         given = {
             key: self._given(value, f"{prefix}{key}.") for key, value in items.items() if value != REQUIRED
         }

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,8 +185,8 @@ def point(saved: Path, name: str, folder: Path) -> None:
     draft.replace(saved / name)
 
 
-def prune(saved: Path, keep: int) -> None:
-    """Remove drafts, and all but the newest `keep` states and those `last` and `best` point at.
+def prune(saved: Path, keep: int, best_steps: Container[int] = ()) -> None:
+    """Remove drafts, and all but the newest `keep` states, those of `best_steps`, and what links point at.
 
     States beyond `last` belong to an attempt that was abandoned for an earlier state: they go too.
     """
@@ -196,6 +196,7 @@ def prune(saved: Path, keep: int) -> None:
     states = list_states(saved)
     beyond = [folder for folder in states if step_of(folder) > step_of(last)]
     kept = [folder for folder in states if folder not in beyond][:keep]
+    kept += [folder for folder in states if step_of(folder) in best_steps]
     followed = {last, (saved / "best").resolve()}
     for folder in states:
         if folder in beyond or (folder not in kept and folder.resolve() not in followed):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.clock import CAUSES, label
+from ptfast.core.plain_display import spike
 from ptfast.core.run_directory import METRICS, read_json, write_text
 from ptfast.core.units import TOO_SHORT, counted, duration, figure, grouped, num_bytes
 from ptfast.report.goodput import PARTS
@@ -72,6 +73,9 @@ def write_report(run_dir: Path) -> Path:
     if error := run.summary.get("error"):
         body.append(f'<p class="card error">{escape(str(error))}</p>')
     body.append(_tiles(run))
+    if spikes := run.summary.get("loss_spikes"):
+        found = f"Loss spikes: {spikes['count']}, the largest {spike(spikes['largest'])}."
+        body.append(f'<p class="card">{escape(found)}</p>')
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
     charts, last_step = "", run.last_step

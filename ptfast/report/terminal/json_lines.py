@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from ptfast.core.errors import (
     SECRET,
     PtfastError,
+    ReportedError,
     exit_code_of,
     hide_credentials,
     is_secret,
@@ -101,6 +102,8 @@ def emit_error(error: BaseException, *, details: bool = False) -> bool:
     common: dict[str, Any] = {"exit_code": exit_code_of(error)}
     if details:
         common["traceback"] = traceback_of(error)
+    if isinstance(error, ReportedError) and error.error is not None:
+        error = error.error
     if not isinstance(error, PtfastError):
         what = text_of(error) or type(error).__name__
         # Another process has put it into words.
