@@ -81,7 +81,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="reordered",
         on=("rewrites.fused_rms_norm=true",),
         why="A norm in single operators reads and writes the activations in each; one kernel does it once.",
-        claim="Several times the speed of single operators, by the source's own kernel; torch gives no figure "
+        claim="Several times the speed of single operators, by the source's own kernel; torch gives none "
         "for its own.",
         source="Hsu et al. 2024, 'Liger Kernel', arXiv:2410.10989; torch.nn.RMSNorm.",
         avoid="The model is compiled, which fuses these operators anyway.",
