@@ -203,7 +203,7 @@ def segments() -> None:
 
 
 def saving() -> None:
-    """A pass that changes no weights, behind a copy of 1.5 GB to the host: in its stream, and beside it."""
+    """Products behind a copy of 1.5 GB to the host, in their stream and beside it."""
     from ptfast.core.tensors.state_writer import HostCopies
 
     state = [torch.ones(1 << 20, 4 * 31, device=DEVICE) for _ in range(3)]

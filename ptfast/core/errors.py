@@ -124,8 +124,9 @@ class PtfastError(Exception):
         self.place, self.suggestion = place or (COMMAND_LINE if is_flag else None), suggestion
         subject = self.key or ""
         if self.key and value is not None:
-            # An unknown key may be a secret's, misspelt.
-            hidden = is_secret(self.key, misspelt=code == "C002")
+            # An unknown key may be a secret's, misspelt, unless it resembles another more.
+            meant = (suggestion or "").partition("Did you mean ")[2].partition("?")[0]
+            hidden = is_secret(self.key, misspelt=code == "C002" and not meant) or is_secret(meant)
             subject = f"{self.key}={SECRET if hidden else shorten(shown(value))}"
         if self.place:
             subject = f"{subject} ({self.place})" if subject else self.place
