@@ -96,6 +96,17 @@ def abort_process_group() -> None:
         dist.distributed_c10d._abort_process_group()
 
 
+def collectives_of_gpus() -> bytes | None:
+    """The last collectives that NCCL was asked for, as `torchfrtrace` reads them; None without NCCL."""
+    import torch.distributed as dist
+
+    if not joined() or dist.get_backend() != "nccl":
+        return None
+    from ptfast.core.tensors.torch_internals import dump_nccl_trace
+
+    return dump_nccl_trace()
+
+
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     """`tensor` summed over all ranks, in place; on one rank, itself."""
     if ranks.distributed:

@@ -41,12 +41,14 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("holds", [False, True])
 def test_it_says_where_it_stands_and_goes_on(
-    holds: bool, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+    holds: bool, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hang_watch, "collectives_of_gpus", lambda: b"recorded")
     assert train(*WORDS, sleeping(2, holds)) == 0
     assert records(Path("r"))[-1]["step"] == 6
     assert "in on_step" in Path("r/hang-rank0.txt").read_text()
     if not holds:
+        assert Path("r/nccl_trace_rank_0").read_bytes() == b"recorded"
         assert "at step 3, in callbacks; where every thread stands is in" in "".join(capsys.readouterr())
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "after_backward",
     "backward",
     "data_worker",
+    "dump_nccl_trace",
     "hide_from_compiler",
     "is_profiling",
     "set_allocator",
@@ -61,6 +62,11 @@ def set_allocator(settings: str) -> None:
     """Change settings of the GPU's allocator in this process, as PYTORCH_ALLOC_CONF does before it starts."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (change or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def dump_nccl_trace() -> bytes:
+    """What NCCL's flight recorder holds, pickled, without stacks, which need Python's lock for long."""
+    return torch._C._distributed_c10d._dump_nccl_trace(True, False, False)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

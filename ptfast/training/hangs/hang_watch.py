@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ptfast.core.clock import Clock
-from ptfast.core.distributed import Ranks
+from ptfast.core.distributed import Ranks, collectives_of_gpus
 from ptfast.core.errors import ParallelError, error_line
 from ptfast.core.units import short_time
 from ptfast.training.hangs import hang_supervisor
@@ -39,10 +39,10 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
     """Watches a rank from a thread: whether batches and steps come, or its work changes.
 
     After too long a pause the stacks of all threads and workers go to `hang-rankN.txt` in the run directory,
-    and a line says so and which rank the others wait for. With a `timeout_s` the rank then raises P001
-    wherever its main thread is, or leaves if that does not wake up: what was trained since the last save is
-    lost. Loading the data and compiling may take a minute at least with a `timeout_s`, and any time without.
-    While the whole process is stopped no time passes.
+    and a line says so and which rank the others wait for; what NCCL recorded is beside it. With a `timeout_s`
+    the rank then raises P001 wherever its main thread is, or leaves if that does not wake up: what was
+    trained since the last save is lost. Loading the data and compiling may take a minute at least with a
+    `timeout_s`, and any time without. While the whole process is stopped no time passes.
 
     Code that keeps Python's lock, or a signal from being handled, is ended by a process of its own.
 
@@ -137,6 +137,9 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             if self._ranks.num_ranks > 1:
                 what += self._awaited()
             what += f"; where every thread stands is in {self._path}"
+            with contextlib.suppress(OSError):
+                if (trace := collectives_of_gpus()) is not None:
+                    self._path.with_name(f"nccl_trace_rank_{self._ranks.rank}").write_bytes(trace)
             if self._timeout_s is None or asked:
                 faulthandler.dump_traceback(self._file)
                 self._display.warn(what)
