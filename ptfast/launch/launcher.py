@@ -279,7 +279,8 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
         line = str(error) if error else str(reported).split(": ", 2)[-1]
         path = folder / run_directory.SUMMARY
         known = {**run_directory.read_json(path), "status": "failed"}
-        known.setdefault("goodput", read_goodput(folder))
+        if (found := read_goodput(folder)) is not None:
+            known.setdefault("goodput", found)
         run_directory.write_json(path, known | {"exit_code": failure.exit_code, "error": line})
         raise failure
     status = run_directory.read_json(folder / run_directory.SUMMARY).get("status")

@@ -213,7 +213,7 @@ def test_an_attempt_that_nobody_struck_must_end_well(
             ["run.dir=a"],
             "error[C011]: run.dir (command line): differs between the runs of chaos. Leave it out",
         ),
-        (["--out", "full"], "error[E001]: --out=full: is not empty"),
+        (["--out", "full"], "error[E001]: --out=full (command line): is not empty"),
         (["--seed", "x"], "error[C005]: --seed=x"),
     ],
 )

@@ -66,7 +66,9 @@ def set_allocator(settings: str) -> None:
 
 def dump_nccl_trace() -> bytes:
     """What NCCL's flight recorder holds, pickled, without stacks, which need Python's lock for long."""
-    return torch._C._distributed_c10d._dump_nccl_trace(True, False, False)
+    from torch._C import _distributed_c10d as c10d
+
+    return c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def after_backward(callback: Callable[[], None]) -> None:
