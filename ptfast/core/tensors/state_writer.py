@@ -93,6 +93,8 @@ class HostCopies:
                 side.wait_stream(stream)
                 with torch.cuda.stream(side):
                     _copy(own)
+                for _, source in own:
+                    source.record_stream(side)  # one that is freed is not to be filled anew meanwhile
                 stream = side
                 self._beside.append(side.record_event())
             events.append(stream.record_event())
