@@ -38,7 +38,7 @@ from ptfast.core.errors import (
 )
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger
-from ptfast.core.tensors.saved_state import step_of
+from ptfast.core.tensors.saved_state import MANIFEST
 from ptfast.core.units import num_bytes
 from ptfast.core.world import world
 from ptfast.launch.resume import resume_command
@@ -83,7 +83,8 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
     if ranks.is_first:
-        part.attempt = Attempt(folder, clock, step_of(state_folder) if state_folder is not None else 0)
+        begun = 0 if state_folder is None else run_directory.read_json(state_folder / MANIFEST)["step"]
+        part.attempt = Attempt(folder, clock, begun)
     outcome = Outcome()
     # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
     limit = config.run.hang_timeout

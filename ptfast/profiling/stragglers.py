@@ -31,6 +31,8 @@ class Stragglers:
 
     def receive(self, figures: Sequence[float]) -> None:
         """Take the `own` of all ranks one after another; warn of one that makes steps `SLOWER`."""
+        if self._run.ranks.num_ranks == 1:
+            return
         self._sums = [old + new for old, new in zip(self._sums, figures, strict=True)]
         size, run = len(STEP), self._run
         ranks = [

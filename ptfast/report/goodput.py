@@ -36,9 +36,6 @@ class Attempt:
     def log(self, record: Mapping[str, Any]) -> None:
         self.write(record["step"])
 
-    def close(self) -> None:
-        """Nothing is held back."""
-
     def write(self, step: int, status: str | None = None) -> None:
         """Say that training has reached `step`, and the `status` if it has ended."""
         facts = {"started": self._started, "from_step": self._step, "step": max(step, self._step)}

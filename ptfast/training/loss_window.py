@@ -314,7 +314,7 @@ class LossWindow:
             progress.recent_losses = [*progress.recent_losses, loss][-RECENT:]
 
     def _note_spike(self, step: int, loss: float) -> None:
-        """Say where a loss lies far above those before it; log lines in a row are one spike."""
+        """Count losses far above those before, log lines in a row as one, and say the largest so far."""
         run, progress = self._run, self._run.progress
         before = progress.recent_losses
         if (usual := spike_above(before, loss)) is None or spike_above(before[:-1], before[-1]) is not None:
@@ -323,8 +323,9 @@ class LossWindow:
         largest = progress.largest_spike
         if largest is None or loss - usual > largest["loss"] - largest["usual"]:
             progress.largest_spike = {"step": step, "loss": loss, "usual": usual}
-        hint = "" if run.clip is not None else "; gradients.clip_norm=1 bounds what one batch can do"
-        run.display.warn(f"the loss has a spike at step {step}: {loss:.4g}, where {usual:.4g} is usual{hint}")
+            hint = "" if run.clip is not None else "; gradients.clip_norm=1 bounds what one batch can do"
+            what = f"the loss has a spike at step {step}: {loss:.4g}, where {usual:.4g} is usual{hint}"
+            run.display.warn(what)
 
     def _name_unreached(self) -> None:
         """Note, with the first line, which parameters get no gradient."""

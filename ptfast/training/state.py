@@ -119,10 +119,10 @@ def save_training(
 def _lasting(run: Run, training: dict[str, Any]) -> list[Tensor]:
     """What nothing changes in forward and backward passes: weights and the optimizer's state, on CUDA.
 
-    Models of others may write to their weights as they compute; buffers change in any.
+    Models and tasks of a user's own may write to weights as they compute; buffers change in any model.
     """
     known = name_of(run.model).partition(".")[0] in ("ptfast", "torchvision", "timm")
-    if not known or run.device.type != "cuda":
+    if not known or not name_of(run.task).startswith("ptfast.") or run.device.type != "cuda":
         return []
     parts = [*run.model.parameters(), *tensors_in([training["optimizer"], training.get("ema")])]
     return [local_part(part.detach()) for part in parts]

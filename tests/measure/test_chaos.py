@@ -129,6 +129,11 @@ def test_figures_of_several_ranks_may_differ_by_rounding(trained: Path, tmp_path
     names = [text.partition(":")[0].removeprefix("metrics.jsonl.") for text in (*found, *close)]
     assert names == ["train.1.loss", "val.0.loss", "train.0.loss"]
     assert len(compare_runs(trained, other)[0]) == 3
+    nearly = {"recent_losses": [1.0], "best_states": [[1.0, 3]], "largest_spike": {"loss": 2.0, "usual": 1.0}}
+    exact = json.loads(json.dumps(nearly).replace("1.0", "1.000000001"))
+    close = []
+    assert not [*differences(nearly, exact, "progress", close)]
+    assert len(close) == 3
     log.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
     assert "metrics.jsonl.val.0 is missing" in compare_runs(trained, other)[0]
 

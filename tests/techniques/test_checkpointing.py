@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.models.mlp import Mlp
 from ptfast.techniques.checkpointing import Checkpointing, panel
 from ptfast.techniques.checkpointing.activation_checkpointing import (
+    KEPT_OPS,
     CheckpointedForward,
     Policy,
     apply_checkpointing,
@@ -43,10 +45,11 @@ def test_gradients_and_buffers_are_the_same_bits(mode: str, case: str) -> None:
 def test_attention_that_drops_out_draws_its_numbers_again(name: str) -> None:
     op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
     before = (None,) * [each.name for each in op._schema.arguments].index("dropout_p")
-    assert choose(None, op, *before, 0.2) == choose(None, op, dropout_p=0.2) == Policy.PREFER_RECOMPUTE
-    assert choose(None, op, *before, 0.0) == choose(None, op) == Policy.MUST_SAVE
-    assert choose(None, torch.ops.aten.mm.default) == Policy.MUST_SAVE
-    assert choose(None, torch.ops.aten.relu.default) == Policy.PREFER_RECOMPUTE
+    choice = partial(choose, KEPT_OPS, None)
+    assert choice(op, *before, 0.2) == choice(op, dropout_p=0.2) == Policy.PREFER_RECOMPUTE
+    assert choice(op, *before, 0.0) == choice(op) == Policy.MUST_SAVE
+    assert choice(torch.ops.aten.mm.default) == Policy.MUST_SAVE
+    assert choice(torch.ops.aten.relu.default) == Policy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -31,11 +31,11 @@ def test_spikes_are_said_once_and_counted(in_tmp: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr()
     found = summary(Path("whole"))["loss_spikes"]
     lines = [line for line in (said.out + said.err).splitlines() if "has a spike at step" in line]
-    assert len(lines) == found["count"] == 2  # the fourth step is too early, and two in a row are one
+    assert found["count"] == 2  # the fourth step is too early, and two in a row are one
+    assert len(lines) == 1  # the other is smaller
     assert "at step 30:" in lines[0]
     assert "gradients.clip_norm=1" in lines[0]
-    assert "at step 45:" in lines[1]
-    assert found["largest"]["step"] in (30, 45)
+    assert found["largest"]["step"] == 30
     assert found["largest"]["loss"] > 8 * found["largest"]["usual"]
     assert "loss spikes  2, the largest at step" in said.out
     assert "Loss spikes: 2, the largest at step" in Path("whole/report.html").read_text()

@@ -89,7 +89,7 @@ class HostCopies:
         for device in {source.device for source in sources if source.is_cuda}:
             stream = torch.cuda.current_stream(device)
             if own := [pair for pair in beside if pair[1].device == device]:
-                side = self._sides.setdefault(device, torch.cuda.Stream(device))
+                side = self._sides[device] = self._sides.get(device) or torch.cuda.Stream(device)
                 side.wait_stream(stream)
                 with torch.cuda.stream(side):
                     _copy(own)

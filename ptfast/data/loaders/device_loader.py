@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import ConfigError, MachineError, summary_of
 from ptfast.core.machine import available_memory
 from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
@@ -239,6 +239,8 @@ class DeviceBatches(ChunkedBatches):
             masks, fill = planes(augment, targets)[..., None], augment.mask_fill if augment.hides else 0
             self._targets = padded(masks, fill=fill)
         self._kernel: Callable[..., Tensor] | None = None
+        self.unfused = ""
+        """Why there is no kernel, if there should be one."""
         # What is resized or bent takes tens of operators before the first of these.
         shapes = augment.resized_crop is not None or augment.bends
         if prepare.fuses and not shapes and (augment.cutout or not self._ready):
@@ -347,9 +349,14 @@ class DeviceBatches(ChunkedBatches):
             how = {"dtype": prepare.input_type, "layout": prepare.layout}
             kernel = build_kernel(self._augment, figures, channels, prepare.device, **how)
             changed = (self._changed(held, index, places, drawn, each) for each in (kernel, None))
-            return kernel if torch.equal(*changed) else None
-        except Exception:
-            return None  # triton or what it compiles with is missing
+            if torch.equal(*changed):
+                return kernel
+            self.unfused = "it gives other bits here"
+        except ImportError:
+            pass  # there is no triton
+        except Exception as error:
+            self.unfused = summary_of(error)
+        return None
 
 
 def free_bytes(device: torch.device) -> int:

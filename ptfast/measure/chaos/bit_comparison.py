@@ -18,7 +18,10 @@ _FREE = ("samples_per_s", "step_s", "timed_steps", "timed_samples", "timed_s", "
 """Figures of the clock and the machine."""
 TOLERANCE = 1e-6
 """Relative, for training losses of several ranks: an interruption changes the order of their sums."""
-_SUMS = ("loss", "window_loss", "epoch_loss", "best_value")
+_SUMS = {
+    *("loss", "window_loss", "epoch_loss", "best_value"),
+    *("recent_losses", "best_states", "largest_spike", "best_figures"),
+}
 
 
 def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[list[str], list[str]]:
@@ -28,7 +31,11 @@ def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[l
     close: list[str] | None = [] if tolerates else None
     found = list(differences(states[0].model, states[1].model, "model"))
     found += differences(states[0].training, states[1].training, "training")
-    found += differences(states[0].facts["progress"], states[1].facts["progress"], "progress", close)
+    for name in ("progress", "best_figures", "stream"):
+        one, other = (state.facts.get(name) for state in states)
+        found += differences(one, other, name, close)
+    one, other = ((run / "saved" / "best").resolve().name for run in (left, right))
+    found += differences(one, other, "saved.best")
     for split in ("train", "val", "test"):
         one, other = ([line for line in log if line["split"] == split] for log in logs)
         found += differences(one, other, f"{METRICS_FILE}.{split}", close if split == "train" else None)
@@ -54,7 +61,7 @@ def differences(left: Any, right: Any, place: str, close: list[str] | None = Non
     elif type(left) is not type(right) or repr(left) != repr(right):
         pair: Any = left, right
         text = f"{place}: {left!r} and {right!r}"
-        are_sums = place.endswith(_SUMS) and all(isinstance(each, float) for each in pair)
+        are_sums = not _SUMS.isdisjoint(place.split(".")) and all(isinstance(each, float) for each in pair)
         if close is not None and are_sums and math.isclose(*pair, rel_tol=TOLERANCE):
             close.append(text)
         else:

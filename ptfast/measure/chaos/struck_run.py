@@ -97,7 +97,7 @@ def install(strikes: Strikes, folder: Path) -> None:
     saving(ShardedDraft, "publish", "files written", lambda draft, *_: draft._step)
     saving(saved_state, "write_manifest", "files written", lambda draft, step, *_: step)
     saving(saved_state, "point", "in place", lambda saved, name, folder: step_of(folder))
-    saving(state, "prune", "marked as last", lambda saved, keep: step_of(list_states(saved)[0]))
+    saving(state, "prune", "marked as last", lambda saved, *_: step_of(list_states(saved)[0]))
 
 
 def main() -> None:

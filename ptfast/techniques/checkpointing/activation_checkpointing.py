@@ -147,7 +147,10 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, choose)
+        # Only there once a model has asked for it.
+        varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+        kept = KEPT_OPS if varlen is None else [*KEPT_OPS, varlen.default]
+        contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, partial(choose, kept))
         if torch.compiler.is_compiling():
             # A compiled graph writes buffers once, whatever it computes again.
             if not self.selective:
@@ -185,15 +188,13 @@ class CheckpointedForward:
         return output
 
 
-def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `selective` does with the result of an operation.
+def choose(kept: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `selective` does with the result of an operation, if it keeps those of `kept`.
 
     Attention that drops out is computed again: if it were kept, it would draw no random numbers the second
     time, and the dropout after it would draw others than before.
     """
-    # Only there once a model has asked for it.
-    varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
-    if op not in KEPT_OPS and (varlen is None or op is not varlen.default):
+    if op not in kept:
         return Policy.PREFER_RECOMPUTE
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -20,17 +20,14 @@ class FusedRMSNorm(nn.Module):
 
     weight: Tensor
     eps: float
-    offset: float
-    """Added to the weight: 1 in models whose weights start at 0."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = torch.promote_types(input.dtype, self.weight.dtype)
-        weight = self.weight.to(dtype) + self.offset if self.offset else self.weight.to(dtype)
-        return F.rms_norm(input.to(dtype), weight.shape, weight, self.eps)
+        return F.rms_norm(input.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
 
 
-def find_rms_norms(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Names of the modules of `model` that compute an RMS norm in single operators: their eps and offset.
+def find_rms_norms(model: nn.Module) -> dict[str, float]:
+    """Names of the modules of `model` that compute an RMS norm in single operators, and their eps.
 
     One qualifies if its class has `norm` in its name, its only tensor is a `weight` of one dimension, and
     its results for random inputs and weights, large and small, are those of `F.rms_norm` in float32.
@@ -47,13 +44,13 @@ def find_rms_norms(model: nn.Module) -> dict[str, tuple[float, float]]:
         tensors = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
         weight: Any = getattr(module, "weight", None)
         fits = "norm" in own.__name__.lower() and tensors == ["weight"] and weight.dim() == 1
-        if fits and (formula := _formula_of(module, len(weight))) is not None:
-            found[name] = formula
+        if fits and (eps := _eps_of(module, len(weight))) is not None:
+            found[name] = eps
     return found
 
 
-def _formula_of(module: Any, width: int) -> tuple[float, float] | None:
-    """The eps and the offset of the weight with which `F.rms_norm` computes what `module` does."""
+def _eps_of(module: Any, width: int) -> float | None:
+    """The eps with which `F.rms_norm` computes what `module` does; None if none does."""
     eps = next(
         (value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None
     )
@@ -67,15 +64,14 @@ def _formula_of(module: Any, width: int) -> tuple[float, float] | None:
     try:
         with torch.no_grad():
             probe.weight.copy_(weight)
-            outputs = probe(inputs)
+            outputs, half = probe(inputs), probe(inputs.bfloat16())
     except Exception:
         return None  # it takes other inputs
-    if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
+    alike = isinstance(outputs, Tensor) and outputs.shape == inputs.shape
+    if not alike or outputs.dtype != torch.float32 or half.dtype != torch.float32:
         return None
-    for offset in (0.0, 1.0):
-        if torch.allclose(outputs, F.rms_norm(inputs, (width,), weight + offset, eps), rtol=1e-4, atol=1e-5):
-            return eps, offset
-    return None
+    same = torch.allclose(outputs, F.rms_norm(inputs, (width,), weight, eps), rtol=1e-4, atol=1e-5)
+    return eps if same else None
 
 
 def apply_fused_rms_norm(model: nn.Module) -> list[str]:
@@ -87,8 +83,7 @@ def apply_fused_rms_norm(model: nn.Module) -> list[str]:
     Returns the names of these modules. Source: Zhang, Sennrich 2019, arXiv:1910.07467; `torch.nn.RMSNorm`.
     """
     found = find_rms_norms(model)
-    for name, (eps, offset) in found.items():
+    for name, eps in found.items():
         module: Any = model.get_submodule(name)
-        module.__class__ = FusedRMSNorm
-        module.eps, module.offset = eps, offset
+        module.__class__, module.eps = FusedRMSNorm, eps
     return list(found)

@@ -225,6 +225,8 @@ def build_loaders(run: PartialRun) -> None:
     resolved.worker_threads = config.backend.worker_threads
     resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
     resolved.fused_images = getattr(run.train_loader.batches, "fused", False)
+    if why := getattr(run.train_loader.batches, "unfused", ""):
+        run.display.note(f"dataloader.fused: batches of images take single operators, not one kernel: {why}")
     padding = describe_padding(config, data, plan.batches, run.micro_batches)
     resolved.padding, resolved.padding_share = padding
     size, batch_size = plan.batches.size, plan.batches.batch_size
