@@ -388,6 +388,7 @@ def try_one(kind: str, by: str, folder: Path) -> str:
         # A signal wakes these, and they end after their step.
         wakes = by != "limit" and kind in ("a full pipe", "a stopped rank")
         names = ("hang_here", "hangs.py:", "it waits for data", ", stopped", "logger own", "wait for rank 1")
+        names += ("Log did not finish",)
         if not wakes and not any(name in told for name in names):
             faults.append("not named")
         if (step := saved_step(folder)) < before:
