@@ -76,20 +76,41 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
         return EXIT_OK
     with _prepared(place, composed):
         if launched:
-            start_s = time.time()
-            state = str(place.state_folder) if place.state_folder is not None else ""
-            arguments = [str(place.folder), state, str(os.getpid())]
-            # On this machine alone, whatever torchrun's variables (`PET_*`) say.
-            options = [
-                *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
-                *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
-                f"--rdzv-id=ptfast-{os.getpid()}",
-            ]
-            ended = run_elastic("ptfast.launch.rank_main", arguments, options)
-            return _outcome(place.folder, composed, ended, start_s)
+            return _run_ranks(place, composed, num_ranks, config.parallel.max_restarts)
         from ptfast.launch import rank_main
 
         return rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
+
+
+def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: int) -> int:
+    """Train as ranks of this machine; `max_restarts` times without a new state they are started again."""
+    from ptfast.core.tensors.saved_state import list_states
+
+    # On this machine alone, whatever torchrun's variables (`PET_*`) say.
+    options = [
+        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
+        f"--rdzv-id=ptfast-{os.getpid()}",
+    ]
+    state, left = place.state_folder, max_restarts
+    while True:
+        start_s = time.time()
+        arguments = [str(place.folder), str(state) if state is not None else "", str(os.getpid())]
+        ended = run_elastic("ptfast.launch.rank_main", arguments, options)
+        try:
+            return _outcome(place.folder, composed, ended, start_s)
+        except (ParallelError, ReportedError) as error:
+            if error.exit_code != ParallelError.exit_code or ended.received is not None:
+                raise
+            newest = next(iter(list_states(place.folder / "saved")), state)
+            left = max_restarts if newest != state else left - 1
+            if left < 0 or not max_restarts:
+                raise
+            begin = "the start" if newest is None else newest.name
+            print(f"{error_line(error)}\nptfast: the ranks are started again from {begin}", file=sys.stderr)
+            state = newest
+            for name in (run_directory.FAILURE, run_directory.SUMMARY):
+                (place.folder / name).unlink(missing_ok=True)
 
 
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:

@@ -32,6 +32,8 @@ class Parallel(Section):
     """HOST:PORT where these machines meet: one of them, and a port that is free there."""
     timeout: WallTime = Duration(600, "seconds")
     """How long ranks wait for one another before the run fails."""
+    max_restarts: Annotated[int, Range(0, 2**31)] = 0
+    """How often ranks of one machine that were killed or hang are started again without a new state."""
     wrap_one_rank: bool = False
     """One rank, too, trains through DDP or FSDP and its process group: tests that path on one device."""
     sync_batchnorm: bool = False
@@ -375,6 +377,7 @@ FAMILY = Family(
         ),
         Unused.unless("parallel.strategy", ("fsdp",), "parallel.blocks", "parallel.prefetch"),
         Unused.unless("parallel.strategy", ("ddp", "fsdp"), "parallel.wrap_one_rank"),
+        Unused.unless("parallel.strategy", ("ddp", "fsdp"), "parallel.max_restarts"),
         Unused(
             ("parallel.rdzv",),
             lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
@@ -395,6 +398,7 @@ FAMILY = Family(
         f"parallel.{name}"
         for name in (
             *("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks", "prefetch", "wrap_one_rank"),
+            "max_restarts",
             *("gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
         )
     ),

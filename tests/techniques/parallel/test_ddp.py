@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.core.run_directory import write_json
+from ptfast.launch import launcher
 from ptfast.launch.agent import Agent, Ended, watch
-from ptfast.launch.launcher import _check_started, _outcome
+from ptfast.launch.launcher import _check_started, _outcome, _run_ranks
 from ptfast.launch.rank_main import report_failure
+from ptfast.launch.resume import Place
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 
 WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every=3", "ema.decay=0.5")
@@ -315,6 +318,32 @@ def test_a_signal_before_training_is_the_exit_code(in_tmp: Path) -> None:
     assert outcome(in_tmp, received=signal.SIGTERM) == 75
     assert outcome(in_tmp, received=signal.SIGUSR1) == 75
     assert outcome(in_tmp, received=signal.SIGINT) == 130
+
+
+def test_ranks_are_started_again_as_long_as_they_get_further(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states, given, codes = iter(("step-2", "step-4", "", "", "step-6", "")), [], [-9] * 6
+
+    def run(module: str, arguments: list[str], options: list[str]) -> Ended:
+        given.append(Path(arguments[1]).name)
+        (in_tmp / "saved" / (next(states) or "step-2")).mkdir(parents=True, exist_ok=True)
+        if not codes[len(given) - 1]:
+            write_json(in_tmp / "summary.json", {"status": "finished"})
+        return Ended({1: code} if (code := codes[len(given) - 1]) else {})
+
+    monkeypatch.setattr(launcher, "run_elastic", run)
+    place = Place(in_tmp, None)
+    with pytest.raises(ParallelError, match="rank 1 was killed by SIGKILL"):
+        _run_ranks(place, compose(), 2, max_restarts=1)
+    assert given == ["", "step-2", "step-4", "step-4"]
+    assert capsys.readouterr().err.count("ptfast: the ranks are started again from step-4\n") == 2
+    codes[5] = 0
+    assert (
+        _run_ranks(replace(place, state_folder=in_tmp / "saved" / "step-4"), compose(), 2, max_restarts=1)
+        == 0
+    )
+    assert given[4:] == ["step-4", "step-6"]
 
 
 def test_ranks_that_were_killed_before_they_saved_are_no_preempted_run(in_tmp: Path) -> None:
