@@ -43,15 +43,13 @@ from ptfast.core.units import num_bytes
 from ptfast.core.world import world
 from ptfast.launch.resume import resume_command
 from ptfast.report.goodput import Attempt, read_goodput
-from ptfast.report.panel import build_panel, device_name, left_out
+from ptfast.report.panel import build_panel, device_name, results
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import build_display
 from ptfast.run import Run
 from ptfast.training.hangs.hang_watch import HangWatch
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
-SKIPPED_NAMES = 5
-"""How many files that could not be read are named; the others are counted."""
 CUT_SHORT = ("paused", "preempted", "interrupted")
 """Endings of a run that saved its state before the last step, to be resumed."""
 EXIT_CODES = {
@@ -309,41 +307,7 @@ class RankPart:
         if outcome.error_line is not None:
             summary["error"] = outcome.error_line
         if run is not None:
-            if run.stop_reason is not None:
-                summary["reason"] = run.stop_reason
-            progress = run.progress
-            summary |= {
-                "task": run.resolved.task,
-                "steps": progress.step,
-                "samples": progress.samples,
-                "train_samples_per_s": progress.samples_per_s,
-                "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
-                **run.figures,
-            }
-            if progress.skipped_steps:
-                summary["skipped_steps"] = progress.skipped_steps
-            if progress.largest_spike is not None:
-                summary["loss_spikes"] = {"count": progress.loss_spikes, "largest": progress.largest_spike}
-            if run.slow_ranks:
-                summary["slow_ranks"] = run.slow_ranks
-            if (share := run.resolved.padding_share) is not None:
-                summary["padding_share"] = share
-            if missing := left_out(run):
-                summary["left_out"] = missing
-            split = "val" if "val" in run.eval_loaders else "train"
-            summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
-            if run.compilation is not None:
-                summary["compile"] = run.compilation.report()
-            if run.unreadable is not None and (files := run.unreadable()):
-                summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
-            if run.saver.states:
-                summary["saving"] = run.saver.figures()
-            if progress.best_step is not None:
-                summary["best"] = {"step": progress.best_step, **run.best_figures}
-            if len(progress.best_states) > 1:
-                figure = run.best_metric
-                ranked = ({"step": step, figure: value} for value, step in progress.best_states)
-                summary["best_states"] = [*ranked]
+            summary |= results(run)
         budget = self.clock.ledger()
         summary |= {"wall_s": sum(budget.values()), "time_budget": budget}
         if self.attempt is not None:

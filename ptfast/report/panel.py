@@ -1,4 +1,4 @@
-"""The panel: what a run is made of and what is switched on, as the terminal shows it before training."""
+"""What a run is made of and what is switched on, as the terminal shows it, and its results in the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptfast import data, models, optim
+from ptfast.core import machine
 from ptfast.core.protocols import TASKS
 from ptfast.core.sections.section import call_with
 from ptfast.data import decoding, loaders, sampling, transforms
@@ -24,13 +25,15 @@ from ptfast.techniques import (
     schedule,
 )
 
+SKIPPED_NAMES = 5
+"""How many files that could not be read are named; the others are counted."""
+
 
 def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the panel: what is switched on, and what it resolved to.
 
     Each family's panel takes its own of the `sections` of the config and its other values.
     """
-    from ptfast.core.machine import spare_cores
     from ptfast.optim.parameter_groups import reference_lr
 
     resolved, num_ranks = run.resolved, run.ranks.num_ranks
@@ -91,7 +94,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     loud = [f"debug={debug} is on and slows training down"] if debug != "none" else []
     if run.precision.warning is not None:
         loud.append(run.precision.warning)
-    if resolved.workers > (cores := spare_cores(most=sys.maxsize)):
+    if resolved.workers > (cores := machine.spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={resolved.workers} take turns on {cores} of this machine's cores")
     return sections["recipe"] or "train", table, loud
 
@@ -119,6 +122,46 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
     per_rank = micro_batches // num_ranks
     parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{per_rank} micro-batches"] * (per_rank > 1)
     return f"{batch_size} = " + " x ".join([*parts, f"{batch_size // micro_batches} samples"])
+
+
+def results(run: Run) -> dict[str, Any]:
+    """What `summary.json` says of a run itself, finished or not."""
+    progress = run.progress
+    summary: dict[str, Any] = {
+        "task": run.resolved.task,
+        "steps": progress.step,
+        "samples": progress.samples,
+        "train_samples_per_s": progress.samples_per_s,
+        "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
+        **run.figures,
+    }
+    if run.stop_reason is not None:
+        summary["reason"] = run.stop_reason
+    if progress.skipped_steps:
+        summary["skipped_steps"] = progress.skipped_steps
+    if progress.largest_spike is not None:
+        summary["loss_spikes"] = {"count": progress.loss_spikes, "largest": progress.largest_spike}
+    if run.slow_ranks:
+        summary["slow_ranks"] = run.slow_ranks
+    if (share := run.resolved.padding_share) is not None:
+        summary["padding_share"] = share
+    if missing := left_out(run):
+        summary["left_out"] = missing
+    split = "val" if "val" in run.eval_loaders else "train"
+    summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
+    if run.compilation is not None:
+        summary["compile"] = run.compilation.report()
+    if run.unreadable is not None and (files := run.unreadable()):
+        summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
+    if run.saver.states:
+        summary["saving"] = run.saver.figures()
+    if progress.best_step is not None:
+        summary["best"] = {"step": progress.best_step, **run.best_figures}
+    if len(progress.best_states) > 1:
+        figure = run.best_metric
+        ranked = ({"step": step, figure: value} for value, step in progress.best_states)
+        summary["best_states"] = [*ranked]
+    return summary
 
 
 def left_out(run: Run) -> dict[str, int]:

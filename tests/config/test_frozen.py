@@ -191,6 +191,21 @@ def test_harmless_names(key: str) -> None:
     assert not is_secret(key)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant", "shown"),
+    [
+        ("eval.batch_sze", "eval.batch_size", "eval.batch_sze=x"),
+        ("logger.tokne", "logger.token", "logger.tokne=<secret>"),
+        ("logger.api_kye", "", "logger.api_kye=<secret>"),
+    ],
+)
+def test_the_value_of_a_misspelt_key_is_hidden_where_a_secret_may_be_meant(
+    key: str, meant: str, shown: str
+) -> None:
+    hint = f"Did you mean {meant}?" if meant else None
+    assert str(ConfigError("C002", "unknown key", key=key, value="x", suggestion=hint)).startswith(shown)
+
+
 def test_command_lines_are_redacted() -> None:
     assert redact(
         [

@@ -33,6 +33,8 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.saved_state import list_states
 from ptfast.launch.resume import resume_command
+from ptfast.report.goodput import ATTEMPTS_FILE
+from ptfast.report.loggers import read_records
 from ptfast.training.stages.machine_stage import cut_batch
 
 __all__ = ["runs", "stopped", "whole"]
@@ -73,6 +75,7 @@ def assert_goes_on(*words: str) -> None:
     assert summary(Path("killed"))["steps"] == 26
     goodput = summary(Path("killed"))["goodput"]
     assert goodput["attempts"] == 2
+    assert [each["from_step"] for each in read_records(Path("killed") / ATTEMPTS_FILE)] == [0, 16]
     assert goodput["wall_s"] > summary(Path("killed"))["wall_s"] + goodput["seconds"]["start_up"]
     assert_same_run(Path("whole"), Path("killed"))
 

@@ -105,6 +105,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_bit_makes_runs_differ(trained: Path, tmp_path: Path) -> None:
     other = shutil.copytree(trained, tmp_path / "other", symlinks=True)
     assert compare_runs(trained, other) == ([], [])
+    (other / "saved" / "best").unlink()
+    assert compare_runs(trained, other)[0] == ["saved.best: 'step-8' and 'best'"]
+    (other / "saved" / "best").symlink_to("step-8")
     state = read_state(trained / "saved" / "last")
     name, weight = next(iter(state.model.items()))
     weight.view(-1).view(torch.int32)[3] ^= 1

@@ -255,6 +255,13 @@ class CenteredNorm(RmsNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
+class NarrowNorm(RmsNorm):
+    """Its results have the type of its inputs, whatever that of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
+
+
 class GatedNorm(RmsNorm):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x * gate)
@@ -263,6 +270,7 @@ class GatedNorm(RmsNorm):
 class TestRmsNorms:
     def test_only_what_computes_one_is_found(self) -> None:
         norms = [RmsNorm(4), RmsNorm(6, eps=1e-3), RmsNorm(4), CenteredNorm(4), GatedNorm(4), RmsNorm(4, 1.0)]
+        norms.append(NarrowNorm(4))
         model = nn.Sequential(*norms, nn.RMSNorm(4), nn.LayerNorm(4))
         model[2].register_forward_hook(lambda *_: None)
         assert find_rms_norms(model) == {"0": 1e-5, "1": 1e-3}

@@ -143,7 +143,7 @@ class ChaosTest:
         return line, EXIT_DIFFERENT if different or done < total else 0
 
     def _train(self, run_dir: Path, words: Sequence[str], limit_s: float | None) -> dict[str, Any]:
-        """Train in processes of their own, for `limit_s` at most, and wait until all of them are gone."""
+        """Train in a process of its own, for `limit_s` at most; what it has started ends with it."""
         write_json(self.folder / PLAN, [asdict(kill) for kill in self.kills])
         done, start_s, code = len(self.strikes), time.monotonic(), None
         environment = {**os.environ, VARIABLE: str(self.folder)}
@@ -159,7 +159,6 @@ class ChaosTest:
                 with contextlib.suppress(TimeoutExpired):
                     code = process.wait(limit_s)
             finally:
-                # What it has started ends with it.
                 process.kill()
                 process.wait()
         kills = list(range(done, len(self.strikes)))
