@@ -10,7 +10,7 @@ from typing import Any
 from ptfast.core.clock import CAUSES, label
 from ptfast.core.plain_display import spike
 from ptfast.core.run_directory import METRICS, read_json, write_text
-from ptfast.core.units import TOO_SHORT, counted, duration, figure, grouped, num_bytes
+from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.goodput import PARTS
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite, training_times
@@ -206,26 +206,30 @@ def _time_budget(run: RunFiles) -> str:
     if not isinstance(budget, dict):
         return ""
     seconds = {str(name): float(s) for name, s in budget.items() if isinstance(s, (int, float)) and s > 0}
-    total_s = sum(seconds.values())
-    if total_s <= 0:
+    if not seconds:
         return ""
     causes = sorted(seconds, key=lambda name: CAUSES.index(name) if name in CAUSES else len(CAUSES))
     colors = [CAUSE_COLORS.get(name, "rest") for name in causes]
-    parts = [(label(name), seconds[name]) for name in causes]
-    rows = [[name, duration(s), f"{s / total_s:.1%}"] for name, s in parts]
-    rows.append(["all", duration(total_s), ""])
-    table = html_table(["cause", "time", "share"], rows, colors)
-    return f"<h2>Where the time went</h2>{stacked_bar(parts, colors)}{table}"
+    return _shares("Where the time went", [(label(name), seconds[name]) for name in causes], colors)
 
 
 def _goodput(run: RunFiles) -> str:
-    """What all attempts of the run together went to."""
-    if not (found := run.summary.get("goodput")):
+    """What the attempts of the run together went to, if it took several."""
+    if (found := run.summary.get("goodput")) is None or found["attempts"] < 2:
         return ""
-    parts = [(label(name), float(found["seconds"].get(name, 0.0))) for name in PARTS]
-    shares = ", ".join(f"{name} {s / found['wall_s']:.1%}" for name, s in parts if s)
-    line = f"{counted(found['attempts'], 'attempt')} in {duration(found['wall_s'])}: {shares}"
-    return f"<h2>Over all attempts</h2>{stacked_bar(parts, PART_COLORS)}<p>{line}</p>"
+    seconds = [float(found["seconds"].get(name, 0.0)) for name in PARTS]
+    spent = [(label(name), s, color) for name, s, color in zip(PARTS, seconds, PART_COLORS, strict=True) if s]
+    title = f"Over all {found['attempts']} attempts"
+    return _shares(title, [(name, s) for name, s, _ in spent], [color for *_, color in spent])
+
+
+def _shares(title: str, parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> str:
+    """A bar and a table of seconds by name."""
+    total_s = sum(s for _, s in parts)
+    rows = [[name, duration(s), f"{s / total_s:.1%}"] for name, s in parts]
+    rows.append(["all", duration(total_s), ""])
+    table = html_table(["cause", "time", "share"], rows, colors)
+    return f"<h2>{title}</h2>{stacked_bar(parts, colors)}{table}"
 
 
 def _speed_of_light(run: RunFiles) -> str:
