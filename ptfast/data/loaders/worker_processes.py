@@ -53,6 +53,22 @@ class _Fetch(Dataset[Any]):
         return raw
 
 
+class _Done:
+    """Tells workers to leave. One that was killed may have kept the lock of torch's own event for ever."""
+
+    def __init__(self, event: Any) -> None:
+        self._event, self._is_set = event, False
+
+    def set(self) -> None:
+        told = threading.Thread(target=self._event.set, daemon=True)
+        told.start()
+        told.join(_CLOSE_S)
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+
 class WorkerPool:
     """Processes that turn shares into raw batches, of the same bits as without them.
 
@@ -94,6 +110,7 @@ class WorkerPool:
         iterator: Any = None
         try:
             self._iterator = iterator = self._start(plan)
+            iterator._workers_done_event = _Done(iterator._workers_done_event)
             worker_signals._remove_worker_pids(id(iterator))
             # Or the iterator, as it is deleted, would remove them a second time.
             iterator._worker_pids_set = False

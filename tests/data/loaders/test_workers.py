@@ -81,6 +81,17 @@ def test_a_worker_that_dies_is_told_of_where_a_batch_is_awaited() -> None:
         list(batches)
 
 
+def test_a_lock_that_a_killed_worker_kept_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "_CLOSE_S", 0.2)
+    pool = WorkerPool(lambda share: os.getpid(), 2, 1)
+    batches = pool.fetch(iter(range(9)))
+    pid = next(batches)
+    pool._iterator._workers_done_event._event._cond.acquire()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="a loader worker died: killed by SIGKILL"):
+        list(batches)
+
+
 def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "_CLOSE_S", 0.2, raising=False)
 
