@@ -73,6 +73,8 @@ class Ablation:
         self.picked: list[Technique] = []
         self.confirmed: Confirmation | None = None
         self.plain: TrialResult | None = None
+        self._given: TrialResult | None = None
+        self._given_tree: dict[str, object] = {}
         self._look_s = self._block_s = 0.0
         """Seconds to build a trial and to train its first steps, and to measure a block."""
         self._members: list[list[Worth]] = []
@@ -89,7 +91,8 @@ class Ablation:
         self._look_s = start_s - self.laboratory.left_s
         for each in found:
             each.raise_failure()
-        self.plain = found[0]
+        self.plain, self._given = found
+        self._given_tree = _tree(self.arguments)
         step_s, turn_s = (self.plain.facts.get(name, 0.0) for name in ("step_s", "least_turn_s"))
         warm_s = min(Request.warm_s, max(WARM_S, WARM_STEPS * step_s))
         timed_s = max(self.laboratory.timed_s, LEAST_TURNS * turn_s)
@@ -118,6 +121,7 @@ class Ablation:
                 found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
+                finding.is_given = self._does_as_given(measured) or self._is_given(finding.technique)
         groups: dict[str, list[Worth]] = {}
         for finding in waiting:
             if not finding.why:
@@ -188,10 +192,8 @@ class Ablation:
                 finding.why = "no combination with it could be run"
             if (change := memory.effects[place]) is not None:
                 finding.memory_bytes = -change.log_ratio
-        for members in self._members:
-            allowed = [each for each in members if each.expected > GAIN and self._is_allowed(each.technique)]
-            if allowed:
-                self.picked.append(max(allowed, key=lambda finding: finding.expected).technique)
+        chosen = map(self._choose, self._members)
+        self.picked = [finding.technique for finding in chosen if finding is not None]
         self._judge()
 
     def _measure_apart(self, reserve_s: float) -> None:
@@ -339,6 +341,17 @@ class Ablation:
             return False
         return self.fitted.residual_sd > POOR_FIT * self.confirmed.process_sd
 
+    def _choose(self, members: Sequence[Worth]) -> Worth | None:
+        """What the config as given has of some alternatives, unless another is expected to be faster."""
+
+        def expected(finding: Worth | None) -> float:
+            return 0.0 if finding is None else finding.expected
+
+        allowed = [each for each in members if self._is_allowed(each.technique)]
+        given = next((each for each in allowed if each.is_given), None)
+        best = max([None, *allowed], key=expected)
+        return best if expected(best) > expected(given) + GAIN else given
+
     def _is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.
 
@@ -348,9 +361,18 @@ class Ablation:
         if technique.kind in ("exact", "reordered"):
             return True
         reduced = [each for each in CATALOGUE if each.kind == "reduced" and each.on]
-        kin = reduced if technique.kind == "reduced" else [technique]
-        given = _tree(self.arguments)
-        return any(_tree_or_none(merge(self.arguments, each.on)) == given for each in kin)
+        return any(map(self._is_given, reduced if technique.kind == "reduced" else [technique]))
+
+    def _does_as_given(self, measured: TrialResult) -> bool:
+        """Return True if what a technique resolves to differs from plain and is so in the config as given."""
+        plain, given, own = (
+            each.facts.get("resolved", {}) if each else {} for each in (self.plain, self._given, measured)
+        )
+        changes = {name: value for name, value in own.items() if value != plain.get(name)}
+        return bool(changes) and changes.items() <= given.items()
+
+    def _is_given(self, technique: Technique) -> bool:
+        return _tree_or_none(merge(self.arguments, technique.on)) == self._given_tree
 
     def _seconds_of(self, chunk: Sequence[Worth]) -> float:
         """The time that techniques take beside the pick in one block."""

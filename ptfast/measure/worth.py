@@ -36,6 +36,8 @@ class Worth:
     """Change of the peak."""
     loss_drift: float | None = None
     """Change of the mean loss over the first steps, as a part."""
+    is_given: bool = False
+    """The config as given has it on."""
     is_apart: bool = False
     """Measured beside the pick, not in the plan."""
     beside: list[float] = field(default_factory=list)
