@@ -342,15 +342,17 @@ class Ablation:
         return self.fitted.residual_sd > POOR_FIT * self.confirmed.process_sd
 
     def _choose(self, members: Sequence[Worth]) -> Worth | None:
-        """What the config as given has of some alternatives, unless another is expected to be faster."""
+        """What the config as given has of some alternatives, unless another is clearly faster."""
 
         def expected(finding: Worth | None) -> float:
             return 0.0 if finding is None else finding.expected
 
         allowed = [each for each in members if self._is_allowed(each.technique)]
         given = next((each for each in allowed if each.is_given), None)
-        best = max([None, *allowed], key=expected)
-        return best if expected(best) > expected(given) + GAIN else given
+        best, gain = max([None, *allowed], key=expected), GAIN
+        if given is not None and given.effect is not None:
+            gain = math.log(given.effect.interval()[1] / given.effect.ratio)
+        return best if expected(best) > expected(given) + gain else given
 
     def _is_allowed(self, technique: Technique) -> bool:
         """Return True if a technique may be in the best config without being asked for.

@@ -131,8 +131,8 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     assert len(receipt["weights"]) == 4 * len(receipt["plan"])
 
 
-def test_what_the_config_has_stays_unless_it_is_slower(planted: type[Planted], in_tmp: Path) -> None:
-    planted.speeds = {"backend.hold_memory=true": 0.999, "rewrites.bias_before_norm=false": 0.9}
+def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Planted], in_tmp: Path) -> None:
+    planted.speeds = {"backend.hold_memory=true": 0.995, "rewrites.bias_before_norm=false": 0.9}
     only = "held-memory,no-bias-before-batch-norm,denormals-flushed-to-zero,channels-last"
     # Channels last resolves here as it does for `auto`; the other two make no difference.
     planted.resolves = frozenset(["rewrites.channels_last=true", "preset=safe"])
