@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -74,7 +74,8 @@ class Ablation:
         self.confirmed: Confirmation | None = None
         self.plain: TrialResult | None = None
         self._given: TrialResult | None = None
-        self._given_tree: dict[str, object] = {}
+        self._is_given: Callable[[Technique], bool]
+        """Whether the config as given has a technique on."""
         self._look_s = self._block_s = 0.0
         """Seconds to build a trial and to train its first steps, and to measure a block."""
         self._members: list[list[Worth]] = []
@@ -92,7 +93,8 @@ class Ablation:
         for each in found:
             each.raise_failure()
         self.plain, self._given = found
-        self._given_tree = _tree(self.arguments)
+        tree = _tree(self.arguments)
+        self._is_given = cache(lambda technique: _tree_or_none(merge(self.arguments, technique.on)) == tree)
         step_s, turn_s = (self.plain.facts.get(name, 0.0) for name in ("step_s", "least_turn_s"))
         warm_s = min(Request.warm_s, max(WARM_S, WARM_STEPS * step_s))
         timed_s = max(self.laboratory.timed_s, LEAST_TURNS * turn_s)
@@ -109,10 +111,12 @@ class Ablation:
                     finding.why = NOTHING
             except PtfastError as error:
                 finding.why = str(error.what)
-            finding.is_apart = not finding.why and finding.is_outside
+            # Other switches act differently at a lower precision, which the pick would not have.
+            is_reduced = finding.technique.kind == "reduced" and not self._is_allowed(finding.technique)
+            finding.is_apart = not finding.why and (finding.is_outside or is_reduced)
         # After optimizers, which are quick, what may be picked comes first: the budget may not reach all.
         self.apart = [finding for finding in self.findings if finding.is_apart]
-        self.apart.sort(key=lambda finding: finding.technique.kind == "training")
+        self.apart.sort(key=lambda finding: finding.technique.kind in ("training", "reduced"))
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
@@ -372,9 +376,6 @@ class Ablation:
         )
         changes = {name: value for name, value in own.items() if value != plain.get(name)}
         return bool(changes) and changes.items() <= given.items()
-
-    def _is_given(self, technique: Technique) -> bool:
-        return _tree_or_none(merge(self.arguments, technique.on)) == self._given_tree
 
     def _seconds_of(self, chunk: Sequence[Worth]) -> float:
         """The time that techniques take beside the pick in one block."""
