@@ -192,11 +192,6 @@ FAMILY = Family(
             "optimizer.lr_scaling=linear",
         ),
     ),
-    acts={
-        "shape_model": ("parameter_groups.Grouping",),
-        "add_optimizer": ("build_optimizer.build_optimizer", "parameter_groups.scale_for_batch"),
-        "Trainer": ("build_optimizer.build_step",),
-    },
     panel=lambda groups_note: {"parameters": groups_note},
     techniques=(*OPTIMIZERS, *PARAMETERS),
 )

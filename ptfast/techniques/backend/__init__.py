@@ -136,11 +136,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="backend",
     rules=(repeatable_kernels,),
-    acts={
-        "build": ("torch_settings.resolve_device",),
-        "set_up_machine": ("torch_settings.apply_backend", "torch_settings.watch_shapes"),
-        "place_model": ("torch_settings.expand_segments", "torch_settings.allow_cudnn_attention"),
-    },
     free_keys=("backend.hold_memory", "backend.expandable_segments"),
     panel=panel,
     techniques=TECHNIQUES,

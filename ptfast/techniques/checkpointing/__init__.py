@@ -118,7 +118,6 @@ FAMILY = Family(
         Unused.unless("checkpointing.mode", ("budget",), "checkpointing.memory_budget"),
         Unused.unless("checkpointing.mode", ("full", "every_n", "selective"), "checkpointing.blocks"),
     ),
-    acts={"shape_model": ("activation_checkpointing.apply_checkpointing",)},
     panel=panel,
     techniques=TECHNIQUES,
 )

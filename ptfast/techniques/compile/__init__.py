@@ -161,7 +161,6 @@ FAMILY = Family(
             "compile=model",
         ),
     ),
-    acts={"shape_model": ("compilation.apply_compile",)},
     free_keys=("compile.keep",),
     panel=lambda compile, compiled: {"compile": compiled and compiled + "; the code is kept" * compile.keep},
     techniques=TECHNIQUES,

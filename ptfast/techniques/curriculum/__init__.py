@@ -115,13 +115,6 @@ FAMILY = Family(
             "curriculum.length_from=auto",
         ),
     ),
-    acts={
-        "build_plan": (
-            "growing_sizes.build_batch_sizes",
-            "growing_sizes.build_resize",
-            "growing_sizes.build_cut",
-        )
-    },
     panel=lambda resolved: {"curriculum": "; ".join(resolved.curriculum) or None},
     techniques=TECHNIQUES,
 )

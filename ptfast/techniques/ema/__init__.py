@@ -128,13 +128,6 @@ FAMILY = Family(
             "ema.swa_start=75%",
         ),
     ),
-    acts={
-        "add_average": (
-            "weight_averages.MovingAverage",
-            "weight_averages.Swa",
-            "weight_averages.ScheduleFree",
-        )
-    },
     panel=lambda average: {"average": average},
     techniques=TECHNIQUES,
 )

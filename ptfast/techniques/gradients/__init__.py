@@ -95,7 +95,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="gradients",
-    acts={"add_optimizer": ("clipping.build_clipper",)},
     panel=lambda gradients: {
         "clip norm": gradients.clip_norm,
         "clip value": gradients.clip_value,

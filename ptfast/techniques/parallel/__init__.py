@@ -385,15 +385,6 @@ FAMILY = Family(
             "parallel.nnodes=2",
         ),
     ),
-    acts={
-        "shape_model": (
-            "sync_batchnorm.apply_sync_batchnorm",
-            "fsdp.Sharded",
-            "ddp.GradientAveraging",
-            "ordered_sums.OrderedSums",
-        ),
-        "Trainer": ("sync_batchnorm.RunningStatistics",),
-    },
     free_keys=tuple(
         f"parallel.{name}"
         for name in (

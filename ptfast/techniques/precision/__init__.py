@@ -142,15 +142,6 @@ FAMILY = Family(
     name="precision",
     rules=(float8_under_bf16,),
     machine_rules=(formats_of_the_device,),
-    acts={
-        "set_up_machine": ("number_formats.build_precision",),
-        "place_model": (
-            "number_formats.apply_half_weights",
-            "number_formats.apply_float8",
-            "half_inputs.casts_inputs",
-        ),
-        "Trainer": ("number_formats.ScaledSteps",),
-    },
     panel=lambda resolved: {
         "float8": f"products of {len(resolved.float8)} layers" if resolved.float8 else None
     },

@@ -99,7 +99,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="rewrites",
-    acts={"place_model": ("model_rewrites.apply_rewrites",)},
     panel=panel,
     techniques=TECHNIQUES,
 )

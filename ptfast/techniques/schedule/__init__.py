@@ -167,7 +167,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="schedule",
     rules=(durations_that_fit,),
-    acts={"add_schedule": ("scheduled_run.build_shape", "scheduled_run.build_schedule")},
     panel=panel,
     techniques=TECHNIQUES,
 )
