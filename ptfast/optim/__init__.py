@@ -69,7 +69,6 @@ _WHOLE_LAYERS = (
     "cautious_adamw.CautiousAdamW",
     "lars.Lars",
     "lamb.Lamb",
-    "nvlamb.Nvlamb",
     "novograd.Novograd",
     "muon.Muon",
 )

@@ -236,7 +236,7 @@ def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> C
     public = type(optimizer).step
     formula = inspect.unwrap(public)
     ours = type(optimizer).__module__.startswith(("torch.optim.", "ptfast.optim.")) and formula is not public
-    if not ours or optimizer.defaults.get("differentiable"):
+    if not ours:
         return optimizer.step
     pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 

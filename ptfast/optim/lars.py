@@ -34,7 +34,6 @@ class Lars(LayerwiseOptimizer):
         weight_decay: L2 coefficient, >= 0.
         trust: the coefficient above, > 0, about 1e-3 to 2e-2.
         eps: added to the denominator, >= 0.
-        adapt: scale gradients; without it a step is SGD's.
         exclude_1d: take 1-d parameters (biases, norm weights) as SGD would, without scaling or decay.
 
     Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state.
@@ -51,7 +50,6 @@ class Lars(LayerwiseOptimizer):
         weight_decay: NotNegative = 0.0,
         trust: float = 1e-3,
         eps: Positive = 1e-8,
-        adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
         if not trust > 0:
@@ -62,7 +60,7 @@ class Lars(LayerwiseOptimizer):
         excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
         ratios = None
-        if group["adapt"] and not excluded:
+        if not excluded:
             layer_norms, grad_norms = (
                 batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
                 for column in (0, 1)

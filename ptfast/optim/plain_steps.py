@@ -99,7 +99,7 @@ def obstacle(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in FORMULAS and not isinstance(optimizer, Muon):
         return what
     for group in optimizer.param_groups:
-        for setting in ("amsgrad", "maximize", "dampening", "differentiable"):
+        for setting in ("amsgrad", "maximize", "dampening", "max_grad_norm"):
             if group.get(setting):
                 return f"{what} with {setting}"
         if isinstance(optimizer, Lamb) and any(p.dtype in HALF_TYPES for p in group["params"]):
@@ -175,7 +175,7 @@ def _lamb(group: Group, weights: Tensors, grads: Tensors, states: list[Tensors],
         excluded, ratio = group["exclude_1d"] and weight.ndim <= 1, numbers[3]
         if group["weight_decay"] and not excluded:
             update = update + group["weight_decay"] * weight
-        if group["adapt"] and not excluded:
+        if not excluded:
             norm, length = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
             if group["norm_range"] is not None:
                 norm = norm.clamp(*group["norm_range"])
