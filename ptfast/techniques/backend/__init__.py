@@ -120,11 +120,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="denormals flushed to zero",
         kind="reordered",
         on=("backend.flush_denormals=true",),
-        why="Moments of weights without gradients, such as rare words' embeddings, fall below 1e-38 in some "
-        "800 steps, where each CPU operation takes a hundred times as long.",
+        why="Adam's moments of rare words fall below 1e-38 in some 800 steps, where CPUs are far slower.",
         claim="Calculations with denormal values can be very slow; the documentation gives no figure.",
-        source="PyTorch documentation of torch.set_flush_denormal; Intel 64 and IA-32 Architectures "
-        "Optimization Reference Manual, 'Floating-point exceptions'.",
+        source="torch.set_flush_denormal; Intel 64 and IA-32 Architectures Optimization Reference Manual.",
         measured="1.53x the samples a second in the last tenth of text_sst2, after 785 steps.",
         command="python scripts/bench_denormals.py",
         avoid="Values below 1e-38 matter in your model; short runs gain nothing.",

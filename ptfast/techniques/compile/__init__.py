@@ -83,10 +83,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("compile=blocks",),
         why="Each block becomes a few fused kernels with little Python; identical blocks compile once.",
         claim="Nearly the speed of a compiled model in many cases, while only one block is compiled.",
-        source="PyTorch tutorial 'Reducing torch.compile cold start compilation time with regional "
-        "compilation'.",
-        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout draws other masks "
-        "than without a compiler.",
+        source="PyTorch tutorial on regional compilation.",
+        avoid="Few blocks are identical, or the run is short. Dropout draws other masks when compiled.",
         audit="A model of repeated blocks that runs for hours without a compiler.",
     ),
     _compile(
@@ -98,8 +96,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="On one CPU thread a GPT of 12 blocks takes 1,777 ms a step instead of 1,283, with a peak "
         "of 436 MiB instead of 630.",
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
-        avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws other masks "
-        "than without a compiler.",
+        avoid="The run is short, or shapes change all the time. Dropout draws other masks when compiled.",
         audit="A run of hours on a GPU without a compiler.",
     ),
     _compile(
@@ -107,10 +104,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("compile=step",),
         why="Forward, backward, clipping and optimizer are one function, on CUDA one graph to launch.",
         claim="The host's time of small kernels goes; little is left to gain for large ones.",
-        source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021, 'Accelerating "
-        "PyTorch with CUDA Graphs'.",
-        avoid="The run is shorter than compiling, or shapes change all the time. A line says why a step "
-        "cannot be compiled; then the model is.",
+        source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021 on CUDA Graphs.",
+        avoid="The run is short, or shapes change all the time. If a step cannot be compiled, the model is.",
         audit="A step of many small kernels: idle gaps in a GPU's trace, or a small model on a CPU.",
     ),
     _compile(
@@ -119,8 +114,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="A whole forward or backward pass is one launch, so small kernels do not wait for the host.",
         claim="A large gain for small kernels, little for large ones.",
         source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile.",
-        avoid="Steps have several micro-batches (refused: gradients would be lost), or memory is short: "
-        "graphs keep their own.",
+        avoid="Steps have several micro-batches (refused), or memory is short: graphs keep their own.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
         needs=("cuda", "compiler"),
     ),
