@@ -131,8 +131,7 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
 def _tell_compiled(run: Run) -> None:
     """Say that the first step is compiled."""
     if run.compilation is not None:
-        text, is_warning = run.compilation.start(run.clock.seconds["warm_up"])
-        (run.display.warn if is_warning else run.display.note)(text)
+        run.display.note(run.compilation.start(run.clock.seconds["warm_up"]))
 
 
 class Segment(NamedTuple):
