@@ -90,11 +90,7 @@ class Compilation:
         self._warned_of: set[str] = set()
 
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
-        """Compile `model` in place, so that wrappers for ranks, which come later, call the compiled form.
-
-        Under DistributedDataParallel torch cuts the graph where gradients are sent, so that sending overlaps
-        with backward. For the mode `blocks` see `find_blocks`; C011 when nothing recurs.
-        """
+        """Compile `model` in place, before it is wrapped for ranks; C011 if `find_blocks` finds none."""
         parts = [] if self.mode == "step" else [model]
         if self.mode == "blocks":
             from torch._dynamo import config as settings
@@ -251,9 +247,8 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def keep_code() -> None:
     """Let torch cache compiled code in `$PTFAST_CACHE/compiled`, if that is writable.
 
-    Torch's own place is in `/tmp`, which a new container or another node does not have. Each kind of CPU gets
-    its own folder, since the code is made for it and torch does not tell CPUs apart. The run directory is not
-    used, because a run from elsewhere could bring code in it.
+    Torch's own place, `/tmp`, does not outlive a container. Each kind of CPU has a folder: torch does not tell
+    them apart. The run directory is not used, because a run from elsewhere could bring code in it.
 
     Cost: a few MB of disk for a model; nothing is ever deleted.
     """

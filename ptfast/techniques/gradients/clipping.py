@@ -84,9 +84,8 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e-3) -> None:
     """Rescale the gradient of every unit that is long compared with the unit's weights (AGC).
 
-    Networks without normalisation diverge at large batches and rates because of a few long gradients; a
-    global norm would shorten all others too. A unit is a row: an output of a linear layer, an output channel
-    of a convolution, an entry of an embedding; a parameter of one dimension is one unit.
+    A global norm would shorten all others too. A unit is a row: an output of a linear layer or a convolution,
+    an entry of an embedding; a parameter of one dimension is one unit.
 
     Args:
         parameters: those of at most one dimension first; ones without a gradient are skipped.

@@ -18,9 +18,8 @@ READ_AT_ONCE = ("cpu",)
 class CheckedSteps:
     """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
 
-    Nothing changes in a step that is left out: weights, state and step counts of the optimizer stay. If the
-    optimizer takes `found_inf`, as fused ones and ours do for fp16, the device decides and the host never
-    waits. On a CPU the host looks, and elsewhere it has to wait for every step.
+    Weights, state and step counts of the optimizer stay in a step that is left out. If the optimizer takes
+    `found_inf`, as fused ones and ours do, the device decides and the host never waits.
 
     Args:
         build_step: makes the function that steps `optimizer`, given the tensor that is 1 to skip, or None.

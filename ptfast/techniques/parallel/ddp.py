@@ -65,9 +65,8 @@ class PowerSgd:
 class GradientAveraging(nn.parallel.DistributedDataParallel):
     """A model on several ranks, whose gradients are averaged while backward still runs.
 
-    DDP moves neither inputs nor buffers: batches are on the rank's device, and `RunningStatistics` merges
-    those of BatchNorm. Compressed gradients take fewer bytes, for ranks that wait for the network: `bf16` and
-    `fp16` half of float32's, `powersgd` those of two thin matrices.
+    `RunningStatistics` merges the buffers of BatchNorm. Compressed gradients take fewer bytes, for ranks that
+    wait for the network: `bf16` and `fp16` half of float32's, `powersgd` those of two thin matrices.
     """
 
     def __init__(self, model: nn.Module, options: Parallel) -> None:

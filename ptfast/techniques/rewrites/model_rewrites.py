@@ -72,10 +72,9 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
     """Biases of convolutions and linear layers that the BatchNorm right behind them subtracts again.
 
     `forward` is run in training and in evaluation mode while every tensor operation is watched. A bias
-    qualifies if only one operation takes it, and if its layer's output goes unchanged to one BatchNorm and to
-    nothing else: not through a ReLU, into a sum or to a second norm, and it is not kept or returned. That
-    norm must use the statistics of the batch in training. Subclasses of these layers and layers with hooks
-    may do more, and are left alone.
+    qualifies if only one operation takes it, and its layer's output goes unchanged to one BatchNorm, which
+    uses the statistics of the batch, and to nothing else. Subclasses of these layers and layers with hooks
+    are left alone.
 
     Returns the names of BatchNorms by those of the layers before them. Buffers of `model` are restored.
 
@@ -119,11 +118,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
     """Remove biases of layers whose BatchNorm subtracts them again, in place, before the optimizer is built.
 
-    The norm subtracts the batch's mean, and with it any constant: such a bias has no effect, but costs a pass
-    over its layer's output and one over the gradient. In evaluation it is part of the running mean.
-
-    States of the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a
-    loaded bias from the running mean. `norm_of` is from `find_cancelled_biases`.
+    Such a bias has no effect, but costs a pass over its layer's output and one over the gradient. States of
+    the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a loaded bias
+    from the running mean. `norm_of` is from `find_cancelled_biases`.
 
     Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
     """
@@ -230,9 +227,8 @@ class ChunkedHead(nn.Linear):
 def apply_chunked_head(model: nn.Module, task: Any) -> None:
     """Let the last layer of `model` and the loss of `task` be computed chunk by chunk in training, in place.
 
-    The logits of all tokens are the largest activation of a language model with a large vocabulary; in chunks
-    they, their softmax and their gradient never exist all at once. Names and shapes of weights do not change.
-    The output of `model` must be that of its layer `head`.
+    The logits of all tokens, their softmax and their gradient, the largest tensors of a model with a large
+    vocabulary, then never exist all at once. The output of `model` must be that of its layer `head`.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """

@@ -78,7 +78,7 @@ def apply_fused_rms_norm(model: nn.Module) -> list[str]:
     """Let torch's kernel compute the RMS norms of `model` that are written in single operators, in place.
 
     By hand a norm is six kernels, each a pass over the activations, and its backward pass some ten; fused, it
-    is one, and two. Half-precision results are rounded once, not twice. Names and values of weights stay.
+    is one, and two. Half-precision results are rounded once, not twice.
 
     Returns the names of these modules. Source: Zhang, Sennrich 2019, arXiv:1910.07467; `torch.nn.RMSNorm`.
     """

@@ -144,8 +144,7 @@ class OneCycle(Shape):
     """One rise to the base rate, which is the maximum, one equal fall, and a tail far below the start.
 
     Large rates regularise and let a network train in fewer steps; momentum is low where the rate is high. The
-    defaults are Smith's: a start at a tenth of the maximum, two equal phases that make a cycle slightly
-    shorter than the run, then a tail several orders of magnitude lower.
+    defaults are Smith's.
 
     Args:
         start: rate of the first step as a part of the maximum, in (0, 1].
@@ -251,9 +250,8 @@ class Wsd(Shape):
 class Cyclic(Shape):
     """Triangles between `start` and the base rate, which is the maximum, one after another.
 
-    A rate that rises now and then leaves plateaus behind, and the foot of any triangle is a good moment to
-    stop. Momentum moves the other way. With `start` as torch's `base_lr / max_lr` the figures are those of
-    its CyclicLR.
+    A rate that rises now and then leaves plateaus behind; momentum moves the other way. With `start` as
+    torch's `base_lr / max_lr` the figures are those of its CyclicLR.
 
     Args:
         start: lowest rate as a part of the maximum, in (0, 1].

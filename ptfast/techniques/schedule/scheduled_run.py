@@ -73,10 +73,8 @@ def build_schedule(
 ) -> LrSchedule:
     """Turn durations into steps, once, and put a linear warm-up in front; C011 if it is longer than the run.
 
-    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
-    its first step already trains. Milestones count from the start of the run, as there; shapes that end with
-    the run span the rest of it, as under torch's SequentialLR. A schedule is not `extendable` if something
-    else spans the run, such as the sizes of a curriculum.
+    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677).
+    A schedule is not `extendable` if something else spans the run, such as the sizes of a curriculum.
     """
     span = Span(total_steps, plan)
     warmup_steps = span.steps(warmup)
