@@ -52,11 +52,8 @@ def build(
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
-    An optimizer built before the model has its final place and form would hold parameters that nothing
-    trains, in silence. Saved weights are restored before it is built, the rest of the saved state last.
-
-    The first rank resolves what the config leaves to `auto` and writes it to `resolved.json`; a resumed run
-    takes it from there.
+    The optimizer is built once the model has its final place and form: it would hold parameters that nothing
+    trains. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
 
     Args:
         state_folder: the state to resume; None starts afresh.

@@ -35,9 +35,8 @@ class ViewAveraged(nn.Module):
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
             outputs as high and wide as the images are mirrored back, pixel by pixel.
-        shift: pixels, fewer than an image has on a side; 0 for none. Images moved up and left by so many, and
-            down and right, make up half of the mean, unmoved images the other half. Pixels that come into
-            view are reflected from inside.
+        shift: pixels, fewer than an image has on a side; 0 for none. Half of the mean is of images moved up
+            and left, and down and right, whose new pixels are reflected from inside.
 
     Cost: twice the forward passes of an evaluation for `flip`, times three for `shift`. Source: Krizhevsky,
     Sutskever, Hinton 2012; the weights of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
@@ -102,9 +101,9 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
 class FullSize(nn.Module):
     """A model that sees every batch at one size, and gives the outputs of the batch as it was.
 
-    A split's last batch is smaller than the others: another shape, for which cuDNN searches its kernels anew
-    and memory is laid out anew. Here copies of its first sample fill it up, and their outputs are cut off
-    before a loss or a metric sees them. Inputs and outputs have samples first, in any nest of tensors.
+    A split's last batch is smaller: another shape, for which cuDNN searches its kernels anew. Here copies of
+    its first sample fill it up, and their outputs are cut off before a loss or a metric sees them. Inputs and
+    outputs have samples first, in any nest of tensors.
     """
 
     def __init__(self, model: nn.Module, batch_size: int) -> None:

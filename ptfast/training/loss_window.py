@@ -94,12 +94,10 @@ class Look:
 class LossWindow:
     """The open log line: item losses and gradients since the last one, kept on the device until it is due.
 
-    A window that was open when the run was saved is resumed. `first_look` knows what made a loss that is not
-    finite from the start.
+    A window that was open when the run was saved is resumed.
 
-    On CUDA the host waits for no figure while it trains. A `look` copies them without blocking, and `settle`
-    reads and logs them after the steps up to the next look, or before whatever needs them: an evaluation's
-    line, the state to save. On other devices they are read at once.
+    On CUDA the host waits for no figure while it trains: `look` copies them without blocking, and `settle`
+    reads and logs them at the next look, or before whatever needs them. Other devices are read at once.
     """
 
     def __init__(

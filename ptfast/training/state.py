@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def save_training(
     }
     saved = run.folder / "saved"
     step, keep, is_first = run.progress.step, run.keep_states, run.ranks.is_first
+    write = partial(run.saver.write, background=background, lasting=_lasting(run, training))
     is_best = run.keep_best > 0 and run.progress.best_step == step
     best_steps = [kept for _, kept in run.progress.best_states]
 
@@ -84,14 +86,7 @@ def save_training(
 
         # Marked by the thread as well: links and folders change in the order of the saves.
         content = model, training, facts, to_check
-        run.saver.write(
-            content,
-            write_whole,
-            lambda done: tell(done()),
-            together=False,
-            background=background,
-            lasting=_lasting(run, training),
-        )
+        write(content, write_whole, lambda done: tell(done()), together=False)
         return
     draft = ShardedDraft(saved, step, State(model, training, copy.deepcopy(facts)), run.ranks)
 
@@ -105,15 +100,7 @@ def save_training(
         if is_first:
             tell(mark(state_folder))
 
-    content = draft.tensors, to_check
-    run.saver.write(
-        content,
-        write_part,
-        publish,
-        together=True,
-        background=background,
-        lasting=_lasting(run, training),
-    )
+    write((draft.tensors, to_check), write_part, publish, together=True)
 
 
 def _lasting(run: Run, training: dict[str, Any]) -> list[Tensor]:

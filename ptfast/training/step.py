@@ -177,9 +177,8 @@ class Trainer:
                 with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
                     loss, num_items = self.loss_of(data, step)
                     if exchanges and not alone:
-                        # Final callbacks of autograd run in the order they are queued, and DDP and FSDP queue
-                        # their wait for the other ranks after this one. Sending during backward, and
-                        # gathering FSDP's weights, count as forward and backward.
+                        # DDP and FSDP queue their wait for the other ranks after this callback. Sending
+                        # during backward, and gathering FSDP's weights, count as forward and backward.
                         loss.register_hook(lambda _: after_backward(partial(mark, "gradient_sync")))
                     mark("backward")
                     # A rank without samples runs a dummy of weight 0, so that every rank joins the
@@ -204,7 +203,6 @@ class Trainer:
         """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
 
         One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale.
-        Scaling by the number of micro-batches instead is wrong wherever they differ in size.
 
         Cost: nothing if each sample is an item; else a sum over ranks. The host never waits.
         """
@@ -289,10 +287,8 @@ class Trainer:
     def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Run the next step's backward once and undo it, if a model is compiled or several ranks resume.
 
-        The compiler works during the first backward of a process, which is not training. And
-        DistributedDataParallel regroups its buckets after that: among three ranks or more the order of sums
-        changes, and a resumed run would differ from one never killed. Returns all batches, the first
-        included.
+        The compiler works in the first backward of a process, and DDP regroups its buckets after it, and so
+        the order of sums of three ranks or more. Returns all batches, the first included.
         """
         run, window = self.run, self.window
         averaged = run.ranks.distributed and not run.sharded and self.sums is None

@@ -85,12 +85,9 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
 class Signals:
     """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the current step, with its state saved.
 
-    A run that waits for data is in no step and ends at once; so does one that is not built yet, with nothing
-    to save. Several ranks first finish building and keep waiting for `LATE_S`: none waits for one that left.
-
-    A run whose step, evaluation or callback hangs ends with the state of its last whole step saved. Nothing
-    is saved if several ranks, an optimizer or a task that takes its own steps hang: what was trained since
-    the last save is lost.
+    A run that waits for data, or is not built yet, ends at once; several ranks first finish building and keep
+    waiting for `LATE_S`. A run whose step, evaluation or callback hangs ends with the state of its last whole
+    step saved; nothing is saved if several ranks, an optimizer or a task that takes its own steps hang.
 
     A second signal ends a run at once and unsaved, unless it is being saved. Among several ranks only Ctrl-C
     does so, because torchrun sends late ranks a second signal.

@@ -24,10 +24,8 @@ class WholeStep:
     """Takes the steps of a run by one compiled function.
 
     On a CPU one call takes the place of hundreds of operators; on CUDA it is one graph, whose launch costs as
-    much as a kernel's, as long as shapes stay. Loss, gradients and update are fused where the compiler can.
-
-    Rates, momenta and bias corrections are in a tensor on the device, uploaded for many steps at once. A run
-    has the same bits however often it is resumed, but others than without the compiler.
+    much as a kernel's, as long as shapes stay. Rates, momenta and bias corrections are uploaded for many
+    steps at once. A run has the same bits however often it is resumed, but others than without the compiler.
 
     Cost: compiling, in the first step and for each new shape.
     """

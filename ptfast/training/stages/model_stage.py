@@ -66,8 +66,7 @@ def build_plain_model(run: PartialRun) -> None:
 def check_fits(run: PartialRun) -> None:
     """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
 
-    A model that fails on the meta device, where not every one runs, is tried on two samples. A misfit that
-    this does not find fails in the first step, with the same words.
+    A model that fails on the meta device, where not every one runs, is tried on two samples.
     """
     config, target, model, task = run.config, run.config.model.target, run.model, run.task
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
@@ -268,8 +267,7 @@ def shape_model(run: PartialRun) -> None:
 def _find_input_type(run: PartialRun) -> torch.dtype:
     """The type of training images: half if a known model casts them anyway and nothing else sees them.
 
-    Each must begin at a whole cache line, as casts do: kernels may sum in another order where memory is
-    aligned otherwise.
+    Each must begin at a whole cache line, as casts do, or kernels may sum in another order.
     """
     model, task, config = run.model, run.task, run.config
     half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
