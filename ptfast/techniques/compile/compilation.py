@@ -247,8 +247,8 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def keep_code() -> None:
     """Let torch cache compiled code in `$PTFAST_CACHE/compiled`, if that is writable.
 
-    Torch's own place, `/tmp`, does not outlive a container. Each kind of CPU has a folder: torch does not tell
-    them apart. The run directory is not used, because a run from elsewhere could bring code in it.
+    Torch's own place, `/tmp`, does not outlive a container. Each kind of CPU has a folder, as torch does not
+    tell them apart. The run directory is not used, because a run from elsewhere could bring code in it.
 
     Cost: a few MB of disk for a model; nothing is ever deleted.
     """

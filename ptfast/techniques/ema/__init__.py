@@ -54,18 +54,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="Evaluation at the batch size of training on a device that is not full.",
     ),
     _evaluation(
-        name="evaluation at one size",
-        kind="reordered",
-        on=("eval.last=pad",),
-        off=("eval.last=keep",),
-        why="The last batch is padded with samples of weight 0, so no kernel is searched for a second shape.",
-        claim="Saves that search, once for each split that does not divide; a full batch is computed for it.",
-        source="As a padded last batch does in training, with what the stand-ins give left out.",
-        avoid="Kernels are not searched, or the split is much smaller than eval.batch_size.",
-        audit="cudnn.benchmark and a held-out split that the batch size does not divide.",
-        trial=("model=mlp", "model.hidden=[16]"),
-    ),
-    _evaluation(
         name="test-time flip",
         on=("eval.flip=true",),
         why="The average of two views of an image is more accurate, which saves epochs at equal accuracy.",
