@@ -76,10 +76,7 @@ _WHOLE_LAYERS = (
 
 
 def one_way_of_clipping(gradients: Gradients, optimizer: Optimizer) -> Iterator[PtfastError]:
-    """Refuse two ways of clipping at once, of which the later would act on what the other has left.
-
-    Norms of groups replace the global norm, and may stand beside it.
-    """
+    """Refuse two ways of clipping at once; norms of groups may stand beside the global norm."""
     names = ("clip_norm", "clip_value", "clip_adaptive")
     ways = [(f"gradients.{name}", value) for name in names if (value := getattr(gradients, name))]
     others = [way for way in ways if way[0] != "gradients.clip_norm"]

@@ -34,8 +34,7 @@ LOOK_S = 5.0
 def fit(run: Run) -> str:
     """Train `run` from where it stands to its last step.
 
-    Between two moments at which something is due (log, evaluate, save), steps run back to back and the host
-    reads nothing from the device, for a few seconds at most.
+    While nothing is due (log, evaluate, save), the host reads nothing from the device.
 
     Returns:
         `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
@@ -146,14 +145,11 @@ class Segment(NamedTuple):
 
 
 def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], look_steps: int) -> Segment:
-    """Train up to the next moment at which something is due, for `look_steps` steps at most.
-
-    In a process's first step workers start, caches fill and kernels are chosen, so it is a segment of its
-    own; so is a step whose operators are counted. Neither says how fast the run trains.
-    """
+    """Train up to the next moment at which something is due, for `look_steps` steps at most."""
     progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
     start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
     stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
+    # Neither the first step of a process nor one whose operators are counted says how fast the run trains.
     is_first, aside = start == trainer.first_step, None
     if is_first:
         aside = clock.gathering("warm_up")
@@ -199,10 +195,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
 
 
 def _save(run: Run, *, settles: bool, ends: bool) -> None:
-    """Save the current state; `settles` first completes averaged weights, which may take batches.
-
-    A run that `ends` waits until the state is on disk.
-    """
+    """Save the state; `settles` completes averages first, and a run that `ends` waits until it is on disk."""
     run.settle()
     run.saver.hold()
     booked = run.clock.seconds

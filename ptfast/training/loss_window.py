@@ -178,10 +178,7 @@ class LossWindow:
         self._norm = norm.clone()
 
     def read(self) -> float:
-        """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
-
-        Raises as `receive`.
-        """
+        """Mean item loss since the last log line, over all ranks. The host waits; raises as `receive`."""
         return self.receive(self.look())
 
     def look(self) -> Look:

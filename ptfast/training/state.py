@@ -104,10 +104,8 @@ def save_training(
 
 
 def _lasting(run: Run, training: dict[str, Any]) -> list[Tensor]:
-    """What nothing changes in forward and backward passes: weights and the optimizer's state, on CUDA.
-
-    Models and tasks of a user's own may write to weights as they compute; buffers change in any model.
-    """
+    """What nothing changes in forward and backward passes: weights and the optimizer's state, on CUDA."""
+    # A user's own models and tasks may write to weights as they compute; buffers change in any model.
     known = name_of(run.model).partition(".")[0] in ("ptfast", "torchvision", "timm")
     if not known or not name_of(run.task).startswith("ptfast.") or run.device.type != "cuda":
         return []
@@ -158,10 +156,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_training(run: Run, state: State, steps_before: int) -> None:
-    """Restore everything but the weights, so that the run continues where it was saved.
-
-    It was to have `steps_before` steps then; 0 if nobody knows.
-    """
+    """Restore all but the weights of a run that was to have `steps_before` steps then; 0 if nobody knows."""
     try:
         _restore_parts(run, state)
     except PtfastError:

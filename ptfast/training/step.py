@@ -241,10 +241,7 @@ class Trainer:
     def _run_own_step(
         self, optimizers: dict[str, torch.optim.Optimizer], batch: StepBatch, step: int
     ) -> None:
-        """Let a task with a method `step` run forward, backward and its optimizers in any order it likes.
-
-        It returns the sum of the losses to log, and their count.
-        """
+        """Let a task take the step itself; it returns the sum of the losses to log, and their count."""
         run = self.run
         run.clock.to("forward")
         run.seed_step(run.seed, step, 0)
@@ -319,10 +316,7 @@ class Trainer:
         return chain([first], batches)
 
     def _rates(self, last_step: int) -> Iterator[tuple[float, float | None]]:
-        """The factor on the base rates and the momentum of each step to come; None if momentum is fixed.
-
-        Steps skipped by fp16 do not advance the schedule.
-        """
+        """The factor on the base rates, and the momentum if it moves, of each step that is taken."""
         schedule, fp16, first_step = self.run.schedule, self.fp16, self.run.progress.step
         held_steps = 0 if fp16 is None else fp16.held_steps
         factors = schedule.lr_factors(first_step - held_steps, last_step)

@@ -81,10 +81,7 @@ class WholeStep:
         return iter(listed)
 
     def take(self, data: Any, weight: Tensor) -> Taken:
-        """Take the next step: its loss, how many items, and the norm of its gradients if that is logged.
-
-        The next one may overwrite them. Raises `NotCompiledError`, with nothing changed.
-        """
+        """Take the next step, which may overwrite what the last one returned, or raise `NotCompiledError`."""
         if self._plain is None:
             raise NotCompiledError("no first step was rehearsed")
         taken = self._take(data, weight, next(self._rows))

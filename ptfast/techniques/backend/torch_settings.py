@@ -112,14 +112,12 @@ def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahea
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this rank; `auto` takes a GPU if there is one. E005 if the device is not there.
-
-    A launcher may show each rank only its own GPU, which is then the first for each of them.
-    """
+    """The device of this rank; `auto` takes a GPU if there is one. E005 if the device is not there."""
     if problem := cannot_run(lack_of_device(name), "device", name):
         raise problem
     name = device_type(name)
     if name == "cuda":
+        # A launcher may show each rank only its own GPU.
         return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     return torch.device(name)
 

@@ -73,10 +73,7 @@ class Average:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the averages into the model, and afterwards its own weights and buffers back, bit for bit.
-
-        The weights stay if there is no average yet.
-        """
+        """Put averages, if any yet, into the model, and afterwards its own weights back, bit for bit."""
         if not self.ready:
             yield
             return
@@ -120,7 +117,7 @@ class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`, of about 1 / (1 - decay) steps.
 
     It includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
-    linger. Steps skipped by fp16 do not count: the same weights would count twice.
+    linger. Skipped steps do not count.
 
     Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
     more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as

@@ -110,10 +110,7 @@ def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e
 
 
 def head_of(model: nn.Module) -> list[Tensor]:
-    """Parameters of the last module that holds a matrix, in the order of modules: a classifier's last layer.
-
-    A matrix that another module shares, as in language models, is spared there as well.
-    """
+    """Parameters of the last module that holds a matrix, in the order of modules."""
     matrices = [n for n, p in model.named_parameters(remove_duplicate=False) if p.ndim >= 2]
     if not matrices:
         return []

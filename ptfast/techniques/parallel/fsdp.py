@@ -106,10 +106,7 @@ class Sharded:
             self.module.set_requires_gradient_sync(True)
 
     def check_gradients(self) -> None:
-        """Refuse, with C011, parameters that a backward pass has left without a gradient.
-
-        Ranks on which they differ would add up gradients of different parameters.
-        """
+        """Refuse, with C011, parameters without a gradient: ranks that differ would add up different ones."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused:

@@ -87,10 +87,7 @@ class SyncedBatchNorm(BatchNorm):
 
 
 class _Normalized(torch.autograd.Function):
-    """`(x - mean) / sqrt(var + eps) * weight + bias` over the samples and positions of all ranks.
-
-    It merges the ranks' statistics, not their sums of squares, which would cancel.
-    """
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the samples and positions of all ranks."""
 
     @staticmethod
     def forward(
@@ -102,6 +99,7 @@ class _Normalized(torch.autograd.Function):
         variance, mean = torch.var_mean(wide, dims, correction=0)
         number = torch.full((1,), x.numel() / x.size(1) if counts else 0.0, device=x.device, dtype=mean.dtype)
         own = torch.cat([mean, variance, number])
+        # Statistics are merged: sums of squares would cancel.
         by_rank = gathered(own, torch.distributed.get_world_size())
         means, variances, numbers = by_rank.split([len(mean), len(mean), 1], dim=1)
         count = numbers.sum().clamp(min=1)

@@ -13,10 +13,7 @@ _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
 class FusedRMSNorm(nn.Module):
-    """An RMS norm over the last dimension, as one kernel on a GPU; its weight is that of the module it was.
-
-    Inputs and weights of two types meet in the wider one, which is that of the output.
-    """
+    """An RMS norm over the last dimension, as one kernel on a GPU, in the wider type of input and weight."""
 
     weight: Tensor
     eps: float

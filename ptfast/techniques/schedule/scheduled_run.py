@@ -22,10 +22,7 @@ from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
 @dataclass
 class LrSchedule:
-    """Learning-rate factors and momenta of a run, by step counted from 0.
-
-    Steps skipped by fp16 do not advance it: callers count the steps taken.
-    """
+    """Learning-rate factors and momenta of a run, by steps taken, counted from 0."""
 
     factor: Curve
     """The factor on every group's base rate, without warm-up."""
@@ -51,10 +48,7 @@ class LrSchedule:
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
-        """Return True if a run of `total_steps` has the same figures in its first `num_steps`.
-
-        After that many steps, such a run can be made as long as this one.
-        """
+        """Return True if a run of `total_steps` can, after `num_steps`, be made as long as this one."""
         if self.of_length is None:
             return False
         other = self.of_length(total_steps=total_steps)

@@ -22,13 +22,9 @@ def library_of(model: nn.Module) -> str:
 
 
 def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
-    """Write a model of timm or transformers as its own library saves it; None for any other model.
+    """Write the plain model of `run` as timm or transformers save their own; None for any other model.
 
-    Args:
-        run: whose model is plain and holds the weights to write.
-
-    Returns:
-        A function that loads the model from the folder by that library.
+    Returns a function that loads it from the folder by that library.
     """
     info, model = run.info, run.model
     names, side = list(info.class_names or ()), (info.input_shape or (0,))[-1]

@@ -165,10 +165,7 @@ def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
 
 
 def eval_batch_size(run: PartialRun) -> int:
-    """Samples of a forward pass in evaluation on one rank; by default little more than fits in training.
-
-    Small samples are evaluated by hundreds, sequences two micro-batches at a time: there are no gradients.
-    """
+    """Samples of a forward pass in evaluation on one rank: more than in training, without gradients."""
     info, micro_batch_size = run.info, run.config.batch_size // run.micro_batches
     if run.config.eval.batch_size is not None:
         return run.config.eval.batch_size

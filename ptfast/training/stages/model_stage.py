@@ -265,15 +265,13 @@ def shape_model(run: PartialRun) -> None:
 
 
 def _find_input_type(run: PartialRun) -> torch.dtype:
-    """The type of training images: half if a known model casts them anyway and nothing else sees them.
-
-    Each must begin at a whole cache line, as casts do, or kernels may sum in another order.
-    """
+    """The type of training images: half if a known model casts them anyway and nothing else sees them."""
     model, task, config = run.model, run.task, run.config
     half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
     ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
     known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
     seen = run.plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
+    # As casts are: kernels may sum in another order where images begin within a cache line.
     aligned = run.info.input_shape is not None and math.prod(run.info.input_shape) % 32 == 0
     if half is None or not (ours and known and aligned and run.splits.train.images) or seen:
         return torch.float32
