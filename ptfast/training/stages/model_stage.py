@@ -32,8 +32,7 @@ from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-from ptfast.techniques.precision.half_inputs import casts_inputs
-from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
+from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights, casts_inputs
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
 from ptfast.training.stages.data_stage import few_samples
