@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
@@ -49,7 +49,7 @@ class Shape:
     warm-up included.
     """
 
-    spans_run: ClassVar[bool] = False
+    spans_run: bool = False
 
     def factor(self, span: Span) -> Curve:
         """The factor on every parameter group's base rate, by step."""
@@ -109,7 +109,7 @@ class Linear(Shape):
     """A straight line from the base rate to `end` times it."""
 
     end: float = 0.0
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def factor(self, span: Span) -> Curve:
         return _to_end(span.total_steps, self.end, lambda left: left)
@@ -120,7 +120,7 @@ class Cosine(Shape):
     """Half a cosine wave from the base rate to `end` times it (Loshchilov, Hutter 2017, arXiv:1608.03983)."""
 
     end: float = 0.0
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def factor(self, span: Span) -> Curve:
         return _to_end(span.total_steps, self.end, lambda left: (1 - math.cos(math.pi * left)) / 2)
@@ -132,7 +132,7 @@ class Polynomial(Shape):
 
     power: float = 1.0
     end: float = 0.0
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def factor(self, span: Span) -> Curve:
         power = self.power
@@ -166,7 +166,7 @@ class OneCycle(Shape):
     anneal: Literal["linear", "cosine"] = "linear"
     momentum_max: float | None = 0.95
     momentum_min: float | None = 0.85
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def __post_init__(self) -> None:
         self.rise = Duration.parse(self.rise, "steps")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -100,14 +100,18 @@ def build_shape(target: Target, lr: float) -> Shape:
         return TorchScheduler(target, lr)
     if inspect.isclass(found):
         return target.build()
-    return FunctionOfRun(target) if "num_steps" in keywords(found) else FunctionOfStep(target)
+    return UserFunction(target, spans_run="num_steps" in keywords(found))
 
 
 @dataclass
-class FunctionOfStep(Shape):
-    """The user's `factor(step)`, called before training, once for each step, counted from 0."""
+class UserFunction(Shape):
+    """The user's `factor(step)`, called before training, once for each step, counted from 0.
+
+    One that takes `num_steps` as well starts after the warm-up, and spans the rest of the run.
+    """
 
     target: Target
+    spans_run: bool
 
     def factor(self, span: Span) -> Curve:
         function: Callable[..., Any] = partial(self.target.resolve(), **built(self.target.kwargs))
@@ -125,12 +129,6 @@ class FunctionOfStep(Shape):
                 _refuse(self.target, f"at step {step} it gives {given}, where a factor of at least 0 is due")
             factors.append(number)
         return _curve(factors)
-
-
-class FunctionOfRun(FunctionOfStep):
-    """The user's `factor(step, num_steps)`, which starts after the warm-up and spans the rest."""
-
-    spans_run: ClassVar[bool] = True
 
 
 @dataclass
