@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.distributed import Ranks, gathered
+from ptfast.core.distributed import Ranks, broadcast_buffers, gathered
 from ptfast.core.tensors.torch_internals import BatchNorm
 
 
@@ -69,9 +69,7 @@ class OrderedSums(nn.Module):
             for index in range(rank * share, (rank + 1) * share):
                 add_part(self._layouts[-1], Part(index, 1, []))
         self._statistics = OrderedStatistics(model, ranks)
-        if ranks.num_ranks > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                torch.distributed.broadcast(tensor.detach(), 0)
+        broadcast_buffers([each.detach() for each in (*model.parameters(), *model.buffers())], ranks)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.module(*inputs, **keywords)
