@@ -1,10 +1,4 @@
-"""LAMB: Adam whose step in every layer is as long as the layer's own norm says.
-
-Written from the paper: You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh 2020, "Large
-Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962, Algorithm 2. NVLAMB's
-clipping from its description: Sreenivas et al. 2019, "Pretraining BERT with Layer-wise Adaptive Learning
-Rates", NVIDIA developer blog; as in apex's FusedLAMB, to a norm, not always divided by it.
-"""
+"""LAMB: Adam whose step in every layer is as long as the layer's own norm says."""
 
 from __future__ import annotations
 
@@ -28,7 +22,6 @@ class Lamb(LayerwiseOptimizer):
     the layer.
 
     Args:
-        params: parameters or groups of them; a group may set every keyword below for itself.
         lr: relative length of a step, dimensionless, >= 0; about 1e-3 to 1e-2.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
@@ -40,7 +33,8 @@ class Lamb(LayerwiseOptimizer):
 
     Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written before its norm is known,
     and a pass over the gradients for `max_grad_norm`; Adam's two moments, and room for the update of the
-    longest layer.
+    longest layer. Written from You et al. 2020, arXiv:1904.00962, Algorithm 2, and for NVLAMB from Sreenivas
+    et al. 2019, NVIDIA developer blog; clipped as in apex's FusedLAMB.
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")

@@ -1,8 +1,4 @@
-"""LARS: SGD with momentum whose step in every layer is a fixed share of the layer's own norm.
-
-Written from the paper: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks",
-arXiv:1708.03888, Algorithm 1.
-"""
+"""LARS: SGD with momentum whose step in every layer is a fixed share of the layer's own norm."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ class Lars(LayerwiseOptimizer):
     momentum, as there; the paper applies it before, which is the same while the rate is constant.
 
     Args:
-        params: parameters or groups of them; a group may set every keyword below for itself.
         lr: >= 0; times `trust`, the relative length of a step. 1-d parameters know only `lr`: rather than
             above 1, where biases diverge, raise `trust`.
         momentum: decay of the velocity, in [0, 1).
@@ -36,7 +31,8 @@ class Lars(LayerwiseOptimizer):
         eps: added to the denominator, >= 0.
         exclude_1d: take 1-d parameters (biases, norm weights) as SGD would, without scaling or decay.
 
-    Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state.
+    Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state. Written from You, Gitman,
+    Ginsburg 2017, arXiv:1708.03888, Algorithm 1.
     """
 
     layer_state = ("momentum_buffer",)

@@ -28,9 +28,9 @@ class LayerwiseOptimizer(Optimizer):
     A step runs every operation over a list of layers (multi-tensor) and never waits for the device. On the
     CPU the lists are short enough for the cache, and longer layers are cut.
 
-    `None` gradients, groups, closures, saving, loading and fp16 scaling work as in torch's fused optimizers,
-    and gradients stay as they are. Half-precision parameters are updated in float32 and have float32 state,
-    but the weights are rounded after every step: there are no master weights.
+    `None` gradients, groups, closures, saving, loading and fp16 scaling work as in torch's fused optimizers;
+    a group may set every keyword for itself. Half-precision parameters are updated in float32 and have
+    float32 state, but the weights are rounded after every step: there are no master weights.
     """
 
     _step_supports_amp_scaling = True

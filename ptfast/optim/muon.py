@@ -1,10 +1,4 @@
-"""Muon for the hidden matrices of a model and AdamW or SGD for the rest, as one optimizer.
-
-Sources: Jordan, Jin, Boza, You, Cesista, Newhouse, Bernstein 2024, "Muon: An optimizer for hidden layers in
-neural networks"; Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982; for normalised
-weights KellerJordan/cifar10-airbench, `airbench94_muon`; for cautious decay Chen et al. 2025,
-arXiv:2510.12402. The other parameters' step is torch's own.
-"""
+"""Muon for the hidden matrices of a model and AdamW or SGD for the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -62,7 +56,9 @@ class Muon(Optimizer):
         model: gives parameters their names and modules.
 
     Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m; half
-    of AdamW's state. With fp16 gradient scaling the host waits for every step's check.
+    of AdamW's state. With fp16 gradient scaling the host waits for every step's check. Sources: Jordan et al.
+    2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, arXiv:2502.16982;
+    `normalize` from KellerJordan/cifar10-airbench, `cautious` from Chen et al. 2025, arXiv:2510.12402.
     """
 
     def __init__(
