@@ -181,8 +181,7 @@ class Trainer:
                         # during backward, and gathering FSDP's weights, count as forward and backward.
                         loss.register_hook(lambda _: after_backward(partial(mark, "gradient_sync")))
                     mark("backward")
-                    # A rank without samples runs a dummy of weight 0, so that every rank joins the
-                    # collectives.
+                    # A rank without samples joins the collectives by a dummy of weight 0.
                     backward(loss, weight if num_samples else weight * 0)
                 if sums is not None:
                     sums.keep(self.first_micro_batch + index)
@@ -329,9 +328,8 @@ class Trainer:
 
 def build_checked_steps(run: Run, parameters: list[Tensor]) -> CheckedSteps:
     """Build what leaves out the steps of a run whose loss or gradients are not finite."""
-    counts = {"first_step": run.progress.step, "skipped_steps": run.progress.skipped_steps}
     steps = CheckedSteps(
-        run.optimizer, build_step, parameters, run.device, run.ranks, limit=run.skip_limit, **counts
+        run.optimizer, build_step, parameters, run.device, run.ranks, run.progress, run.skip_limit
     )
     if steps.waits:
         name = type(run.optimizer).__name__

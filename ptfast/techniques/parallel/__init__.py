@@ -60,20 +60,21 @@ class Parallel(Section):
     """fsdp: gather weights of linear layers as float8, under `precision.float8`."""
 
 
-_OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": False}
-"""Keys that only `ddp` follows, with their values when off."""
+_OF_ONE_STRATEGY = {
+    "ddp": {"compression": "none", "static_graph": False, "unused_parameters": False},
+    "fsdp": {"float8_gather": False},
+}
+"""Keys that only one strategy follows, with their values when off."""
 
 
 def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse keys of another strategy."""
-    if parallel.strategy != "ddp":
-        for name, off in _OF_DDP.items():
-            if (value := getattr(parallel, name)) != off:
-                what, hint = f"belongs to parallel=ddp, not {parallel.strategy}", "Use parallel=ddp"
+    for strategy, keys in _OF_ONE_STRATEGY.items():
+        for name, off in keys.items():
+            if parallel.strategy != strategy and (value := getattr(parallel, name)) != off:
+                what = f"belongs to parallel={strategy}, not {parallel.strategy}"
+                hint = f"Use parallel={strategy}"
                 yield ConfigError("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
-    if parallel.float8_gather and parallel.strategy != "fsdp":
-        what, hint = f"belongs to parallel=fsdp, not {parallel.strategy}", "Use parallel=fsdp"
-        yield ConfigError("C011", what, key="parallel.float8_gather", value=True, suggestion=hint)
     if parallel.strategy == "single":
         for name in ("nproc", "nnodes", "rdzv"):
             if (value := getattr(parallel, name)) not in (1, "auto", None):
@@ -353,6 +354,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     ),
 )
 
+_FREE = (
+    *("strategy", "nproc", "nnodes", "rdzv", "timeout", "max_restarts", "blocks", "prefetch"),
+    *("wrap_one_rank", "gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
+)
+
 FAMILY = Family(
     name="parallel",
     rules=(
@@ -371,8 +377,9 @@ FAMILY = Family(
             "parallel.strategy", ("ddp",), "parallel.bucket_mb", "parallel.gradient_as_bucket_view"
         ),
         Unused.unless("parallel.strategy", ("fsdp",), "parallel.blocks", "parallel.prefetch"),
-        Unused.unless("parallel.strategy", ("ddp", "fsdp"), "parallel.wrap_one_rank"),
-        Unused.unless("parallel.strategy", ("ddp", "fsdp"), "parallel.max_restarts"),
+        Unused.unless(
+            "parallel.strategy", ("ddp", "fsdp"), "parallel.wrap_one_rank", "parallel.max_restarts"
+        ),
         Unused(
             ("parallel.rdzv",),
             lambda parallel: parallel.nnodes > 1 or bool(os.environ.get("PET_NNODES")),
@@ -380,14 +387,7 @@ FAMILY = Family(
             "parallel.nnodes=2",
         ),
     ),
-    free_keys=tuple(
-        f"parallel.{name}"
-        for name in (
-            *("strategy", "nproc", "nnodes", "rdzv", "timeout", "blocks", "prefetch", "wrap_one_rank"),
-            "max_restarts",
-            *("gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
-        )
-    ),
+    free_keys=tuple(f"parallel.{name}" for name in _FREE),
     panel=panel,
     techniques=TECHNIQUES,
 )

@@ -54,8 +54,6 @@ def apply_rewrites(
             ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
             resolved.channels_last = 2 * sum(ungrouped) > len(ungrouped)
     if resolved.channels_last:
-        # Convolution kernels read all channels of a pixel together, so the default layout is converted back
-        # and forth around each of them.
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     dropped = before.dropped_biases
     if dropped is None and cancelled_biases is not None and not rewrites.bias_before_norm:
