@@ -153,10 +153,7 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return True if fused steps run and move weights as others do.
-
-    Before torch 2.14 SGD's hardly moves half-width weights on a CPU.
-    """
+    """Return True if fused steps run and move weights as others do; on a CPU, SGD's may not in half width."""
     kinds = {(p.device, p.dtype): torch.zeros(64, device=p.device, dtype=p.dtype) for p in parameters}
     # Not every torch accepts sharded parameters.
     kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
@@ -202,10 +199,7 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
 
 
 def _keep_compiler_unimported() -> None:
-    """Let optimizers be built, saved and loaded without torch's compiler, whose import takes 2 s.
-
-    Torch imports it to hide these methods from it when each is first called.
-    """
+    """Hide methods from torch's compiler without importing it, as torch would for 2 s when it calls them."""
     if "torch._dynamo" in sys.modules:
         return
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):

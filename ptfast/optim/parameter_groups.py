@@ -126,10 +126,7 @@ class Grouping:
             raise ConfigError("C011", "every parameter is frozen throughout", key="optimizer.groups")
 
     def parts(self) -> list[dict[str, Any]] | None:
-        """The parameters that train, as groups in the model's order; None without settings.
-
-        Each has `lr_scale`, a factor on the optimizer's rate, and if set `weight_decay` and `optimizer`.
-        """
+        """Groups of the parameters that train, with their settings, in the model's order; None without any."""
         if self.note is None:
             return None
         parts: dict[RequestedGroup, dict[str, Any]] = {}

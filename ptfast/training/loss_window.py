@@ -245,10 +245,7 @@ class LossWindow:
         return NumericsError("N001", what, suggestion=hint)
 
     def report(self, look: Look, *, logs: bool) -> None:
-        """Show `look` on the terminal, and if it `logs`, write its line and open the next window.
-
-        Figures that are still on their way are reported by the next `settle`.
-        """
+        """Show `look`, by the next `settle` if it is still on its way; if it `logs`, open the next window."""
         run = self._run
         self.unread, look.logs = look, logs
         if logs:

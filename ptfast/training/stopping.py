@@ -146,10 +146,7 @@ class Signals:
             raise self._unsaved("again ")
 
     def watch(self, heard: socket.socket) -> None:
-        """Abort the process group if code outside of Python keeps a rank from handling signals, then leave.
-
-        `heard` gets a byte with every signal, whatever the main thread does.
-        """
+        """Abort the process group, then leave, if Python handles no signal that `heard` has a byte for."""
         came_s: float | None = None
         with heard:
             while True:

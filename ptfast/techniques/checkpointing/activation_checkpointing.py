@@ -182,14 +182,12 @@ class CheckpointedForward:
 
 
 def choose(kept: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `selective` does with the result of an operation, if it keeps those of `kept`.
-
-    Attention with dropout is computed again, or the dropout after it would draw other numbers than before.
-    """
+    """What `selective` does with the result of an operation, if it keeps those of `kept`."""
     if op not in kept:
         return Policy.PREFER_RECOMPUTE
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # Attention with dropout is computed again, or the dropout after it would draw other numbers.
     return Policy.PREFER_RECOMPUTE if given.get("dropout_p") else Policy.MUST_SAVE
 
 

@@ -105,11 +105,7 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             raise _unused_error(unused) from error
 
     def check_gradients(self) -> None:
-        """Refuse, with C011, parameters that a backward pass has left without a gradient.
-
-        DDP would notice it in the next forward pass, one wrong step later: gradients that share a bucket with
-        a missing one are not averaged.
-        """
+        """Refuse, with C011, parameters without a gradient, which DDP notices one wrong step later."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused and not self.finds_unused:

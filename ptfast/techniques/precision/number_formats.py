@@ -149,10 +149,7 @@ class MatmulTrial(NamedTuple):
 def try_matmuls(
     settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
 ) -> dict[Matmul, MatmulTrial]:
-    """Error and speed of float32 products at each of `settings`, beside `highest`, in some 50 ms.
-
-    The hardware decides what `medium` is: another library, bfloat16 or TF32. Leaves the setting changed.
-    """
+    """Error and speed of float32 products at each of `settings`, in some 50 ms; the setting stays changed."""
     size = PROBE_SIZE.get(device.type, 512)
     draws = torch.Generator().manual_seed(0)
     left, right = (torch.randn(size, size, generator=draws).to(device) for _ in range(2))

@@ -63,10 +63,7 @@ def build_plain_model(run: PartialRun) -> None:
 
 
 def check_fits(run: PartialRun) -> None:
-    """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
-
-    A model that fails on the meta device, where not every one runs, is tried on two samples.
-    """
+    """Refuse a model that cannot take what the data gives, in a line with the key that mends it."""
     config, target, model, task = run.config, run.config.model.target, run.model, run.task
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
@@ -75,6 +72,7 @@ def check_fits(run: PartialRun) -> None:
         return
     if isinstance(run.splits.train, IterableSource):
         return
+    # It fails on the meta device, where not every model runs: two samples tell.
     twin = copy.deepcopy(model)
     if run.precision.half_weights:
         apply_half_weights(twin)
@@ -155,10 +153,7 @@ def _fetching(section: Model) -> Iterator[None]:
 
 
 def place_model(run: PartialRun) -> None:
-    """Bring the model into the form that computes, in place: number format, device, rewrites, first weights.
-
-    A saved model has no data to find cancelled biases with: those it was trained without are dropped.
-    """
+    """Bring the model into the form that computes: number format, device, rewrites, first weights."""
     model, has_data = run.model, run.data is not None
     backend, device = run.config.backend, run.device
     many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
@@ -181,6 +176,7 @@ def place_model(run: PartialRun) -> None:
         run.config.rewrites,
         kind=run.info.kind,
         device=run.device,
+        # A saved model drops those that it was trained without.
         cancelled_biases=partial(on_first_rank, partial(_cancelled_biases, run), run.ranks)
         if has_data
         else None,
