@@ -46,13 +46,11 @@ class Grouping:
     """Settings of the parameters of a model, by plain name.
 
     A rate is that of the optimizer, times `layer_decay` for every layer above (`layer_depths`), times an
-    entry's `lr_scale`. All entries of `groups` that match a parameter apply to it; where two set the same
-    key, the later one counts. A parameter that several modules share may be matched by any of its names.
+    entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `backbone_from` and entries before it. A
+    parameter that several modules share may be matched by any of its names.
 
     Args:
         model: the plain model.
-        section: an entry of `groups` overrides `decay_1d` and `backbone_from`; `layer_decay` is about 0.65
-            to 0.9 for fine-tuning transformers.
         dropped: names of parameters that a rewrite has removed; patterns may match them.
 
     Raises:
@@ -126,7 +124,7 @@ class Grouping:
             raise ConfigError("C011", "every parameter is frozen throughout", key="optimizer.groups")
 
     def parts(self) -> list[dict[str, Any]] | None:
-        """Groups of the parameters that train, with their settings, in the model's order; None without any."""
+        """Groups of the parameters that train, with their settings, in the model's order; or None."""
         if self.note is None:
             return None
         parts: dict[RequestedGroup, dict[str, Any]] = {}

@@ -30,7 +30,7 @@ from ptfast.training.stopping import Stopped, interruptible
 class ViewAveraged(nn.Module):
     """The mean of a model's outputs over images, their mirror images, and both moved by some pixels.
 
-    Several views of one image err less than one: some tenths of a point of accuracy without training.
+    Several views of one image err less than one: some tenths of a point of accuracy.
 
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
@@ -39,8 +39,7 @@ class ViewAveraged(nn.Module):
             and left, and down and right, whose new pixels are reflected from inside.
 
     Cost: twice the forward passes of an evaluation for `flip`, times three for `shift`. Source: Krizhevsky,
-    Sutskever, Hinton 2012; the weights of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
-    arXiv:2404.00498.
+    Sutskever, Hinton 2012; the weights of Jordan 2024, arXiv:2404.00498.
     """
 
     def __init__(self, model: nn.Module, *, flip: bool, shift: int = 0) -> None:

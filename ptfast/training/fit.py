@@ -38,8 +38,7 @@ def fit(run: Run) -> str:
 
     Returns:
         `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
-        (by a signal). The state is saved in every case; an evaluation that a signal has cut short, or that
-        fails, is due again when the run is resumed.
+        (by a signal). The state is saved; an evaluation that was cut short is due again.
 
     Raises:
         PtfastError: N001 if the loss is no longer finite; D006 if the data ends before the last step.

@@ -13,7 +13,7 @@ from ptfast.optim import plain_steps
 from ptfast.optim.build_optimizer import apply_lr
 from ptfast.optim.plain_steps import PlainStep
 from ptfast.run import Run
-from ptfast.techniques.compile.compilation import NotCompiledError, traces_backward
+from ptfast.techniques.compile.compilation import NotCompiledError
 from ptfast.techniques.gradients.clipping import global_norm
 
 Rate = tuple[float, float | None]
@@ -107,7 +107,9 @@ def build_whole_step(run: Run, dtype: torch.dtype, *, plain: bool) -> WholeStep 
 
 def obstacle(run: Run) -> str | None:
     """Why the steps of a run cannot be compiled whole; None if they can be tried."""
-    if not traces_backward():
+    from torch._dynamo import config
+
+    if not hasattr(config, "trace_autograd_ops"):
         return f"torch {torch.__version__} cannot compile a backward pass, as 2.11 does"
     if takes_own_steps(run.task):
         return "the task takes its own steps"

@@ -227,13 +227,6 @@ class Compilation:
         return report
 
 
-def traces_backward() -> bool:
-    """Return True if this torch can put a backward pass into a graph."""
-    from torch._dynamo import config
-
-    return hasattr(config, "trace_autograd_ops")
-
-
 def num_compiled() -> int:
     """Graphs that this process has compiled so far. Does not import the compiler."""
     dynamo: Any = sys.modules.get("torch._dynamo")
