@@ -26,8 +26,6 @@ FOREACH_DEVICES = ("cuda", "xpu")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 FUSED: dict[type[Optimizer], tuple[str, ...]] = {SGD: ("momentum_buffer",), Adam: _MOMENTS, AdamW: _MOMENTS}
 """The state that a fused step takes, by optimizer."""
-KERNELS = ("fused", "foreach")
-"""Keys of a parameter group that choose the kernels of its step."""
 
 
 def build_optimizer(
@@ -101,7 +99,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     of_key = dict(zip(keys, parameters, strict=True))
     parts = {k: map_tensors(partial(shard_like, of_key.get(k)), kept) for k, kept in state["state"].items()}
     # This run chooses the kernels, and torch moves step counts to where they need them.
-    own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
+    names = ("fused", "foreach")
+    own = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict({**state, "state": parts, "param_groups": groups})
     fused = {parameter for own in optimizer.param_groups if own.get("fused") for parameter in own["params"]}

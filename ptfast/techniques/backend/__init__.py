@@ -42,11 +42,10 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
     until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
     searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
     held = "freed blocks are kept for the next step" if resolved.holds_memory else None
-    may_plan = resolved.cudnn_attention
-    unplanned = "not by cuDNN, which plans anew for every length" if may_plan is False else None
+    unplanned = "not by cuDNN, which plans anew for every length"
     return {
         "kernels": "deterministic" if resolved.deterministic else searched,
-        "attention": unplanned,
+        "attention": unplanned if resolved.cudnn_attention is False else None,
         "memory": "in segments that grow" if resolved.expands_segments else held,
     }
 
