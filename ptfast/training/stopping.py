@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LATE_S = 5.0
-"""How long several ranks keep waiting for data after a signal, so that all end after the same step if it
-comes; then, how long they wait for each other. Also the interval at which a signalled run is checked."""
+"""How long several ranks wait for data after a signal, then for each other; how often a run is checked."""
 HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
-"""How long a step, the evaluation of a batch or a callback may go on after a signal, on one rank or among
-several; twice a step's usual time if that is more."""
+"""How long a step, a batch or a callback may go on after a signal, on one rank or among several."""
 UNHANDLED_S = 10.0
 """The same for a call that keeps Python from handling the signal: a rank that waits for another."""
 SAVING_S, SLOW_DISK_BYTES_PER_S = 60.0, 2e6

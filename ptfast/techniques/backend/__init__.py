@@ -102,7 +102,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="attention without cuDNN",
         kind="reordered",
         on=("backend.cudnn_attention=false",),
-        off=("backend.cudnn_attention=true",),
         why="Torch prefers cuDNN's attention on new GPUs, and cuDNN plans anew for every length.",
         claim="None: no figure by others is known.",
         source="PyTorch 2.5 release notes, 'cuDNN backend for SDPA'.",

@@ -27,8 +27,7 @@ T = TypeVar("T")
 STEP_SHAPES = 64
 """Shapes that a step compiled whole may come in."""
 MANY_SHAPES = 3
-"""Times that everything is compiled again from which on shapes change too often. Once is usual: the last
-batch of an epoch is shorter."""
+"""Times that everything is compiled again, beyond the usual one for an epoch's last batch."""
 
 
 def apply_compile(

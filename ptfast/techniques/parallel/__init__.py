@@ -260,7 +260,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="float8 weights over the network",
         kind="reduced",
         on=("parallel.float8_gather=true",),
-        off=("parallel.float8_gather=false",),
         why="Ranks gather the weights of linear layers in the 8 bits that they are multiplied in.",
         claim="Half the bytes of bfloat16; part of up to 1.5 times the throughput at 405B on 512 GPUs.",
         source="torchao documentation, 'Quantized Training'.",
