@@ -95,7 +95,9 @@ class Trainer:
                     whole, rates = None, chain([rate], rates)
             if whole is None:
                 if self.buffers is not None:
-                    self.prepare_to_skip(self.buffers)
+                    self.buffers.keep()
+                    if checked is not None and not checked.on_device:
+                        window.remember()
                 if self.optimizers is None:
                     self.accumulate(batch, step)
                 # From here on weights and the optimizer's state change.
@@ -251,12 +253,6 @@ class Trainer:
             what = f"step gives {described(given)}, where the sum of its losses and their count are expected"
             raise UserPart("task", task).error(what)
         self.window.add(given[0].detach(), given[1])
-
-    def prepare_to_skip(self, buffers: KeptBuffers) -> None:
-        """Note what a forward pass changes, before a step that may be left out."""
-        buffers.keep()
-        if self.checked is not None and not self.checked.on_device:
-            self.window.remember()
 
     def leave_out(self, skipped: Tensor, batch: StepBatch) -> None:
         """Take back the last step's figures and statistics if it was `skipped`: 0-d, on the device."""
