@@ -177,13 +177,11 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
     if took_any and step in cadence.epoch_steps:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
-    if not progress.evaluation_due and not (took_any and step in cadence.log_steps):
-        trainer.window.report(segment.look, logs=False)
-        return
-    trainer.window.report(segment.look, logs=True)
-    if run.compilation is not None:
-        advice = run.compilation.complaint(segment.step_s, run.total_steps - trainer.first_step)
-        if advice:
+    logs = progress.evaluation_due or (took_any and step in cadence.log_steps)
+    trainer.window.report(segment.look, logs=logs)
+    if logs and run.compilation is not None:
+        num_steps = run.total_steps - trainer.first_step
+        if advice := run.compilation.complaint(segment.step_s, num_steps):
             run.display.warn(advice)
 
 

@@ -229,14 +229,8 @@ def shape_model(run: PartialRun) -> None:
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
 
-    elastic = config.determinism == "elastic"
-    if elastic and takes_own_steps(run.task):
-        what = "is for gradients that ptfast sums, and this task takes its own steps"
-        hint = "Use determinism=same_ranks"
-        raise ConfigError("C011", what, key="determinism", value="elastic", suggestion=hint)
-
     def wrap() -> Any:
-        if elastic:
+        if config.determinism == "elastic":
             return OrderedSums(model, ranks, run.micro_batches)
         if not ranks.distributed:
             return model
