@@ -52,7 +52,7 @@ def build(
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
-    The optimizer is built once the model has its final place and form: it would hold parameters that nothing
+    An optimizer built before the model has its final place and form would hold parameters that nothing
     trains. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
 
     Args:
