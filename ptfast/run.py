@@ -138,8 +138,6 @@ class Run:
     """Evaluations average over each image and its mirror image."""
     shift: int = 0
     """Evaluations average over images moved by so many pixels; 0 for none."""
-    full_size: int | None = None
-    """Samples that smaller batches of an evaluation are filled up to; None if they stay as they are."""
 
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""

@@ -62,7 +62,7 @@ class RmsNorm(nn.Module):
 
 def norms() -> None:
     """Forward and backward of an RMS norm, by hand and as one kernel."""
-    from ptfast.techniques.rewrites.rms_norms import apply_fused_rms_norm
+    from ptfast.techniques.rewrites.model_rewrites import apply_fused_rms_norm
 
     for width in (768, 4096):
         for dtype in (torch.float32, torch.bfloat16):

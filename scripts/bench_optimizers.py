@@ -34,7 +34,6 @@ from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
-from ptfast.optim.nvlamb import Nvlamb
 
 Shapes = list[tuple[int, ...]]
 LR = 1e-6
@@ -151,7 +150,11 @@ CONTENDERS = (
     Contender("LAMB", ours(Lamb), ((BASE, 1.5), ("timm LAMB", 1.0), ("timm LAMB foreach", 1.0))),
     Contender("timm LAMB", timm("Lamb", **UNCLIPPED)),
     Contender("timm LAMB foreach", timm("Lamb", **UNCLIPPED, foreach=True)),
-    Contender("NVLAMB", ours(Nvlamb), ((CLIPPED, 1.5), ("timm NVLAMB", 1.0), ("timm NVLAMB foreach", 1.0))),
+    Contender(
+        "NVLAMB",
+        ours(Lamb, max_grad_norm=1.0),
+        ((CLIPPED, 1.5), ("timm NVLAMB", 1.0), ("timm NVLAMB foreach", 1.0)),
+    ),
     Contender("timm NVLAMB", timm("Lamb")),
     Contender("timm NVLAMB foreach", timm("Lamb", foreach=True)),
     Contender("NovoGrad", ours(Novograd, **DECAY), ((BASE, 1.5), ("timm NovoGrad", 1.0))),

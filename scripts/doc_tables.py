@@ -6,15 +6,18 @@ in the table of docs/config.md.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ptfast.cli.listing_commands import markdown  # noqa: E402
+from ptfast.config.catalogue import PARTS  # noqa: E402
 from ptfast.config.files import paths  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -43,24 +46,43 @@ def techniques(text: str) -> str:
 
 def stages(text: str) -> str:
     """`text` with the table of what acts in which stage written anew, in the order of the calls."""
-    from ptfast.config.catalogue import FAMILIES
     from ptfast.training import build, step
 
     before, header, rest = text.partition("| stage | what acts there |\n|---|---|\n")
     assert header, "extending.md has lost its table of stages"
-    calls = inspect.getsource(build.build)
-    modules = {**vars(build), **vars(step)}
-    acting = {stage for family in FAMILIES for stage in family.acts}
+    called = [vars(build).get(name) for name in _called_in(build.build)]
+    stages = [each for each in called if inspect.isfunction(each) and ".stages." in each.__module__]
     rows = []
-    for stage in sorted(acting, key=lambda stage: calls.find(f"{stage}(") % (len(calls) + 1)):
-        code = inspect.getsource(modules[stage])
-        found = [
-            (code.find(name.rpartition(".")[2]), f"`{name.rpartition('.')[2]}` ({family.name})")
-            for family in FAMILIES
-            for name in family.acts.get(stage, ())
-        ]
-        rows.append(f"| `{stage}` | {', '.join(words for _, words in sorted(found))} |\n")
+    for stage in (build.build, *stages, step.Trainer):
+        if acting := _of_families(stage):
+            words = ", ".join(f"`{name}` ({family})" for name, family in acting.items())
+            rows.append(f"| `{stage.__name__}` | {words} |\n")
     return before + header + "".join(rows) + rest[re.match(r"(\|.*\n)*", rest).end() :]  # type: ignore[union-attr]
+
+
+def _called_in(code: Any) -> list[str]:
+    """The names that a function or class calls, or passes on, in their order."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(code))) if isinstance(node, ast.Call)]
+    names = [each for call in calls for each in (call.func, *call.args) if isinstance(each, ast.Name)]
+    names.sort(key=lambda name: (name.lineno, name.col_offset))
+    return list(dict.fromkeys(name.id for name in names))
+
+
+def _of_families(stage: Any) -> dict[str, str]:
+    """The functions and classes of families that a stage and its helpers call, with the family's name."""
+    module = sys.modules[stage.__module__]
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    home = {name.name: node.module or "" for node in imports for name in node.names}
+    found: dict[str, str] = {}
+    for name in _called_in(stage):
+        for part in PARTS:
+            if home.get(name, "").startswith(f"{part.__name__}."):
+                found[name] = part.FAMILY.name
+        helper = vars(module).get(name)
+        if inspect.isfunction(helper) and helper.__module__ == stage.__module__ and helper is not stage:
+            found |= _of_families(helper)
+    return found
 
 
 def groups(text: str) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,13 +30,12 @@ from shown import (
 )
 
 from ptfast.cli.command_line import read, run
-from ptfast.config.catalogue import CATALOGUE, PARTS
+from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.editors.json_schema import schema
 from ptfast.config.files import paths
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core import errors
-from ptfast.training import build, step
 from scripts import doc_tables
 
 LINKING = {**PAGES, **{name: (ROOT / name).read_text() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
@@ -317,24 +314,3 @@ def test_every_code_is_explained() -> None:
 def test_the_table_of_stages_is_what_acts_in_them() -> None:
     page = PAGES["docs/extending.md"]
     assert doc_tables.stages(page) == page, "scripts/doc_tables.py writes it"
-
-
-def test_what_a_family_names_is_called_in_that_stage() -> None:
-    """And no stage takes code from a folder of techniques that does not say so."""
-    acting: set[str] = set()
-    for part in PARTS:
-        for stage, names in part.FAMILY.acts.items():
-            found = getattr(step, stage, None) or getattr(build, stage)
-            code = inspect.getsource(sys.modules[found.__module__])
-            for name in names:
-                module, _, function = name.partition(".")
-                assert f"{part.__name__}.{module} import" in code, (stage, name)
-                assert re.search(rf"\b{function}(\(|, )", code), (stage, name)
-                acting.add(f"{part.__name__}.{module}")
-    stages = [ROOT / "ptfast/training/step.py", *ROOT.glob("ptfast/training/stages/*.py")]
-    imported = {
-        name
-        for stage in stages
-        for name in re.findall(r"from (ptfast\.techniques\.\w+\.\w+) import", stage.read_text("utf-8"))
-    }
-    assert imported <= acting

@@ -245,7 +245,7 @@ Image.new("RGB", (16, 16)).save(file, "JPEG")
 assert decode(file.getvalue(), "black.jpg").pixels.shape == (16, 16, 3)
 assert not heavy & set(sys.modules), "decoding"
 optimizers = {"torch.optim.SGD": {"lr": 0.1, "fused": "auto"}}
-ours = "lars.Lars", "lamb.Lamb", "nvlamb.Nvlamb", "novograd.Novograd", "muon.Muon"
+ours = "lars.Lars", "lamb.Lamb", "novograd.Novograd", "muon.Muon"
 for name in ("cautious_adamw.CautiousAdamW", *ours):
     optimizers[f"ptfast.optim.{name}"] = {}
 for path, keywords in optimizers.items():

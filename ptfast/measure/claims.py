@@ -102,7 +102,7 @@ ACCUMULATED: Comparison = (LARGE, "gradients.accumulate=1", "gradients.accumulat
 PADDED: Comparison = (TEXTS, "batching=none", "batching=longest", ())
 BUCKETS: Comparison = (TEXTS, "batching=longest", "batching=buckets", ())
 NO_GRADIENTS: Comparison = (RESNET, f"model._target_={ZEROED}", "", ())
-POINTWISE: Comparison = (TEXTS, "compile=none", "compile=pointwise", ("compiler",))
+COMPILED: Comparison = (TEXTS, "compile=none", "compile=model", ("compiler",))
 
 CLAIMS = (
     Claim("mixed precision", "1.5 to 5.5 times float32", AMP, *AUTOCAST, least=1.5),
@@ -132,7 +132,7 @@ CLAIMS = (
         *NO_GRADIENTS,
         against="filled with zeros",
     ),
-    Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *POINTWISE),
+    Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *COMPILED),
     Claim(
         *("one cycle", "10 times fewer steps than in steps", ONE_CYCLE),
         takes="hours of training: ptfast race, see docs/race.md",

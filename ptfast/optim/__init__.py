@@ -8,20 +8,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
+from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.section import (
     Count,
     Family,
     NotNegative,
     Part,
-    Place,
     Positive,
     Section,
     TargetSection,
     Unused,
 )
-from ptfast.core.sections.targets import keywords
 from ptfast.optim.optimizer_records import OPTIMIZERS, PARAMETERS
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
@@ -65,22 +63,8 @@ class Optimizer(TargetSection):
     """The batch size that learning rate and weight decay are given for."""
 
 
-_WHOLE_LAYERS = (
-    "cautious_adamw.CautiousAdamW",
-    "lars.Lars",
-    "lamb.Lamb",
-    "nvlamb.Nvlamb",
-    "novograd.Novograd",
-    "muon.Muon",
-)
-"""Our optimizers that need whole layers, which fsdp shards."""
-
-
 def one_way_of_clipping(gradients: Gradients, optimizer: Optimizer) -> Iterator[PtfastError]:
-    """Refuse two ways of clipping at once, of which the later would act on what the other has left.
-
-    Norms of groups replace the global norm, and may stand beside it.
-    """
+    """Refuse two ways of clipping at once; norms of groups may stand beside the global norm."""
     names = ("clip_norm", "clip_value", "clip_adaptive")
     ways = [(f"gradients.{name}", value) for name in names if (value := getattr(gradients, name))]
     others = [way for way in ways if way[0] != "gradients.clip_norm"]
@@ -113,21 +97,6 @@ def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
         yield ConfigError("C011", what, key="optimizer.foreach", value=True, suggestion=hint)
 
 
-def momentum_to_cycle(optimizer: Optimizer, schedule: Schedule, place: Place) -> PtfastError | None:
-    """Refuse momenta given on the command line if the optimizer has none; those of an option stay off."""
-    momenta = {name: schedule.target.kwargs.get(name) for name in ("momentum_max", "momentum_min")}
-    typed = [name for name in momenta if momenta[name] and place(f"schedule.{name}") == COMMAND_LINE]
-    words = keywords(optimizer.target.resolve()).items() if typed else ()
-    given = {name: word.default for name, word in words if word.default is not word.empty}
-    given |= optimizer.target.kwargs
-    if not typed or given.get("momentum") or given.get("betas", (0,))[0]:
-        return None
-    what = f"there is no momentum to cycle in {optimizer.target.path} as it is configured"
-    hint = "Leave it out, or choose an optimizer with a momentum or betas, such as optimizer=sgd"
-    key = f"schedule.{typed[0]}"
-    return ConfigError("C011", what, key=key, value=momenta[typed[0]], suggestion=hint)
-
-
 def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse optimizers and freezing that do not work on sharded weights or compressed gradients."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
@@ -140,7 +109,7 @@ def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Ptf
         what = "keeps the error of each bucket, and freezing changes the buckets"
         hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
         yield ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
-    if sharded and path.startswith("ptfast.optim.") and path.endswith(_WHOLE_LAYERS):
+    if sharded and path.startswith("ptfast.optim."):
         what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"
         hint = "Use parallel=ddp, or an element-wise optimizer such as optimizer=adamw"
         yield ConfigError("C011", what, key="optimizer", value=path, suggestion=hint)
@@ -181,7 +150,6 @@ FAMILY = Family(
         no_schedule_beside_schedule_free,
         one_way_of_clipping,
         keys_that_fit_together,
-        momentum_to_cycle,
         sharded_parameters,
     ),
     unused=(
@@ -192,11 +160,6 @@ FAMILY = Family(
             "optimizer.lr_scaling=linear",
         ),
     ),
-    acts={
-        "shape_model": ("parameter_groups.Grouping",),
-        "add_optimizer": ("build_optimizer.build_optimizer", "parameter_groups.scale_for_batch"),
-        "Trainer": ("build_optimizer.build_step",),
-    },
     panel=lambda groups_note: {"parameters": groups_note},
     techniques=(*OPTIMIZERS, *PARAMETERS),
 )

@@ -26,14 +26,12 @@ FOREACH_DEVICES = ("cuda", "xpu")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 FUSED: dict[type[Optimizer], tuple[str, ...]] = {SGD: ("momentum_buffer",), Adam: _MOMENTS, AdamW: _MOMENTS}
 """The state that a fused step takes, by optimizer."""
-KERNELS = ("fused", "foreach")
-"""Keys of a parameter group that choose the kernels of its step."""
 
 
 def build_optimizer(
     target: Target, model: nn.Module, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build the optimizer of the parameters that train; frozen ones are left out, tied ones taken once.
+    """Build the optimizer of the parameters that train, and say how it steps.
 
     A fused optimizer updates all parameters in one kernel instead of several per parameter: 3 to 10 times
     faster steps on the CPU, a few percent of the whole on a GPU. Rounding may differ.
@@ -44,8 +42,8 @@ def build_optimizer(
         groups: the parameters that train, from `Grouping.parts`; None for one group of all.
 
     Returns:
-        The optimizer, whose groups keep their base rate as `initial_lr`, as under torch's schedulers, and how
-        it steps: `fused`, `foreach`, `multi-tensor` (ours) or `for-loop`.
+        The optimizer, whose groups keep their base rate as `initial_lr`; and `fused`, `foreach`,
+        `multi-tensor` (ours) or `for-loop`.
 
     Raises:
         PtfastError: E005 for `fused=true` where that does not run; C005 for a value the optimizer refuses,
@@ -64,21 +62,20 @@ def build_optimizer(
         raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
-    unfused = replace(target, kwargs=kwargs)
     fused = "fused" in takes and bool(wanted) and not kwargs.get("foreach")
-    fused = fused and _runs_fused(unfused, parameters)
+    fused = fused and _runs_fused(replace(target, kwargs=kwargs), parameters)
     if wanted is True and not fused:
         what = f"{target.path} has no fused step for these parameters on {device.type}"
         hint = "Use optimizer.fused=auto"
         raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
+    if fused:
+        kwargs["fused"] = True
+    elif wanted is not False and is_sharded(parameters[0]) and "foreach" in takes:
+        # Lists of sharded weights take a third of the time, and torch chooses them for plain tensors only.
+        kwargs.setdefault("foreach", True)
     # Torch writes its defaults into the groups that it is given.
     given = [dict(group) for group in groups or ()] or parameters
-    if wanted is not False and not fused and is_sharded(parameters[0]) and "foreach" in takes:
-        # An operation on sharded weights costs as much Python for a list as for one weight: lists take a
-        # third of the time. Torch chooses them for plain tensors only.
-        unfused = replace(unfused, kwargs={"foreach": True, **kwargs})
-    chosen = replace(unfused, kwargs={**unfused.kwargs, "fused": True}) if fused else unfused
-    optimizer = _construct(chosen, given, model)
+    optimizer = _construct(replace(target, kwargs=kwargs), given, model)
     _check_decay(optimizer, groups or ())
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)
@@ -93,17 +90,17 @@ def build_optimizer(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore a saved state, each tensor of it in the memory layout that its parameter has now.
+    """Restore a saved state in the memory layout of the parameters, by whose addresses fused kernels go.
 
-    Torch's fused kernels go by addresses: a state in another layout would be applied to other weights, and
-    one of another shape, a ValueError here, would be read beyond its end.
+    ValueError for a state of another shape, which such a kernel would read beyond its end.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
     of_key = dict(zip(keys, parameters, strict=True))
     parts = {k: map_tensors(partial(shard_like, of_key.get(k)), kept) for k, kept in state["state"].items()}
     # This run chooses the kernels, and torch moves step counts to where they need them.
-    own = [{name: group[name] for name in KERNELS if name in group} for group in optimizer.param_groups]
+    names = ("fused", "foreach")
+    own = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict({**state, "state": parts, "param_groups": groups})
     fused = {parameter for own in optimizer.param_groups if own.get("fused") for parameter in own["params"]}
@@ -129,11 +126,7 @@ def state_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
 
 
 def start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Start fused SGD's momentum at zero, before its first step.
-
-    Its first step allocates the buffers without filling them; if that step is skipped because scaled
-    gradients overflow, the next one would read whatever the memory held.
-    """
+    """Start fused SGD's momentum at zero: its first step would leave it unfilled if that step is skipped."""
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"]:
             for parameter in group["params"]:
@@ -159,11 +152,7 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return True if fused steps run and move weights as others do.
-
-    Some optimizers refuse only in a step, and SGD's step of half-width weights on a CPU hardly moves them
-    before torch 2.14.
-    """
+    """Return True if fused steps run and move weights as others do; on a CPU, SGD's may not in half width."""
     kinds = {(p.device, p.dtype): torch.zeros(64, device=p.device, dtype=p.dtype) for p in parameters}
     # Not every torch accepts sharded parameters.
     kinds |= {(p.device, p.dtype): torch.zeros_like(p) for p in parameters if is_sharded(p)}
@@ -209,11 +198,7 @@ def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, An
 
 
 def _keep_compiler_unimported() -> None:
-    """Let optimizers be built, saved and loaded without importing torch's compiler, which takes 2 s.
-
-    Torch imports it to hide these methods from it when each is first called. Nothing changes if the compiler
-    is imported already, or if this torch does not wrap them.
-    """
+    """Hide methods from torch's compiler without importing it, as torch would for 2 s when it calls them."""
     if "torch._dynamo" in sys.modules:
         return
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
@@ -225,9 +210,8 @@ def _keep_compiler_unimported() -> None:
 def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> Callable[[], object]:
     """Build the function that steps `optimizer`: for torch's own and ours, the formula alone, 20 us faster.
 
-    The public method also looks for hooks, opens a profiler range and imports the compiler to break its
-    graph. It is called if the optimizer has hooks or comes from elsewhere, and under a profiler. A fused step
-    goes to its kernel, with lists that are made once instead of in each step, as long as all have gradients.
+    The public method, which imports the compiler, is called if the optimizer has hooks or comes from
+    elsewhere, and under a profiler. A fused step goes to its kernel, with lists that are made once.
 
     `found_inf`, of an optimizer that takes it from a gradient scaler, is 1 on the device to leave a step out.
     """
@@ -236,7 +220,7 @@ def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> C
     public = type(optimizer).step
     formula = inspect.unwrap(public)
     ours = type(optimizer).__module__.startswith(("torch.optim.", "ptfast.optim.")) and formula is not public
-    if not ours or optimizer.defaults.get("differentiable"):
+    if not ours:
         return optimizer.step
     pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 

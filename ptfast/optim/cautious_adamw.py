@@ -1,8 +1,4 @@
-"""AdamW with cautious weight decay: weights decay only where the step moves them towards zero.
-
-Written from the paper: Chen, Li, Liang, Su, Xie, Wang Pierse, Liang, Lao, Liu 2025, "Cautious Weight Decay",
-arXiv:2510.12402, Algorithm 1.
-"""
+"""AdamW with cautious weight decay: weights decay only where the step moves them towards zero."""
 
 from __future__ import annotations
 
@@ -22,13 +18,13 @@ class CautiousAdamW(LayerwiseOptimizer):
         w <- w - lr * (u + weight_decay * [u * w >= 0] * w)
 
     Args:
-        params: parameters or groups of them; a group may set every keyword below for itself.
         lr: >= 0; as for AdamW.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
         weight_decay: >= 0; that of AdamW serves.
 
     Cost: 2.5 of AdamW's fused steps on the CPU: a copy of the weights, and three passes for the decay.
+    Written from Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402, Algorithm 1.
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")

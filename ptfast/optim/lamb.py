@@ -1,15 +1,12 @@
-"""LAMB: Adam whose step in every layer is as long as the layer's own norm says.
-
-Written from the paper: You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh 2020, "Large
-Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962, Algorithm 2.
-"""
+"""LAMB: Adam whose step in every layer is as long as the layer's own norm says."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
-from ptfast.optim.layer_batches import Group, LayerBatch, Tensors, multiplied
+from ptfast.optim.layer_batches import HALF_TYPES, Group, LayerBatch, Tensors, multiplied
 from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
 
 
@@ -25,17 +22,19 @@ class Lamb(LayerwiseOptimizer):
     the layer.
 
     Args:
-        params: parameters or groups of them; a group may set every keyword below for itself.
         lr: relative length of a step, dimensionless, >= 0; about 1e-3 to 1e-2.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
         weight_decay: >= 0, within the trust ratio as above.
+        max_grad_norm: longest norm of the gradients of all groups as one vector, > 0, to which they are
+            clipped for the moments: large early ones would shorten thousands of later steps. NVLAMB takes 1.
         norm_range: bounds that phi clamps a layer's norm to, e.g. [0, 10]; none by default: phi(x) = x.
-        adapt: scale steps; without it a step is AdamW's.
         exclude_1d: take 1-d parameters (biases, norm weights) as Adam would, without scaling or decay.
 
-    Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written before its norm is known;
-    Adam's two moments, and room for the update of the longest layer.
+    Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written before its norm is known,
+    and a pass over the gradients for `max_grad_norm`; Adam's two moments, and room for the update of the
+    longest layer. Written from You et al. 2020, arXiv:1904.00962, Algorithm 2, and for NVLAMB from Sreenivas
+    et al. 2019, NVIDIA developer blog; clipped as in apex's FusedLAMB.
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")
@@ -48,35 +47,51 @@ class Lamb(LayerwiseOptimizer):
         betas: tuple[Fraction, Fraction] = (0.9, 0.999),
         eps: Positive = 1e-6,
         weight_decay: NotNegative = 0.01,
+        max_grad_norm: float | None = None,
         norm_range: tuple[float, float] | None = None,
-        adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be above 0, not {max_grad_norm}")
         super().__init__(params, defaults_of(locals()))
+
+    def _grad_factor(self, device: torch.device) -> Tensor | None:
+        unscale, longest = super()._grad_factor(device), self.defaults["max_grad_norm"]
+        if longest is None:
+            return unscale
+        layers = (layer for group in self.param_groups for layer in group["params"])
+        # Sparse ones are refused where layers are stepped; some versions of torch have no norm of them.
+        grads = [layer.grad for layer in layers if layer.grad is not None and not layer.grad.is_sparse]
+        if not grads:
+            return unscale
+        norms = torch._foreach_norm(grads, dtype=torch.float32 if grads[0].dtype in HALF_TYPES else None)
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))
+        if unscale is None:
+            return (longest / norm).clamp_(max=1)
+        return (longest / (norm * unscale)).clamp_(max=1) * unscale
 
     def _update(self, group: Group, batch: LayerBatch) -> None:
         steps, found_inf = batch.counted_steps(), batch.found_inf
         excluded = group["exclude_1d"] and batch.ndim <= 1
-        decay = 0.0 if excluded else group["weight_decay"]
         adam = {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}
         adam |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
-        buffers, scaling = batch.buffers(self._buffers), not excluded and group["adapt"]
+        buffers = batch.buffers(self._buffers)
         updates: list[Tensors] = []
         weight_sizes: Tensors = []
         update_sizes: Tensors = []
         pairs = zip(buffers, batch.pieces, strict=True)
         for (kept, passing), (weights, grads, exp_avgs, exp_avg_sqs) in pairs:
             state = (batch.scaled(grads, passing), exp_avgs, exp_avg_sqs, [], steps)
-            if not scaling:
-                torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=decay, **adam)
+            if excluded:
+                torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=0.0, **adam)
                 continue
             weight_sizes += batch.sizes(weights)
             # Adam's kernel subtracts: with rate 1 it leaves minus the whole update.
-            update = multiplied(weights, -decay, kept)
+            update = multiplied(weights, -group["weight_decay"], kept)
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
             update_sizes += batch.sizes(update)
             updates.append(update)
-        if not scaling:
+        if excluded:
             return
         norms = batch.norms(weight_sizes)
         if group["norm_range"] is not None:

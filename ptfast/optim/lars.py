@@ -1,8 +1,4 @@
-"""LARS: SGD with momentum whose step in every layer is a fixed share of the layer's own norm.
-
-Written from the paper: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional Networks",
-arXiv:1708.03888, Algorithm 1.
-"""
+"""LARS: SGD with momentum whose step in every layer is a fixed share of the layer's own norm."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ class Lars(LayerwiseOptimizer):
     momentum, as there; the paper applies it before, which is the same while the rate is constant.
 
     Args:
-        params: parameters or groups of them; a group may set every keyword below for itself.
         lr: >= 0; times `trust`, the relative length of a step. 1-d parameters know only `lr`: rather than
             above 1, where biases diverge, raise `trust`.
         momentum: decay of the velocity, in [0, 1).
@@ -34,10 +29,10 @@ class Lars(LayerwiseOptimizer):
         weight_decay: L2 coefficient, >= 0.
         trust: the coefficient above, > 0, about 1e-3 to 2e-2.
         eps: added to the denominator, >= 0.
-        adapt: scale gradients; without it a step is SGD's.
         exclude_1d: take 1-d parameters (biases, norm weights) as SGD would, without scaling or decay.
 
-    Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state.
+    Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state. Written from You, Gitman,
+    Ginsburg 2017, arXiv:1708.03888, Algorithm 1.
     """
 
     layer_state = ("momentum_buffer",)
@@ -51,7 +46,6 @@ class Lars(LayerwiseOptimizer):
         weight_decay: NotNegative = 0.0,
         trust: float = 1e-3,
         eps: Positive = 1e-8,
-        adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
         if not trust > 0:
@@ -62,7 +56,7 @@ class Lars(LayerwiseOptimizer):
         excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
         ratios = None
-        if group["adapt"] and not excluded:
+        if not excluded:
             layer_norms, grad_norms = (
                 batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
                 for column in (0, 1)

@@ -23,11 +23,11 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class LayerBatch:
-    """Layers that are updated together: of one group, device and type, all with a gradient.
+    """Layers that are updated together: of one group, device and type, all with a gradient, all 1-d or none.
 
-    Either all of them are 1-d or none. A batch holds whole layers in one piece, or a single long layer in
-    several. On the CPU all tensors are flat views in memory order, made once, because 20 us of Python per
-    layer and step would count there. `weights` are updated: views of the layers, or copies in float32.
+    A batch holds whole layers in one piece, or a single long layer in several. On the CPU all tensors are
+    flat views in memory order, made once, because 20 us of Python per layer and step would count there.
+    `weights` are updated: views of the layers, or copies in float32.
     """
 
     def __init__(
@@ -93,10 +93,7 @@ class LayerBatch:
             torch._foreach_copy_([layer.detach() for layer in self.layers], self._weights)
 
     def sizes(self, tensors: Tensors) -> Tensors:
-        """Sizes of the tensors of one piece, 0-d each, from which `norms` makes norms.
-
-        On the CPU BLAS sums squares in three quarters of the time of a norm.
-        """
+        """What `norms` makes norms from: one 0-d tensor each; on the CPU squares, which BLAS sums quickly."""
         return [torch.dot(t, t) for t in tensors] if self.on_cpu else list(torch._foreach_norm(tensors))
 
     def norms(self, sizes: Sequence[Tensor]) -> Tensor:
@@ -119,8 +116,7 @@ class LayerBatch:
     def buffers(self, shared: dict[torch.dtype, Tensors]) -> list[tuple[Tensors | None, Tensors | None]]:
         """Scratch memory for each piece's weights: one lasts for the batch, the other for the piece.
 
-        On the CPU it is kept between steps and `shared` by all batches, since mapping it anew takes several
-        times as long as the computation itself. Other devices have none.
+        Kept and `shared` by all batches on the CPU, where mapping it takes longer than computing. Else none.
         """
         if not self.on_cpu:
             return [(None, None)] * len(self.pieces)

@@ -25,15 +25,12 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[G
 class LayerwiseOptimizer(Optimizer):
     """Base of optimizers whose step looks at the norm of each layer (one parameter tensor).
 
-    A step runs every operation over a list of layers (multi-tensor) and never waits for the device. A step
-    costs what it moves through memory, so on the CPU the lists are short enough for the cache, and longer
-    layers are cut.
+    A step runs every operation over a list of layers (multi-tensor) and never waits for the device. On the
+    CPU the lists are short enough for the cache, and longer layers are cut.
 
-    `None` gradients, groups, closures, saving and loading work as in torch. Gradient scaling is that of
-    torch's fused optimizers: `GradScaler` hands over `grad_scale` and `found_inf` on the device, and a step
-    with an infinity changes nothing, step counts included. The gradients themselves are not changed.
-    Half-precision parameters are updated in float32 and have float32 state, but the weights are rounded after
-    every step: there are no master weights.
+    `None` gradients, groups, closures, saving, loading and fp16 scaling work as in torch's fused optimizers;
+    a group may set every keyword for itself. Half-precision parameters are updated in float32 and have
+    float32 state, but the weights are rounded after every step: there are no master weights.
     """
 
     _step_supports_amp_scaling = True
@@ -121,11 +118,7 @@ class LayerwiseOptimizer(Optimizer):
         return LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as in torch.
-
-        Raises:
-            ValueError: a parameter is a shard, or not of floating-point numbers.
-        """
+        """Add a group, as in torch; ValueError for a shard, or what is not of floating-point numbers."""
         super().add_param_group(param_group)
         self._plans.clear()
         for layer in self.param_groups[-1]["params"]:

@@ -1,10 +1,4 @@
-"""Muon for the hidden matrices of a model and AdamW or SGD for the rest, as one optimizer.
-
-Sources: Jordan, Jin, Boza, You, Cesista, Newhouse, Bernstein 2024, "Muon: An optimizer for hidden layers in
-neural networks"; Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982; for normalised
-weights KellerJordan/cifar10-airbench, `airbench94_muon`; for cautious decay Chen et al. 2025,
-arXiv:2510.12402. The other parameters' step is torch's own.
-"""
+"""Muon for the hidden matrices of a model and AdamW or SGD for the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -39,8 +33,8 @@ class Muon(Optimizer):
     parameters; a convolution is a matrix with a row for each output channel.
 
     Args:
-        params: parameters in the model's order, or pairs of name and parameter, or groups of parameters; a
-            group may choose its optimizer by `muon: true` or `muon: false`.
+        params: parameters in the model's order, or groups of them; a group may choose its optimizer by
+            `muon: true` or `muon: false`.
         lr: learning rate of both, >= 0.
         momentum: of Muon, in [0, 1).
         nesterov: of Muon, and of SGD.
@@ -59,10 +53,12 @@ class Muon(Optimizer):
         eps: of AdamW.
         sgd_momentum: of SGD, in [0, 1).
         fused: of AdamW or SGD.
-        model: gives parameters their names and modules, where they come without names.
+        model: gives parameters their names and modules.
 
     Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m; half
-    of AdamW's state. With fp16 gradient scaling the host waits for every step's check.
+    of AdamW's state. With fp16 gradient scaling the host waits for every step's check. Sources: Jordan et al.
+    2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, arXiv:2502.16982;
+    `normalize` from KellerJordan/cifar10-airbench, `cautious` from Chen et al. 2025, arXiv:2510.12402.
     """
 
     def __init__(
@@ -236,7 +232,7 @@ def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:
 
 
 def hidden_matrices(
-    named: Sequence[tuple[str, Tensor]],
+    parameters: Iterable[Tensor],
     model: nn.Module | None = None,
     *,
     rest_names: Sequence[str] = (),
@@ -245,49 +241,38 @@ def hidden_matrices(
     """Ids of the parameters that Muon takes: weights of two dimensions or more between the ends of a model.
 
     The rest gets parameters of fewer dimensions; those not named `...weight` (positions, class tokens);
-    embeddings, known by their module, or without a model by `emb` in the name; unless `ends`, the first and
-    the last matrix in the order of modules, embeddings counted; and those that `rest_names` matches, case
-    included. Names in `named` are empty where unknown.
+    embeddings; unless `ends`, the first and the last matrix in the order of modules, embeddings counted; and
+    those that `rest_names` matches, case included. Without a model only the dimensions are known.
     """
+    if model is None:
+        named, modules = [("weight", parameter) for parameter in parameters], []
+    else:
+        named, modules = list(model.named_parameters(remove_duplicate=False)), list(model.modules())
     for pattern in rest_names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ValueError(f"rest_names: nothing is called {pattern}")
-    placed = named if model is None else list(model.named_parameters(remove_duplicate=False))
-    weights = [(name, p) for name, p in placed if not name or "weight" in name.rpartition(".")[2]]
-    matrices = [(name, p) for name, p in weights if p.ndim >= 2]
+    matrices = [p for name, p in named if p.ndim >= 2 and "weight" in name.rpartition(".")[2]]
     others = {id(p) for name, p in named if any(fnmatchcase(name, pattern) for pattern in rest_names)}
-    if model is None:
-        others |= {id(p) for name, p in matrices if "emb" in name}
-    else:
-        embeddings = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-        others |= {id(embedding.weight) for embedding in embeddings}
+    others |= {id(each.weight) for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))}
     if not ends:
-        others |= {id(p) for _, p in (*matrices[:1], *matrices[-1:])}
-    return {id(p) for _, p in matrices} - others
+        others |= {id(p) for p in (*matrices[:1], *matrices[-1:])}
+    return {id(p) for p in matrices} - others
 
 
 def _split(
     given: list[dict[str, Any]], model: nn.Module | None, rest_names: Sequence[str], ends: bool
 ) -> list[dict[str, Any]]:
     """Each group as one of hidden matrices and one of the others; a group with `muon` stays as it is."""
-    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     given = [{**group, "params": list(group["params"])} for group in given]
-    named: list[tuple[str, Tensor]] = []
-    for group in given:
-        pairs = group["params"] and isinstance(group["params"][0], tuple)
-        named += group["params"] if pairs else [(names.get(id(p), ""), p) for p in group["params"]]
-    # In the model's order, however they are grouped.
-    places = {} if model is None else {id(p): place for place, p in enumerate(model.parameters())}
-    named.sort(key=lambda pair: places.get(id(pair[1]), 0))
-    hidden = hidden_matrices(named, model, rest_names=rest_names, ends=ends)
+    every = [parameter for group in given for parameter in group["params"]]
+    hidden = hidden_matrices(every, model, rest_names=rest_names, ends=ends)
     parts: list[dict[str, Any]] = []
     for group in given:
         if "muon" in group:
             parts.append(group)
             continue
-        parameters = [each[1] if isinstance(each, tuple) else each for each in group["params"]]
         for muon in (True, False):
-            if part := [p for p in parameters if (id(p) in hidden) is muon]:
+            if part := [p for p in group["params"] if (id(p) in hidden) is muon]:
                 parts.append({**group, "params": part, "muon": muon})
     return parts
 

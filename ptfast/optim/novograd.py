@@ -1,9 +1,4 @@
-"""NovoGrad: momentum over gradients that every layer normalises by their own running norm.
-
-Written from the paper: Ginsburg, Castonguay, Hrinchuk, Kuchaiev, Lavrukhin, Leary, Li, Nguyen, Zhang, Cohen
-2019, "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",
-arXiv:1905.11286, Algorithm 1.
-"""
+"""NovoGrad: momentum over gradients that every layer normalises by their own running norm."""
 
 from __future__ import annotations
 
@@ -27,7 +22,6 @@ class Novograd(LayerwiseOptimizer):
     pulls 1 / (1 - beta1) times as hard, unless gradients are averaged.
 
     Args:
-        params: parameters or groups of them; a group may set every keyword below for itself.
         lr: >= 0; about the norm of a layer's step, times 1 / (1 - beta1); about 1e-3 to 1e-2.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
@@ -35,7 +29,8 @@ class Novograd(LayerwiseOptimizer):
         grad_averaging: weigh what enters the momentum by 1 - beta1, as Adam does.
         exclude_1d: no weight decay on 1-d parameters (biases, norm weights).
 
-    Cost: 1.2 of AdamW's fused steps on the CPU, with half its state.
+    Cost: 1.2 of AdamW's fused steps on the CPU, with half its state. Written from Ginsburg et al. 2019,
+    arXiv:1905.11286, Algorithm 1.
     """
 
     layer_state = ("exp_avg",)

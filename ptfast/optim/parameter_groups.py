@@ -29,8 +29,8 @@ class RequestedGroup:
 
     lr_scale: float = 1.0
     weight_decay: float | None = None
-    optimizer: str | None = None
-    """Name of an optimizer that the task steps itself."""
+    name: str | None = None
+    """That of an optimizer that the task steps itself."""
     clip_norm: tuple[int, float] | None = None
     """Index of the entry that limits its gradient, and the limit."""
     trains_from: Duration = START
@@ -46,13 +46,11 @@ class Grouping:
     """Settings of the parameters of a model, by plain name.
 
     A rate is that of the optimizer, times `layer_decay` for every layer above (`layer_depths`), times an
-    entry's `lr_scale`. All entries of `groups` that match a parameter apply to it; where two set the same
-    key, the later one counts. A parameter that several modules share may be matched by any of its names.
+    entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `backbone_from` and entries before it. A
+    parameter that several modules share may be matched by any of its names.
 
     Args:
         model: the plain model.
-        section: an entry of `groups` overrides `decay_1d` and `backbone_from`; `layer_decay` is about 0.65
-            to 0.9 for fine-tuning transformers.
         dropped: names of parameters that a rewrite has removed; patterns may match them.
 
     Raises:
@@ -61,7 +59,7 @@ class Grouping:
     """
 
     def __init__(self, model: nn.Module, section: Optimizer, dropped: Collection[str] = ()) -> None:
-        self._model, self._groups, self._backbone_from = model, section.groups, section.backbone_from
+        self._model, self._backbone_from = model, section.backbone_from
         decay_1d, layer_decay, groups = section.decay_1d, section.layer_decay, section.groups
         by_layer = {"layer_decay": layer_decay, "backbone_from": section.backbone_from}
         of_layers = {key: value for key, value in by_layer.items() if value is not None}
@@ -93,15 +91,11 @@ class Grouping:
             for index, entry in enumerate(groups):
                 if any(fnmatchcase(other, entry.match) for other in names[id(parameter)]):
                     matches[index] += 1
-                    said = {
-                        "lr_scale": None if entry.lr_scale is None else scale * entry.lr_scale,
-                        "weight_decay": entry.weight_decay,
-                        "optimizer": entry.name,
-                        "clip_norm": None if entry.clip_norm is None else (index, entry.clip_norm),
-                        "trains_from": entry.trains_from,
-                        "trains_until": entry.trains_until,
-                    }
-                    changes: dict[str, Any] = {key: value for key, value in said.items() if value is not None}
+                    changes: dict[str, Any] = {key: v for key, v in entry if key != "match" and v is not None}
+                    if entry.lr_scale is not None:
+                        changes["lr_scale"] = scale * entry.lr_scale
+                    if entry.clip_norm is not None:
+                        changes["clip_norm"] = index, entry.clip_norm
                     asked = replace(asked, **changes)
             self._asked[name] = asked
         for index, entry in enumerate(groups):
@@ -114,7 +108,7 @@ class Grouping:
             notes.append(f"{entry.match} ({matches[index]}){_format_override(entry)}")
         self.note = "; ".join(notes) or None
         """The settings, for the panel; None without any."""
-        stepped = {asked.optimizer for asked in self._asked.values() if not asked.frozen}
+        stepped = {asked.name for asked in self._asked.values() if not asked.frozen}
         for index, entry in enumerate(groups):
             if entry.name is not None and entry.name not in stepped:
                 what = "later entries or freezing leave it no parameter"
@@ -122,11 +116,7 @@ class Grouping:
                 raise ConfigError("C005", what, key=key, value=entry.name)
 
     def freeze(self) -> None:
-        """Freeze what never trains, before the model is wrapped for ranks.
-
-        Raises:
-            ConfigError: C011 if no parameter is left to train.
-        """
+        """Freeze what never trains, before the model is wrapped for ranks; C011 if nothing else trains."""
         frozen = [parameter for asked, parameter in self._parameters() if asked.frozen]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -134,16 +124,13 @@ class Grouping:
             raise ConfigError("C011", "every parameter is frozen throughout", key="optimizer.groups")
 
     def parts(self) -> list[dict[str, Any]] | None:
-        """The parameters that train, as groups for an optimizer, in the model's order; None without settings.
-
-        Each has `lr_scale`, a factor on the optimizer's rate, and if set `weight_decay` and `optimizer`.
-        """
+        """Groups of the parameters that train, with their settings, in the model's order; or None."""
         if self.note is None:
             return None
         parts: dict[RequestedGroup, dict[str, Any]] = {}
         for asked, parameter in self._parameters():
             if parameter.requires_grad:
-                said = {"weight_decay": asked.weight_decay, "optimizer": asked.optimizer}
+                said = {"weight_decay": asked.weight_decay, "optimizer": asked.name}
                 given = {key: value for key, value in said.items() if value is not None}
                 part = parts.setdefault(asked, {"params": [], "lr_scale": asked.lr_scale, **given})
                 part["params"].append(parameter)
@@ -183,32 +170,21 @@ class Grouping:
             windows.append(Window(parameters, first, last))
         if not windows:
             return None
-        ends = [
-            end for asked in members for end in (asked.trains_from, asked.trains_until) if end is not None
-        ]
-        return Freezing(
-            windows,
-            others=others,
-            total_steps=total_steps,
-            extendable=all(end.unit != "percent" for end in ends),
-        )
+        ends = [end for asked in members for end in (asked.trains_from, asked.trains_until)]
+        extendable = all(end is None or end.unit != "percent" for end in ends)
+        return Freezing(windows, others=others, total_steps=total_steps, extendable=extendable)
 
     def _parameters(self) -> list[tuple[RequestedGroup, Tensor]]:
         return [(self._asked[name], parameter) for name, parameter in self._model.named_parameters()]
 
 
 def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_size: int) -> str | None:
-    """Scale the rate, and the weight decay with it, from the reference batch to that of the run.
+    """Scale rate and weight decay from the reference batch to that of the run; return the factors, in words.
 
     k times the batch means k times fewer steps over the same samples. SGD makes up for it with k times the
-    rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`): their step
-    does not grow with the gradient, whose noise falls by that much. If a step decays by `lr * weight_decay`,
-    that product should grow k times too, so that weights decay at the same pace per sample: the linear rule
-    achieves it by the rate alone, the root rule needs the other root on the decay. This holds for SGD,
-    decoupled decay (AdamW), Adafactor, NovoGrad and Muon. Elsewhere decay passes through a normalisation
-    (Adam's L2, LARS, LAMB) or is unknown, and stays. Betas and eps stay too.
-
-    Returns the factors, for the panel; None if nothing is scaled.
+    rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`). Where a
+    step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, NovoGrad, Muon), weights should decay at the
+    same pace per sample, so the root rule puts the other root on the decay. Elsewhere decay stays.
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
         arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
@@ -261,8 +237,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     make one layer below; those after the last make one above if there is a matrix among them (a head, with
     the norm before it); those between two belong to the one before.
 
-    Source of the counting: Bao, Dong, Piao, Wei 2022, "BEiT", arXiv:2106.08254, whose code counts a vision
-        transformer's embeddings, layers, and norm and head in this way.
+    Source: the code of Bao, Dong, Piao, Wei 2022, "BEiT", arXiv:2106.08254.
     """
     named = list(model.named_parameters())
     blocks = list(find_blocks(model)) or [

@@ -52,8 +52,9 @@ class PlainStep:
         self.parts: list[Part] = []
         self.taken = self._settled = 0
         ids = {id(parameter) for parameter in reached}
+        formula_of_rest = FORMULAS[type(optimizer._rest if isinstance(optimizer, Muon) else optimizer)]
         for group in optimizer.param_groups:
-            formula, alike = _formula(optimizer, group), dict[int, Tensors]()
+            formula, alike = MATRICES if group.get("muon") else formula_of_rest, dict[int, Tensors]()
             names = () if formula.update is _sgd and not group["momentum"] else formula.state
             # Torch's loops over parameters count on the host.
             on_host = "fused" in group and not group["fused"] and not group.get("capturable")
@@ -99,18 +100,12 @@ def obstacle(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in FORMULAS and not isinstance(optimizer, Muon):
         return what
     for group in optimizer.param_groups:
-        for setting in ("amsgrad", "maximize", "dampening", "differentiable"):
+        for setting in ("amsgrad", "maximize", "dampening", "max_grad_norm"):
             if group.get(setting):
                 return f"{what} with {setting}"
         if isinstance(optimizer, Lamb) and any(p.dtype in HALF_TYPES for p in group["params"]):
             return f"{what} in half width"
     return None
-
-
-def _formula(optimizer: Optimizer, group: Group) -> Formula:
-    if isinstance(optimizer, Muon):
-        return MATRICES if group["muon"] else FORMULAS[type(optimizer._rest)]
-    return FORMULAS[type(optimizer)]
 
 
 def _rates(group: Group, _: int) -> Numbers:
@@ -175,7 +170,7 @@ def _lamb(group: Group, weights: Tensors, grads: Tensors, states: list[Tensors],
         excluded, ratio = group["exclude_1d"] and weight.ndim <= 1, numbers[3]
         if group["weight_decay"] and not excluded:
             update = update + group["weight_decay"] * weight
-        if group["adapt"] and not excluded:
+        if not excluded:
             norm, length = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
             if group["norm_range"] is not None:
                 norm = norm.clamp(*group["norm_range"])

@@ -173,8 +173,6 @@ def _evaluation(run: Run) -> str | None:
     views = ["their mirror images"] * run.flip
     views += [f"shifts by {run.shift} px"] * bool(run.shift)
     words = [f"over images and {' and '.join(views)}"] if views else []
-    if run.full_size is not None:
-        words.append(f"every batch filled up to {run.full_size:,} samples")
     if missing := left_out(run):
         parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
         words.append(f"without the samples of a last, smaller batch ({parts})")

@@ -19,9 +19,8 @@ def find_blocks(
     """The repeated blocks of any model by name, in the model's order; none inside another.
 
     `auto` finds entries of containers (nn.Sequential, ModuleList, ModuleDict) whose class recurs there or in
-    other containers: the layers of a transformer, the residual blocks of all stages of a ResNet. An entry
-    that is itself a row of equal blocks (a stage) gives those. Layers without parts of their own, as in a
-    plain MLP, are not blocks.
+    other containers: the layers of a transformer, the residual blocks of all stages of a ResNet. Layers
+    without parts of their own, as in a plain MLP, are not blocks.
 
     Args:
         patterns: `auto`, or shell-style patterns of module names (`layers.*`), where `*` matches dots too;

@@ -53,10 +53,7 @@ def build(
     """Build a run on this rank, stage by stage.
 
     An optimizer built before the model has its final place and form would hold parameters that nothing
-    trains, in silence. Saved weights are restored before it is built, the rest of the saved state last.
-
-    The first rank resolves what the config leaves to `auto` and writes it to `resolved.json`; a resumed run
-    takes it from there.
+    trains. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
 
     Args:
         state_folder: the state to resume; None starts afresh.
@@ -173,6 +170,7 @@ def check_own_steps(run: PartialRun) -> None:
     clipped = next((f"gradients.{way}" for way in ways if getattr(gradients, way) is not None), None)
     unclip = f"Set {clipped}=null" if clipped else "Leave clip_norm out of optimizer.groups"
     out_of_reach = {
+        "determinism": "Set determinism=same_ranks" if run.config.determinism == "elastic" else None,
         "parallel": "Set parallel=single" if run.ranks.num_ranks > 1 else None,
         "micro_batches": "Set gradients.accumulate=1" if run.micro_batches > run.ranks.num_ranks else None,
         clipped or "optimizer.groups": f"{unclip}, and clip in step" if run.clip is not None else None,

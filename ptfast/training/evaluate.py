@@ -1,4 +1,4 @@
-"""Figures of a model over a whole split: in batches of one size, over several views of an image."""
+"""Figures of a model over a whole split, if asked over several views of an image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptfast.core.distributed import broadcast_buffers
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.tensors.arrivals import Arrival, scalars
-from ptfast.core.tensors.trees import tree_leaves, tree_map
+from ptfast.core.tensors.trees import tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
@@ -30,18 +30,16 @@ from ptfast.training.stopping import Stopped, interruptible
 class ViewAveraged(nn.Module):
     """The mean of a model's outputs over images, their mirror images, and both moved by some pixels.
 
-    Several views of one image err less than one: some tenths of a point of accuracy without training.
+    Several views of one image err less than one: some tenths of a point of accuracy.
 
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
             outputs as high and wide as the images are mirrored back, pixel by pixel.
-        shift: pixels, fewer than an image has on a side; 0 for none. Images moved up and left by so many, and
-            down and right, make up half of the mean, unmoved images the other half. Pixels that come into
-            view are reflected from inside.
+        shift: pixels, fewer than an image has on a side; 0 for none. Half of the mean is of images moved up
+            and left, and down and right, whose new pixels are reflected from inside.
 
     Cost: twice the forward passes of an evaluation for `flip`, times three for `shift`. Source: Krizhevsky,
-    Sutskever, Hinton 2012; the weights of Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
-    arXiv:2404.00498.
+    Sutskever, Hinton 2012; the weights of Jordan 2024, arXiv:2404.00498.
     """
 
     def __init__(self, model: nn.Module, *, flip: bool, shift: int = 0) -> None:
@@ -99,46 +97,6 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
         raise ConfigError("C011", what, key="eval.shift", value=shift, suggestion="Set eval.shift=0")
 
 
-class FullSize(nn.Module):
-    """A model that sees every batch at one size, and gives the outputs of the batch as it was.
-
-    A split's last batch is smaller than the others: another shape, for which cuDNN searches its kernels anew
-    and memory is laid out anew. Here copies of its first sample fill it up, and their outputs are cut off
-    before a loss or a metric sees them. Inputs and outputs have samples first, in any nest of tensors.
-    """
-
-    def __init__(self, model: nn.Module, batch_size: int) -> None:
-        super().__init__()
-        self.model, self.training, self._batch_size = model, model.training, batch_size
-
-    def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The model's outputs for the samples of the batch; C011 for an output that is not by sample."""
-        tensors = (leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor))
-        first = next(tensors)
-        size = len(first)
-        if size >= self._batch_size:
-            return self.model(*args, **keywords)
-        places = torch.arange(self._batch_size, device=first.device)
-        places = places.where(places < size, 0)
-
-        def filled(value: Any) -> Any:
-            by_sample = isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
-            # This way of indexing keeps the memory format.
-            return value[places] if by_sample else value
-
-        def narrowed(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if not value.dim() or len(value) != self._batch_size:
-                what = f"the padding cannot be cut from an output of shape {list(value.shape)}"
-                hint = "Set eval.last=keep"
-                raise ConfigError("C011", what, key="eval.last", value="pad", suggestion=hint)
-            return value[:size]
-
-        args, keywords = tree_map(filled, (args, keywords))
-        return tree_map(narrowed, self.model(*args, **keywords))
-
-
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
     """A signal has cut an evaluation short, on all ranks."""
 
@@ -163,9 +121,6 @@ def evaluate(
     """
     model, task, device = run.model, run.task, run.device
     predictor = averaged_over_views(run)
-    if run.full_size is not None:
-        predictor = FullSize(predictor, run.full_size)
-
     # Float8 weights that were gathered in training cannot be viewed in inference mode.
     without_gradients = torch.no_grad if getattr(run.forward, "float8", False) else torch.inference_mode
 

@@ -77,24 +77,21 @@ def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dic
         ]
     if targets.dim() != 1 or not records:
         return []
-    values = targets.tolist()
+    rows = [*enumerate(zip(targets.tolist(), records, strict=True))]
     if "class" in records[0] and not targets.is_floating_point():
         names = names_of_classes(run.info)
         return [
             {
                 "place": place,
                 "target": names[value],
-                "prediction": record["class"],
-                "probability": record["probability"],
+                "prediction": found["class"],
+                "probability": found["probability"],
             }
-            for place, (value, record) in enumerate(zip(values, records, strict=True))
+            for place, (value, found) in rows
             if value >= 0
         ]
     if isinstance(records[0].get("value"), float):
-        return [
-            {"place": place, "target": value, "prediction": record["value"]}
-            for place, (value, record) in enumerate(zip(values, records, strict=True))
-        ]
+        return [{"place": p, "target": value, "prediction": found["value"]} for p, (value, found) in rows]
     return []
 
 

@@ -81,8 +81,6 @@ def with_output_check(forward: Any, model: Any, task: Any, data: Any, where: str
 class FirstStep:
     """Checks what model and loss return in the first step of a process, before anything is saved.
 
-    Mistakes would otherwise be errors deep inside torch, or go unnoticed.
-
     Cost: some tiny kernels in the first step; for a user's model at the start of training, a forward pass.
     """
 

@@ -34,13 +34,11 @@ LOOK_S = 5.0
 def fit(run: Run) -> str:
     """Train `run` from where it stands to its last step.
 
-    Between two moments at which something is due (log, evaluate, save), steps run back to back and the host
-    reads nothing from the device, for a few seconds at most.
+    While nothing is due (log, evaluate, save), the host reads nothing from the device.
 
     Returns:
         `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
-        (by a signal). The state is saved in every case; an evaluation that a signal has cut short, or that
-        fails, is due again when the run is resumed.
+        (by a signal). The state is saved; an evaluation that was cut short is due again.
 
     Raises:
         PtfastError: N001 if the loss is no longer finite; D006 if the data ends before the last step.
@@ -122,17 +120,10 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
         batches = trainer.warm_up(batches)
     if compilation is not None:
         if compilation.mode != "step":
-            _tell_compiled(run)
+            run.display.note(compilation.start(clock.seconds["warm_up"]))
         with counter.uncompiled(batches) as counted:
             batches = batches if counted is None else trainer.warm_up(counted)
     return batches if run.watch_batches is None else run.watch_batches(batches)
-
-
-def _tell_compiled(run: Run) -> None:
-    """Say that the first step is compiled."""
-    if run.compilation is not None:
-        text, is_warning = run.compilation.start(run.clock.seconds["warm_up"])
-        (run.display.warn if is_warning else run.display.note)(text)
 
 
 class Segment(NamedTuple):
@@ -147,14 +138,11 @@ class Segment(NamedTuple):
 
 
 def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], look_steps: int) -> Segment:
-    """Train up to the next moment at which something is due, for `look_steps` steps at most.
-
-    In a process's first step workers start, caches fill and kernels are chosen, so it is a segment of its
-    own; so is a step whose operators are counted. Neither says how fast the run trains.
-    """
+    """Train up to the next moment at which something is due, for `look_steps` steps at most."""
     progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
     start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
     stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
+    # Neither the first step of a process nor one whose operators are counted says how fast the run trains.
     is_first, aside = start == trainer.first_step, None
     if is_first:
         aside = clock.gathering("warm_up")
@@ -172,8 +160,8 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
             window.receive(look)
         if is_first and steps:
             trainer.first_look.check_evaluation()
-    if is_first and trainer.whole is not None:
-        _tell_compiled(run)
+    if is_first and trainer.whole is not None and run.compilation is not None:
+        run.display.note(run.compilation.start(clock.seconds["warm_up"]))
     trainer.first_look.switches.look()
     if aside is None:
         look.timed = steps, progress.samples - samples, begin, clock.moment()
@@ -189,21 +177,16 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
     if took_any and step in cadence.epoch_steps:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
-    if not progress.evaluation_due and not (took_any and step in cadence.log_steps):
-        trainer.window.report(segment.look, logs=False)
-        return
-    trainer.window.report(segment.look, logs=True)
-    if run.compilation is not None:
-        advice = run.compilation.complaint(segment.step_s, run.total_steps - trainer.first_step)
-        if advice:
+    logs = progress.evaluation_due or (took_any and step in cadence.log_steps)
+    trainer.window.report(segment.look, logs=logs)
+    if logs and run.compilation is not None:
+        num_steps = run.total_steps - trainer.first_step
+        if advice := run.compilation.complaint(segment.step_s, num_steps):
             run.display.warn(advice)
 
 
 def _save(run: Run, *, settles: bool, ends: bool) -> None:
-    """Save the current state; `settles` first completes averaged weights, which may take batches.
-
-    A run that `ends` waits until the state is on disk.
-    """
+    """Save the state; `settles` completes averages first, and a run that `ends` waits until it is on disk."""
     run.settle()
     run.saver.hold()
     booked = run.clock.seconds

@@ -94,12 +94,10 @@ class Look:
 class LossWindow:
     """The open log line: item losses and gradients since the last one, kept on the device until it is due.
 
-    A window that was open when the run was saved is resumed. `first_look` knows what made a loss that is not
-    finite from the start.
+    A window that was open when the run was saved is resumed.
 
-    On CUDA the host waits for no figure while it trains. A `look` copies them without blocking, and `settle`
-    reads and logs them after the steps up to the next look, or before whatever needs them: an evaluation's
-    line, the state to save. On other devices they are read at once.
+    On CUDA the host waits for no figure while it trains: `look` copies them without blocking, and `settle`
+    reads and logs them at the next look, or before whatever needs them. Other devices are read at once.
     """
 
     def __init__(
@@ -180,10 +178,7 @@ class LossWindow:
         self._norm = norm.clone()
 
     def read(self) -> float:
-        """Mean item loss since the last log line, over all ranks. Makes the host wait for the device.
-
-        Raises as `receive`.
-        """
+        """Mean item loss since the last log line, over all ranks. The host waits; raises as `receive`."""
         return self.receive(self.look())
 
     def look(self) -> Look:
@@ -250,10 +245,7 @@ class LossWindow:
         return NumericsError("N001", what, suggestion=hint)
 
     def report(self, look: Look, *, logs: bool) -> None:
-        """Show `look` on the terminal, and if it `logs`, write its line and open the next window.
-
-        Figures that are still on their way are reported by the next `settle`.
-        """
+        """Show `look`, by the next `settle` if it is still on its way; if it `logs`, open the next window."""
         run = self._run
         self.unread, look.logs = look, logs
         if logs:

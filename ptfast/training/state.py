@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def save_training(
     }
     saved = run.folder / "saved"
     step, keep, is_first = run.progress.step, run.keep_states, run.ranks.is_first
+    write = partial(run.saver.write, background=background, lasting=_lasting(run, training))
     is_best = run.keep_best > 0 and run.progress.best_step == step
     best_steps = [kept for _, kept in run.progress.best_states]
 
@@ -84,14 +86,7 @@ def save_training(
 
         # Marked by the thread as well: links and folders change in the order of the saves.
         content = model, training, facts, to_check
-        run.saver.write(
-            content,
-            write_whole,
-            lambda done: tell(done()),
-            together=False,
-            background=background,
-            lasting=_lasting(run, training),
-        )
+        write(content, write_whole, lambda done: tell(done()), together=False)
         return
     draft = ShardedDraft(saved, step, State(model, training, copy.deepcopy(facts)), run.ranks)
 
@@ -105,22 +100,12 @@ def save_training(
         if is_first:
             tell(mark(state_folder))
 
-    content = draft.tensors, to_check
-    run.saver.write(
-        content,
-        write_part,
-        publish,
-        together=True,
-        background=background,
-        lasting=_lasting(run, training),
-    )
+    write((draft.tensors, to_check), write_part, publish, together=True)
 
 
 def _lasting(run: Run, training: dict[str, Any]) -> list[Tensor]:
-    """What nothing changes in forward and backward passes: weights and the optimizer's state, on CUDA.
-
-    Models and tasks of a user's own may write to weights as they compute; buffers change in any model.
-    """
+    """What nothing changes in forward and backward passes: weights and the optimizer's state, on CUDA."""
+    # A user's own models and tasks may write to weights as they compute; buffers change in any model.
     known = name_of(run.model).partition(".")[0] in ("ptfast", "torchvision", "timm")
     if not known or not name_of(run.task).startswith("ptfast.") or run.device.type != "cuda":
         return []
@@ -171,10 +156,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_training(run: Run, state: State, steps_before: int) -> None:
-    """Restore everything but the weights, so that the run continues where it was saved.
-
-    It was to have `steps_before` steps then; 0 if nobody knows.
-    """
+    """Restore all but the weights of a run that was to have `steps_before` steps then; 0 if nobody knows."""
     try:
         _restore_parts(run, state)
     except PtfastError:

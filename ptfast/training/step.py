@@ -95,7 +95,9 @@ class Trainer:
                     whole, rates = None, chain([rate], rates)
             if whole is None:
                 if self.buffers is not None:
-                    self.prepare_to_skip(self.buffers)
+                    self.buffers.keep()
+                    if checked is not None and not checked.on_device:
+                        window.remember()
                 if self.optimizers is None:
                     self.accumulate(batch, step)
                 # From here on weights and the optimizer's state change.
@@ -177,13 +179,11 @@ class Trainer:
                 with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
                     loss, num_items = self.loss_of(data, step)
                     if exchanges and not alone:
-                        # Final callbacks of autograd run in the order they are queued, and DDP and FSDP queue
-                        # their wait for the other ranks after this one. Sending during backward, and
-                        # gathering FSDP's weights, count as forward and backward.
+                        # DDP and FSDP queue their wait for the other ranks after this callback. Sending
+                        # during backward, and gathering FSDP's weights, count as forward and backward.
                         loss.register_hook(lambda _: after_backward(partial(mark, "gradient_sync")))
                     mark("backward")
-                    # A rank without samples runs a dummy of weight 0, so that every rank joins the
-                    # collectives.
+                    # A rank without samples joins the collectives by a dummy of weight 0.
                     backward(loss, weight if num_samples else weight * 0)
                 if sums is not None:
                     sums.keep(self.first_micro_batch + index)
@@ -204,7 +204,6 @@ class Trainer:
         """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
 
         One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale.
-        Scaling by the number of micro-batches instead is wrong wherever they differ in size.
 
         Cost: nothing if each sample is an item; else a sum over ranks. The host never waits.
         """
@@ -243,10 +242,7 @@ class Trainer:
     def _run_own_step(
         self, optimizers: dict[str, torch.optim.Optimizer], batch: StepBatch, step: int
     ) -> None:
-        """Let a task with a method `step` run forward, backward and its optimizers in any order it likes.
-
-        It returns the sum of the losses to log, and their count.
-        """
+        """Let a task take the step itself; it returns the sum of the losses to log, and their count."""
         run = self.run
         run.clock.to("forward")
         run.seed_step(run.seed, step, 0)
@@ -257,12 +253,6 @@ class Trainer:
             what = f"step gives {described(given)}, where the sum of its losses and their count are expected"
             raise UserPart("task", task).error(what)
         self.window.add(given[0].detach(), given[1])
-
-    def prepare_to_skip(self, buffers: KeptBuffers) -> None:
-        """Note what a forward pass changes, before a step that may be left out."""
-        buffers.keep()
-        if self.checked is not None and not self.checked.on_device:
-            self.window.remember()
 
     def leave_out(self, skipped: Tensor, batch: StepBatch) -> None:
         """Take back the last step's figures and statistics if it was `skipped`: 0-d, on the device."""
@@ -289,10 +279,8 @@ class Trainer:
     def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Run the next step's backward once and undo it, if a model is compiled or several ranks resume.
 
-        The compiler works during the first backward of a process, which is not training. And
-        DistributedDataParallel regroups its buckets after that: among three ranks or more the order of sums
-        changes, and a resumed run would differ from one never killed. Returns all batches, the first
-        included.
+        The compiler works in the first backward of a process, and DDP regroups its buckets after it, and so
+        the order of sums of three ranks or more. Returns all batches, the first included.
         """
         run, window = self.run, self.window
         averaged = run.ranks.distributed and not run.sharded and self.sums is None
@@ -323,10 +311,7 @@ class Trainer:
         return chain([first], batches)
 
     def _rates(self, last_step: int) -> Iterator[tuple[float, float | None]]:
-        """The factor on the base rates and the momentum of each step to come; None if momentum is fixed.
-
-        Steps skipped by fp16 do not advance the schedule.
-        """
+        """The factor on the base rates, and the momentum if it moves, of each step that is taken."""
         schedule, fp16, first_step = self.run.schedule, self.fp16, self.run.progress.step
         held_steps = 0 if fp16 is None else fp16.held_steps
         factors = schedule.lr_factors(first_step - held_steps, last_step)
@@ -339,9 +324,8 @@ class Trainer:
 
 def build_checked_steps(run: Run, parameters: list[Tensor]) -> CheckedSteps:
     """Build what leaves out the steps of a run whose loss or gradients are not finite."""
-    counts = {"first_step": run.progress.step, "skipped_steps": run.progress.skipped_steps}
     steps = CheckedSteps(
-        run.optimizer, build_step, parameters, run.device, run.ranks, limit=run.skip_limit, **counts
+        run.optimizer, build_step, parameters, run.device, run.ranks, run.progress, run.skip_limit
     )
     if steps.waits:
         name = type(run.optimizer).__name__

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LATE_S = 5.0
-"""How long several ranks keep waiting for data after a signal, so that all end after the same step if it
-comes; then, how long they wait for each other. Also the interval at which a signalled run is checked."""
+"""How long several ranks wait for data after a signal, then for each other; how often a run is checked."""
 HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
-"""How long a step, the evaluation of a batch or a callback may go on after a signal, on one rank or among
-several; twice a step's usual time if that is more."""
+"""How long a step, a batch or a callback may go on after a signal, on one rank or among several."""
 UNHANDLED_S = 10.0
 """The same for a call that keeps Python from handling the signal: a rank that waits for another."""
 SAVING_S, SLOW_DISK_BYTES_PER_S = 60.0, 2e6
@@ -85,12 +83,9 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
 class Signals:
     """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the current step, with its state saved.
 
-    A run that waits for data is in no step and ends at once; so does one that is not built yet, with nothing
-    to save. Several ranks first finish building and keep waiting for `LATE_S`: none waits for one that left.
-
-    A run whose step, evaluation or callback hangs ends with the state of its last whole step saved. Nothing
-    is saved if several ranks, an optimizer or a task that takes its own steps hang: what was trained since
-    the last save is lost.
+    A run that waits for data, or is not built yet, ends at once; several ranks first finish building and keep
+    waiting for `LATE_S`. A run whose step, evaluation or callback hangs ends with the state of its last whole
+    step saved; nothing is saved if several ranks, an optimizer or a task that takes its own steps hang.
 
     A second signal ends a run at once and unsaved, unless it is being saved. Among several ranks only Ctrl-C
     does so, because torchrun sends late ranks a second signal.
@@ -149,10 +144,7 @@ class Signals:
             raise self._unsaved("again ")
 
     def watch(self, heard: socket.socket) -> None:
-        """Abort the process group if code outside of Python keeps a rank from handling signals, then leave.
-
-        `heard` gets a byte with every signal, whatever the main thread does.
-        """
+        """Abort the process group, then leave, if Python handles no signal that `heard` has a byte for."""
         came_s: float | None = None
         with heard:
             while True:

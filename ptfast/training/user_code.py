@@ -44,10 +44,7 @@ class UserPart(NamedTuple):
 
 
 def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
-    """The parts of a run, or of anything with a `model` and a `task`, that may be a user's, the model first.
-
-    With `ours` ptfast's own models count too, which may just not fit the data.
-    """
+    """The parts of a run that may be a user's, the model first, which with `ours` may be ptfast's."""
     task, callbacks = run.task, getattr(run, "callbacks", ())
     parts = [
         UserPart(MODEL, run.model),

@@ -13,7 +13,7 @@ from ptfast.optim import plain_steps
 from ptfast.optim.build_optimizer import apply_lr
 from ptfast.optim.plain_steps import PlainStep
 from ptfast.run import Run
-from ptfast.techniques.compile.compilation import NotCompiledError, traces_backward
+from ptfast.techniques.compile.compilation import NotCompiledError
 from ptfast.techniques.gradients.clipping import global_norm
 
 Rate = tuple[float, float | None]
@@ -24,10 +24,8 @@ class WholeStep:
     """Takes the steps of a run by one compiled function.
 
     On a CPU one call takes the place of hundreds of operators; on CUDA it is one graph, whose launch costs as
-    much as a kernel's, as long as shapes stay. Loss, gradients and update are fused where the compiler can.
-
-    Rates, momenta and bias corrections are in a tensor on the device, uploaded for many steps at once. A run
-    has the same bits however often it is resumed, but others than without the compiler.
+    much as a kernel's, as long as shapes stay. Rates, momenta and bias corrections are uploaded for many
+    steps at once. A run has the same bits however often it is resumed, but others than without the compiler.
 
     Cost: compiling, in the first step and for each new shape.
     """
@@ -83,10 +81,7 @@ class WholeStep:
         return iter(listed)
 
     def take(self, data: Any, weight: Tensor) -> Taken:
-        """Take the next step: its loss, how many items, and the norm of its gradients if that is logged.
-
-        The next one may overwrite them. Raises `NotCompiledError`, with nothing changed.
-        """
+        """Take the next step, which may overwrite what the last one returned, or raise `NotCompiledError`."""
         if self._plain is None:
             raise NotCompiledError("no first step was rehearsed")
         taken = self._take(data, weight, next(self._rows))
@@ -112,7 +107,9 @@ def build_whole_step(run: Run, dtype: torch.dtype, *, plain: bool) -> WholeStep 
 
 def obstacle(run: Run) -> str | None:
     """Why the steps of a run cannot be compiled whole; None if they can be tried."""
-    if not traces_backward():
+    from torch._dynamo import config
+
+    if not hasattr(config, "trace_autograd_ops"):
         return f"torch {torch.__version__} cannot compile a backward pass, as 2.11 does"
     if takes_own_steps(run.task):
         return "the task takes its own steps"

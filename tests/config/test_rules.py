@@ -34,29 +34,6 @@ def test_one_of_epochs_and_steps(places: dict[str, str], epochs: Any, steps: Any
         assert (config.epochs, config.steps) == (epochs, steps)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "fits"),
-    [
-        ({"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}, True),
-        ({"_target_": "torch.optim.SGD", "lr": 0.1}, False),
-        ({"_target_": "torch.optim.AdamW"}, True),
-        ({"_target_": "torch.optim.Adagrad"}, False),
-    ],
-)
-def test_momenta_typed_for_an_optimizer_without_one(optimizer: Tree, fits: bool) -> None:
-    schedule = {
-        "_target_": "ptfast.techniques.schedule.lr_schedules.OneCycle",
-        "momentum_max": 0.9,
-        "momentum_min": 0.8,
-    }
-    check(lambda key: "conf/schedule/onecycle.yaml:8", optimizer=optimizer, schedule=schedule)
-    if fits:
-        check(optimizer=optimizer, schedule=schedule)
-    else:
-        error = refused(optimizer=optimizer, schedule=schedule)
-        assert (error.code, error.key) == ("C011", "schedule.momentum_max")
-
-
 def test_a_run_needs_a_length() -> None:
     assert refused(epochs=None).code == "C016"
 

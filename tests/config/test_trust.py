@@ -60,7 +60,7 @@ def test_what_built_in_options_name_is_trusted() -> None:
     """A run with any of them can be evaluated elsewhere."""
     files = "".join(path.read_text() for path in paths.builtin_root().conf.glob("*/*.yaml"))
     named = set(re.findall(r"^_target_: (\w+\.\S+)$", files, re.MULTILINE))
-    assert {"ptfast.techniques.schedule.wsd.Wsd", "schedulefree.AdamWScheduleFree"} < named
+    assert {"ptfast.techniques.schedule.lr_schedules.Wsd", "schedulefree.AdamWScheduleFree"} < named
     for path in named:
         if find_spec(path.partition(".")[0]):
             assert callable(locate_trusted(path)), path

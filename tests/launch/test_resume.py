@@ -207,7 +207,7 @@ def test_a_run_without_its_resolved_json_goes_by_its_state(
     Path("a/resolved.json").unlink()
     assert train(*BASE, "schedule=onecycle", "run.dir=a", "epochs=3") == 6
     assert "error[S003]" in capsys.readouterr().err
-    assert command_line.run(["eval", "a", "eval.last=pad"]) == 0
+    assert command_line.run(["eval", "a", "eval.batch_size=50"]) == 0
 
 
 def test_a_changed_config_names_the_keys(

@@ -30,9 +30,8 @@ class Tied(nn.Module):
 
 
 def hidden_names(of: nn.Module, **keywords: Any) -> list[str]:
-    named = list(of.named_parameters())
-    hidden = hidden_matrices(named, **keywords)
-    return [name for name, parameter in named if id(parameter) in hidden]
+    hidden = hidden_matrices(of.parameters(), **keywords)
+    return [name for name, parameter in of.named_parameters() if id(parameter) in hidden]
 
 
 def test_which_matrices_are_hidden() -> None:
@@ -50,7 +49,7 @@ def test_which_matrices_are_hidden() -> None:
 def test_muon_takes_torchs_steps() -> None:
     """Each part steps as torch's optimizer of that name; a convolution as the matrix of its rows."""
     model, twin = net(), net()
-    ours = Muon(model.named_parameters(), lr=0.01, weight_decay=0.1, ends=True)
+    ours = Muon(model.parameters(), lr=0.01, weight_decay=0.1, ends=True)
     conv, norm, bias = twin[0], twin[1], twin[4].bias
     rows = nn.Parameter(conv.weight.detach().flatten(1))
     matrices = [rows, twin[4].weight, twin[6].weight]

@@ -169,7 +169,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     found |= ddp_cases(on)
     found |= fsdp_cases(on)
     for strategy in ("ddp", "fsdp"):
-        for last in ("keep", "drop", "pad"):
+        for last in ("keep", "drop"):
             run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
             found[f"{last} {strategy}"] = evaluate_split(run, "val")
         late = on.build(f"late-{strategy}", *LATE, strategy=strategy)

@@ -15,8 +15,12 @@ from running import build_run, same_bits, summary, train, training_state, weight
 from torch import Tensor, nn
 
 from ptfast.cli import command_line
-from ptfast.techniques.rewrites.model_rewrites import drop_biases, find_cancelled_biases
-from ptfast.techniques.rewrites.rms_norms import apply_fused_rms_norm, find_rms_norms
+from ptfast.techniques.rewrites.model_rewrites import (
+    apply_fused_rms_norm,
+    drop_biases,
+    find_cancelled_biases,
+    find_rms_norms,
+)
 
 
 class Residual(nn.Module):

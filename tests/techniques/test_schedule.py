@@ -23,9 +23,9 @@ from ptfast.techniques.schedule.lr_schedules import (
     Polynomial,
     Shape,
     Step,
+    Wsd,
 )
 from ptfast.techniques.schedule.scheduled_run import LrSchedule, build_schedule, build_shape
-from ptfast.techniques.schedule.wsd import Wsd
 
 TOTAL = 97
 

@@ -17,6 +17,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.plain_display import Display
+from ptfast.core.resolved import Progress
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.launch.rank_main import RankPart
 from ptfast.optim.build_optimizer import apply_lr, build_step
@@ -133,7 +134,7 @@ def test_gradients_of_every_kind_are_checked(
     weight = torch.nn.Parameter(torch.ones(3, 1, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     steps = checked_steps.CheckedSteps(
-        optimizer, build_step, [weight], torch.device("cpu"), Ranks(), limit=10
+        optimizer, build_step, [weight], torch.device("cpu"), Ranks(), Progress(), 10
     )
     for value in (1.0, math.nan, 2.0, math.inf, -math.inf, 3.0):
         gradient = torch.ones_like(weight)

@@ -35,7 +35,7 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]
         else:
             what, hint = f"contradicts epochs={config.epochs}", "Give one of the two"
             found.append(ConfigError("C011", what, key="steps", value=config.steps, suggestion=hint))
-    facts = {**dict(config), "place": place}
+    facts = dict(config)
 
     def broken(rules: Iterable[Rule]) -> Iterator[PtfastError]:
         for rule in rules:

@@ -27,7 +27,7 @@ ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 _FUNCTION_ROOTS = ("torchvision.models", "ptfast.models", "ptfast.data.sampling.sample_orders")
 _CLASS_ROOTS = (
     *("ptfast.data", "ptfast.models", "ptfast.optim", "ptfast.tasks", "torchvision.transforms"),
-    *("ptfast.techniques.schedule.lr_schedules", "ptfast.techniques.schedule.wsd"),
+    "ptfast.techniques.schedule.lr_schedules",
     *("ptfast.report.loggers", "ptfast.report.mlflow_logger"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -179,7 +179,7 @@ class Technique:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of techniques: what it states about its keys, beside their section, and where it acts.
+    """A family of techniques: what it states about its keys, beside their section.
 
     It loads no torch. `ptfast.config.catalogue` collects the families.
     """
@@ -192,9 +192,6 @@ class Family:
     """Requirements that this machine lacks; checked where nothing else is wrong."""
     unused: tuple[Unused, ...] = ()
     """Keys that another choice leaves without effect."""
-    acts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The functions and classes of its folder that act in a run, as `module.name`, by the stage of
-    `training/build.py` that calls them, or `Trainer`, the step."""
     free_keys: tuple[str, ...] = ()
     """Keys that may change between a run and its continuation."""
     panel: Callable[..., dict[str, object]] = dict

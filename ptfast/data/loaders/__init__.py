@@ -298,7 +298,6 @@ FAMILY = Family(
             *("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
         ),
     ),
-    acts={"build_loaders": ("build_loaders.build_train_loader", "loading.open_side_stream")},
     free_keys=tuple(
         f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead", "fused")
     ),

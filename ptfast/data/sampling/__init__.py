@@ -189,7 +189,6 @@ FAMILY = Family(
             "batching=buckets",
         ),
     ),
-    acts={"build_plan": ("length_buckets.LengthPlan",), "build_loaders": ("sample_orders.build_order",)},
     panel=lambda resolved: {"sampling": resolved.sampling, "padding": resolved.padding},
     techniques=TECHNIQUES,
 )

@@ -255,7 +255,6 @@ FAMILY = Family(
             "augment=resized_crop",
         ),
     ),
-    acts={"build_loaders": ("augment_plan.build_augment", "mixup_cutmix.build_mix")},
     panel=panel,
     techniques=TECHNIQUES,
 )

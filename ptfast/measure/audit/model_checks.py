@@ -19,8 +19,7 @@ from ptfast.core.protocols import takes_own_steps
 from ptfast.core.units import counted
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides
 from ptfast.measure.audit.traces import AttentionShape, GeluShape
-from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases
-from ptfast.techniques.rewrites.rms_norms import find_rms_norms
+from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases, find_rms_norms
 
 TILE = 8
 """Tensor cores multiply half-precision tiles of so many columns (NVIDIA, Matrix Multiplication guide)."""

@@ -45,7 +45,7 @@ from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
-from ptfast.techniques.rewrites.rms_norms import FusedRMSNorm, find_rms_norms
+from ptfast.techniques.rewrites.model_rewrites import FusedRMSNorm, find_rms_norms
 from ptfast.training.build import build
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer

@@ -42,11 +42,10 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
     until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
     searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
     held = "freed blocks are kept for the next step" if resolved.holds_memory else None
-    may_plan = resolved.cudnn_attention
-    unplanned = "not by cuDNN, which plans anew for every length" if may_plan is False else None
+    unplanned = "not by cuDNN, which plans anew for every length"
     return {
         "kernels": "deterministic" if resolved.deterministic else searched,
-        "attention": unplanned,
+        "attention": unplanned if resolved.cudnn_attention is False else None,
         "memory": "in segments that grow" if resolved.expands_segments else held,
     }
 
@@ -103,7 +102,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="attention without cuDNN",
         kind="reordered",
         on=("backend.cudnn_attention=false",),
-        off=("backend.cudnn_attention=true",),
         why="Torch prefers cuDNN's attention on new GPUs, and cuDNN plans anew for every length.",
         claim="None: no figure by others is known.",
         source="PyTorch 2.5 release notes, 'cuDNN backend for SDPA'.",
@@ -114,17 +112,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         needs=("cuda", "sequences"),
         trial=("data=text_file", "data.path={text}", "model=gpt", "optimizer=sgd"),
     ),
-    # Reordered, as rounding is all that it does: with and without it the 12 configurations of compare_bits
-    # end with the same bits, and so do 872 steps of text_sst2, which leave 60,742 denormal moments.
+    # Reordered, as it rounds; the 12 configurations of compare_bits end with the same bits without it.
     Technique(
         name="denormals flushed to zero",
         kind="reordered",
         on=("backend.flush_denormals=true",),
-        why="Moments of weights without gradients, such as rare words' embeddings, fall below 1e-38 in some "
-        "800 steps, where each CPU operation takes a hundred times as long.",
+        why="Adam's moments of rare words fall below 1e-38 in some 800 steps, where CPUs are far slower.",
         claim="Calculations with denormal values can be very slow; the documentation gives no figure.",
-        source="PyTorch documentation of torch.set_flush_denormal; Intel 64 and IA-32 Architectures "
-        "Optimization Reference Manual, 'Floating-point exceptions'.",
+        source="torch.set_flush_denormal; Intel 64 and IA-32 Architectures Optimization Reference Manual.",
         measured="1.53x the samples a second in the last tenth of text_sst2, after 785 steps.",
         command="python scripts/bench_denormals.py",
         avoid="Values below 1e-38 matter in your model; short runs gain nothing.",
@@ -136,11 +131,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="backend",
     rules=(repeatable_kernels,),
-    acts={
-        "build": ("torch_settings.resolve_device",),
-        "set_up_machine": ("torch_settings.apply_backend", "torch_settings.watch_shapes"),
-        "place_model": ("torch_settings.expand_segments", "torch_settings.allow_cudnn_attention"),
-    },
     free_keys=("backend.hold_memory", "backend.expandable_segments"),
     panel=panel,
     techniques=TECHNIQUES,

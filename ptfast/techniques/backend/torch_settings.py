@@ -32,21 +32,16 @@ def apply_backend(
     before: Resolved | None = None,
     reads_ahead: bool = False,
 ) -> dict[str, Any]:
-    """Set torch's process-wide switches and resolve `auto`, before anything runs on the device.
-
-    The number of threads changes the order of sums, so it is recorded and reused when the run resumes.
+    """Set torch's process-wide switches, before anything runs on the device; return fields of `Resolved`.
 
     `threads=auto` takes an equal share of the usable cores for each local rank, without those that other
-    processes or reading ahead keep busy: a thread that waits for a core delays all others.
-    `cudnn_benchmark=auto` lets cuDNN time its kernels until `watch_shapes` has seen too many shapes.
-    `hold_memory` and `flush_denormals` act on a CPU only, the latter in threads that start later.
+    processes or reading ahead keep busy: a thread that waits for a core delays all others. Their number
+    changes the order of sums, so a resumed run keeps it. `cudnn_benchmark=auto` lets cuDNN time its kernels
+    until `watch_shapes` has seen too many shapes.
 
     Args:
         before: what `auto` became when the run began; None for a new one.
         reads_ahead: a thread of this process reads the next batch meanwhile.
-
-    Returns:
-        The fields of `Resolved` that this decides.
     """
     before = before or Resolved()
     threads, deterministic = resolved_or(backend.threads, before.threads), backend.deterministic
@@ -90,8 +85,7 @@ def watch_shapes(
 ) -> Iterator[StepBatch]:
     """The same batches; `turn_off` is called once, when their inputs have had more than `most` shapes.
 
-    cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps. Few shapes
-    repay that, but not a shape for nearly every batch, as of images of any size.
+    cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps.
 
     Cost: a lookup on the host per micro-batch until then; nothing is read from the device.
     """
@@ -109,10 +103,7 @@ def watch_shapes(
 
 
 def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahead: bool = False) -> int:
-    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set.
-
-    Busy cores are left out: two threads of which one waits for a core took 3 to 300 times as long as one.
-    """
+    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set."""
     # Torchrun sets the variable to 1, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
@@ -121,14 +112,12 @@ def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahea
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this rank; `auto` takes a GPU if there is one. E005 if the device is not there.
-
-    A launcher may show each rank only its own GPU, which is then the first for each of them.
-    """
+    """The device of this rank; `auto` takes a GPU if there is one. E005 if the device is not there."""
     if problem := cannot_run(lack_of_device(name), "device", name):
         raise problem
     name = device_type(name)
     if name == "cuda":
+        # A launcher may show each rank only its own GPU.
         return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     return torch.device(name)
 
@@ -136,8 +125,7 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
 def expand_segments(backend: Backend, device: torch.device, *, many_lengths: bool, captures: bool) -> bool:
     """Let segments of the GPU's memory grow from here on, or no longer; return True if they do.
 
-    Batches of many lengths ask for blocks of ever new sizes. Fixed segments are reserved beside free ones
-    into which nothing fits, until memory is short and all are given back, which waits for the device. With
+    Batches of many lengths ask for blocks of ever new sizes, which do not fit into fixed segments. With
     `auto`, a run that `captures` CUDA graphs keeps fixed ones. A user's PYTORCH_ALLOC_CONF is left alone.
 
     Source: PyTorch notes, "CUDA semantics", `expandable_segments`.
@@ -166,9 +154,8 @@ def allow_cudnn_attention(backend: Backend, device: torch.device, *, many_length
 def hold_memory() -> bool:
     """Keep memory that this process frees for its next allocation; return True if its C library can.
 
-    glibc returns the free end of its heap to the system, and every block of more than 32 MiB at once, so that
-    the kernel clears and maps the pages of activations again in each step. Here it does neither, and the
-    process stays as large as at its peak.
+    glibc returns freed memory to the system, which clears and maps the pages of activations again in each
+    step. Here it does not, and the process stays as large as at its peak.
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_MAX`.
     """

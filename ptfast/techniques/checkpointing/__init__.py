@@ -27,7 +27,7 @@ class Checkpointing(Section):
 def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> PtfastError | None:
     """Refuse a budget without a compiler, and a mode without its figure."""
     mode = checkpointing.mode
-    if mode == "budget" and compile.mode in ("none", "pointwise", "step"):
+    if mode == "budget" and compile.mode in ("none", "step"):
         what = "only the compiler can keep a memory budget"
         hint = "Set compile=model, or use checkpointing=full"
         return ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
@@ -85,10 +85,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="selective checkpointing",
         on=("checkpointing=selective",),
         why="Only norms, activations and dropout are recomputed: they take much memory, little arithmetic.",
-        claim="Large transformers on A100s, beside sequence parallelism (which ptfast lacks): a fifth of the "
-        "activations' memory, for less than a tenth of the time of recomputing whole layers.",
-        source="Korthikanti et al. 2022, arXiv:2205.05198; the choice by operation is that of "
-        "torch.utils.checkpoint.create_selective_checkpoint_contexts.",
+        claim="Large transformers: a fifth of the activations' memory for a tenth of full recomputation's "
+        "time, beside sequence parallelism, which ptfast lacks.",
+        source="Korthikanti et al. 2022, arXiv:2205.05198; torch's create_selective_checkpoint_contexts.",
         measured="ResNet-110 keeps 386 MiB instead of 513 for its backward pass, in 1.19 times the time.",
         command="python scripts/bench_memory.py resnet110",
         avoid="Launches or Python are the bottleneck: every operation of a block goes through Python twice.",
@@ -118,7 +117,6 @@ FAMILY = Family(
         Unused.unless("checkpointing.mode", ("budget",), "checkpointing.memory_budget"),
         Unused.unless("checkpointing.mode", ("full", "every_n", "selective"), "checkpointing.blocks"),
     ),
-    acts={"shape_model": ("activation_checkpointing.apply_checkpointing",)},
     panel=panel,
     techniques=TECHNIQUES,
 )

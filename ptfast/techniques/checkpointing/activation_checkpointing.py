@@ -45,25 +45,21 @@ def apply_checkpointing(
 ) -> dict[str, nn.Module]:
     """Let blocks of `model` drop their activations, and compute them again in the backward pass.
 
-    Activations take most of the memory of a step. Only the inputs of the blocks are kept and, during one
-    block's backward, its activations; the rest is free for a larger batch or model. Gradients, running
-    statistics and random numbers are the same, bit for bit.
+    Activations take most of the memory of a step: here only the inputs of blocks are kept, and the
+    activations of one during its backward. Gradients, running statistics and random numbers are the same,
+    bit for bit.
 
     Args:
-        model: in its final form but for compiling and wrapping; blocks are changed in place, names stay.
-        checkpointing: `full` takes every block; `every_n` the first of every `every`; `selective` every
-            block, but keeps the results of matrix products, convolutions and attention; `budget` none, since
-            the compiler chooses (`apply_memory_budget`). For `blocks` see `find_blocks`; a list of modules
+        model: in its final form but for compiling and wrapping; changed in place, names stay.
+        checkpointing: `selective` keeps the results of matrix products, convolutions and attention; `budget`
+            is left to the compiler (`apply_memory_budget`). For `blocks` see `find_blocks`; a list of modules
             stands for its members.
         known: names of the blocks that were taken when the run began.
 
     Returns the blocks by name; C005 when a pattern matches no module, C011 when the model has no blocks.
 
     Cost: another forward pass of the blocks, about a third of a step; on the CPU also about 0.2 ms a block
-    and 20 us for every tensor not kept, of which 3 us check that shape and type are as before. The check
-    stays on: a block that computes something else the second time would train on wrong gradients in silence.
-    `selective`: little arithmetic, but some 50 us more for every operation. Torch's checkpointing imports the
-    compiler, 1 to 3 s at start-up. Evaluation costs nothing.
+    and 20 us for every tensor not kept; `selective` 50 us an operation; 1 to 3 s to import.
     Source: Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.
     """
     mode, blocks = checkpointing.mode, known or checkpointing.blocks
@@ -98,12 +94,10 @@ def apply_checkpointing(
 
 
 def apply_memory_budget(budget: float | None) -> None:
-    """Limit what the compiler keeps between forward and backward; it computes the rest again.
+    """Let the compiler keep the share `budget`, in (0, 1), of what it keeps for backward; None for all.
 
-    It recomputes what costs least for the memory it frees, over the whole graph and within fused kernels, for
-    a longer compilation. `budget` is the share that is kept, in (0, 1); None for all of it.
-
-    Source: PyTorch blog, March 2025, "Current and New Activation Checkpointing Techniques in PyTorch".
+    It computes again what costs least for the memory it frees, within fused kernels too. Source: PyTorch
+    blog, March 2025, "Current and New Activation Checkpointing Techniques in PyTorch".
     """
     # None only has to undo the budget of an earlier run in the same process.
     if budget is not None or "torch._functorch.config" in sys.modules:
@@ -130,10 +124,9 @@ def naming_mismatch(mode: str) -> Iterator[None]:
 class CheckpointedForward:
     """Takes the place of a block's `forward`, so that no parameter or module changes its name.
 
-    A recomputation must leave the block's buffers as they are. A norm in training writes its running
-    statistics without reading them, so its recomputation may write to a scratch copy. Other modules may read
-    what they write (spectral norm's vectors), so their recomputation starts from copies made before. The
-    first forward pass shows which modules write at all.
+    A recomputation must leave the block's buffers as they are. Norms, which write their running statistics
+    without reading them, write to a scratch copy instead. Other modules that write (spectral norm's vectors),
+    as the first forward pass shows, start from copies made before.
 
     An object and not a closure: in a copy of the block it calls the copy's layers.
     """
@@ -189,15 +182,12 @@ class CheckpointedForward:
 
 
 def choose(kept: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `selective` does with the result of an operation, if it keeps those of `kept`.
-
-    Attention that drops out is computed again: if it were kept, it would draw no random numbers the second
-    time, and the dropout after it would draw others than before.
-    """
+    """What `selective` does with the result of an operation, if it keeps those of `kept`."""
     if op not in kept:
         return Policy.PREFER_RECOMPUTE
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # Attention with dropout is computed again, or the dropout after it would draw other numbers.
     return Policy.PREFER_RECOMPUTE if given.get("dropout_p") else Policy.MUST_SAVE
 
 

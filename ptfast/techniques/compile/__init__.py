@@ -1,4 +1,4 @@
-"""Records of what torch.compile can be asked for."""
+"""What torch.compile can be asked for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ptfast.techniques.parallel import Parallel
 class Compile(Section):
     """The parts that `torch.compile` compiles, and how."""
 
-    mode: Literal["none", "pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"] = "none"
-    """Elementwise chains, blocks, the model, the whole step; the model in CUDA graphs, or autotuned."""
+    mode: Literal["none", "blocks", "model", "step", "reduce_overhead", "max_autotune"] = "none"
+    """Blocks, the model, the whole step; the model in CUDA graphs, or autotuned."""
     blocks: str | tuple[str, ...] = "auto"
     """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
     dynamic: bool | OrAuto = "auto"
@@ -70,23 +70,12 @@ _compile = partial(
 
 TECHNIQUES: tuple[Technique, ...] = (
     _compile(
-        name="compiled elementwise chains",
-        on=("compile=pointwise",),
-        why="Elementwise operations are bound by memory; a fused chain reads and writes its tensors once.",
-        claim="One read and write per chain, for activations or losses written by hand; no figure is given.",
-        source="PyTorch Performance Tuning Guide, 'Fuse operations'; torch.compile.",
-        avoid="Activations are torch's own, each one kernel already; compile=model does more where it works.",
-        audit="Several elementwise operations in a row, such as an activation or a loss written by hand.",
-    ),
-    _compile(
         name="compiled blocks",
         on=("compile=blocks",),
         why="Each block becomes a few fused kernels with little Python; identical blocks compile once.",
         claim="Nearly the speed of a compiled model in many cases, while only one block is compiled.",
-        source="PyTorch tutorial 'Reducing torch.compile cold start compilation time with regional "
-        "compilation'.",
-        avoid="Few blocks are identical, or the run is shorter than compiling. Dropout draws other masks "
-        "than without a compiler.",
+        source="PyTorch tutorial on regional compilation.",
+        avoid="Few blocks are identical, or the run is short. Dropout draws other masks when compiled.",
         audit="A model of repeated blocks that runs for hours without a compiler.",
     ),
     _compile(
@@ -98,8 +87,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         measured="On one CPU thread a GPT of 12 blocks takes 1,777 ms a step instead of 1,283, with a peak "
         "of 436 MiB instead of 630.",
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
-        avoid="The run is shorter than compiling, or shapes change all the time. Dropout draws other masks "
-        "than without a compiler.",
+        avoid="The run is short, or shapes change all the time. Dropout draws other masks when compiled.",
         audit="A run of hours on a GPU without a compiler.",
     ),
     _compile(
@@ -107,10 +95,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("compile=step",),
         why="Forward, backward, clipping and optimizer are one function, on CUDA one graph to launch.",
         claim="The host's time of small kernels goes; little is left to gain for large ones.",
-        source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021, 'Accelerating "
-        "PyTorch with CUDA Graphs'.",
-        avoid="The run is shorter than compiling, or shapes change all the time. A line says why a step "
-        "cannot be compiled; then the model is.",
+        source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021 on CUDA Graphs.",
+        avoid="The run is short, or shapes change all the time. If a step cannot be compiled, the model is.",
         audit="A step of many small kernels: idle gaps in a GPU's trace, or a small model on a CPU.",
     ),
     _compile(
@@ -119,8 +105,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="A whole forward or backward pass is one launch, so small kernels do not wait for the host.",
         claim="A large gain for small kernels, little for large ones.",
         source="PyTorch blog 2021, 'Accelerating PyTorch with CUDA Graphs'; torch.compile.",
-        avoid="Steps have several micro-batches (refused: gradients would be lost), or memory is short: "
-        "graphs keep their own.",
+        avoid="Steps have several micro-batches (refused), or memory is short: graphs keep their own.",
         audit="Idle gaps between the kernels of a GPU in a trace, or a small batch.",
         needs=("cuda", "compiler"),
     ),
@@ -161,7 +146,6 @@ FAMILY = Family(
             "compile=model",
         ),
     ),
-    acts={"shape_model": ("compilation.apply_compile",)},
     free_keys=("compile.keep",),
     panel=lambda compile, compiled: {"compile": compiled and compiled + "; the code is kept" * compile.keep},
     techniques=TECHNIQUES,

@@ -18,18 +18,16 @@ from ptfast.core.errors import ConfigError, shorten
 from ptfast.core.machine import cache_folder
 from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
-from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.techniques.repeated_blocks import find_blocks
 
-Mode = Literal["pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"]
+Mode = Literal["blocks", "model", "step", "reduce_overhead", "max_autotune"]
 
 T = TypeVar("T")
 
 STEP_SHAPES = 64
 """Shapes that a step compiled whole may come in."""
 MANY_SHAPES = 3
-"""Times that everything is compiled again from which on shapes change too often. Once is usual: the last
-batch of an epoch is shorter."""
+"""Times that everything is compiled again, beyond the usual one for an epoch's last batch."""
 
 
 def apply_compile(
@@ -53,11 +51,10 @@ class Compilation:
     """The compiled parts of a run, and how often they were compiled.
 
     Fewer, fused kernels touch memory less often and need less Python to launch. Only training is compiled:
-    evaluations run the plain model, whose figures `ptfast eval` repeats, and save a minute of compiling.
+    evaluations run the plain model, whose figures `ptfast eval` repeats.
 
-    A shape runs the same code wherever a run begins, so that a resumed run gives the bits of one never
-    stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
-    masks than without a compiler, except under `pointwise`.
+    Every shape has its own code, or (`dynamic`) all share one from the start, so that a resumed run gives the
+    bits of one never stopped. Dropout draws other masks than without a compiler.
 
     If a step `accumulates` several micro-batches on a rank, a CUDA graph would overwrite the gradients of the
     one before, in silence: C011 for `reduce_overhead`. E005 if a tool or device is missing.
@@ -74,7 +71,6 @@ class Compilation:
             raise problem
         self.mode: Mode = mode
         self.blocks: dict[str, nn.Module] = {}
-        self.fusion: PointwiseFusion | None = None
         self.options: dict[str, Any] = {"dynamic": dynamic}
         # Else a fused kernel keeps float32 where the plain step rounds, and compares it with rounded numbers:
         # `amax` then has a wrong gradient, or NaN, in bf16.
@@ -83,9 +79,7 @@ class Compilation:
         settings.emulate_precision_casts = True  # pyright: ignore[reportAttributeAccessIssue]
         self.instead_of_step: str | None = None
         """Why the model is compiled where the step was to be."""
-        if mode == "pointwise":
-            self.fusion = self.options["backend"] = PointwiseFusion()
-        elif mode == "reduce_overhead" or (mode == "step" and device == "cuda" and not dynamic):
+        if mode == "reduce_overhead" or (mode == "step" and device == "cuda" and not dynamic):
             self.options["mode"] = "reduce-overhead"
         elif mode == "max_autotune":
             self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
@@ -95,11 +89,7 @@ class Compilation:
         self._warned_of: set[str] = set()
 
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
-        """Compile `model` in place, so that wrappers for ranks, which come later, call the compiled form.
-
-        Under DistributedDataParallel torch cuts the graph where gradients are sent, so that sending overlaps
-        with backward. For the mode `blocks` see `find_blocks`; C011 when nothing recurs.
-        """
+        """Compile `model` in place, before it is wrapped for ranks; C011 if `find_blocks` finds none."""
         parts = [] if self.mode == "step" else [model]
         if self.mode == "blocks":
             from torch._dynamo import config as settings
@@ -176,17 +166,10 @@ class Compilation:
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
 
-    def start(self, seconds: float) -> tuple[str, bool]:
-        """Note that the first step is compiled; return a message, and whether it is a warning."""
+    def start(self, seconds: float) -> str:
+        """Note that the first step is compiled, and say so."""
         self._at_start, self._start_s = num_compiled(), seconds
-        if self.fusion is None:
-            return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
-        if not self.fusion.num_chains:
-            self._warned_of.add("length")
-            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
-        chains, operations = self.fusion.num_chains, self.fusion.num_operations
-        fused = f"fused {operations} elementwise operations into {counted(chains, 'kernel')}"
-        return f"{fused} in {seconds:.1f} s", False
+        return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s"
 
     @property
     def num_graphs(self) -> int:
@@ -238,18 +221,9 @@ class Compilation:
         }
         if self.instead_of_step is not None:
             report["instead_of_step"] = self.instead_of_step
-        if self.fusion is not None:
-            report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
         if advice := self._advice():
             report["advice"] = advice
         return report
-
-
-def traces_backward() -> bool:
-    """Return True if this torch can put a backward pass into a graph."""
-    from torch._dynamo import config
-
-    return hasattr(config, "trace_autograd_ops")
 
 
 def num_compiled() -> int:
@@ -265,9 +239,8 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def keep_code() -> None:
     """Let torch cache compiled code in `$PTFAST_CACHE/compiled`, if that is writable.
 
-    Torch's own place is in `/tmp`, which a new container or another node does not have. Each kind of CPU gets
-    its own folder, since the code is made for it and torch does not tell CPUs apart. The run directory is not
-    used, because a run from elsewhere could bring code in it.
+    Torch's own place, `/tmp`, does not outlive a container. Each kind of CPU has a folder, as torch does not
+    tell them apart. The run directory is not used, because a run from elsewhere could bring code in it.
 
     Cost: a few MB of disk for a model; nothing is ever deleted.
     """

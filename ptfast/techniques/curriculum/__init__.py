@@ -46,12 +46,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("curriculum=image_size",),
         off=("curriculum=none",),
         why="A convolution costs the square of the image side, and small images teach what comes first.",
-        claim="With other changes, ResNet-50 to 93 % top-5 on ImageNet in 18 minutes on 16 machines of 8 "
-        "V100 (2018), at 128, then 224, then 288 pixels; EfficientNetV2 trains with it in less time to a "
-        "higher accuracy, where regularisation grows too.",
+        claim="Part of ResNet-50 to 93 % top-5 on ImageNet in 18 minutes on 128 V100 (2018); EfficientNetV2 "
+        "trains in less time to a higher accuracy, where regularisation grows too.",
         source="Howard, Shaw, Bulatov et al., fast.ai for DAWNBench, 2018; Tan, Le 2021, arXiv:2104.00298.",
-        avoid="Models of one fixed size (an MLP, a plain ViT), fine detail that matters, and compiled "
-        "models, which recompile for every size.",
+        avoid="Models of one fixed size (an MLP, a plain ViT), detail that matters, and compiled models.",
         audit="Images of 128 pixels or more and a convolutional model trained at full size for many epochs.",
         needs=("images", "convolutions"),
         trial=("model=resnet_digits", "optimizer.lr=0.005"),
@@ -62,8 +60,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("curriculum.length_from=auto",),
         off=("curriculum.length_from=null",),
         why="Short sequences are cheaper and keep early steps stable, which allows larger batches and rates.",
-        claim="GPT-2 of 117 million and 1.5 billion parameters: up to 2.2 times fewer tokens and 3.7 times "
-        "less time, at 8 times larger batches and 4 times larger rates, unstable without it.",
+        claim="GPT-2: up to 2.2 times fewer tokens and 3.7 times less time, at 8 times larger batches and 4 "
+        "times larger rates, unstable without it.",
         source="Li, Zhang, He 2022, arXiv:2108.06084.",
         avoid="Short contexts and stable runs, where cutting tokens only loses data.",
         audit="Language modelling at 1,024 tokens or more that needs a long warm-up or a small rate.",
@@ -85,13 +83,10 @@ TECHNIQUES: tuple[Technique, ...] = (
         kind="training",
         on=("curriculum=batch_size",),
         off=("curriculum=none",),
-        why="While gradients are large against their noise, small batches get more steps out of the samples; "
-        "later, large ones run faster.",
-        claim="Batches that grow where the rate would fall give the same curves in fewer steps: ResNet-50 on "
-        "ImageNet to 76.1 % in under 30 minutes (Smith et al.); the useful batch size grows during training "
-        "(McCandlish et al.).",
-        source="Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, "
-        "arXiv:1812.06162.",
+        why="Early gradients are large against their noise, so small batches get more steps out of samples.",
+        claim="Batches that grow where the rate would fall give the same curves in fewer steps (Smith); "
+        "the useful batch size grows during training (McCandlish).",
+        source="Smith et al. 2018, arXiv:1711.00489; McCandlish et al. 2018, arXiv:1812.06162.",
         avoid="Batches that are already small, or of the size found to be fastest on this machine.",
         audit="Batches of thousands from the first step on, with an early loss that falls no faster for it.",
     ),
@@ -115,13 +110,6 @@ FAMILY = Family(
             "curriculum.length_from=auto",
         ),
     ),
-    acts={
-        "build_plan": (
-            "growing_sizes.build_batch_sizes",
-            "growing_sizes.build_resize",
-            "growing_sizes.build_cut",
-        )
-    },
     panel=lambda resolved: {"curriculum": "; ".join(resolved.curriculum) or None},
     techniques=TECHNIQUES,
 )

@@ -139,16 +139,14 @@ def build_batch_sizes(
     epochs: int | None,
     steps: int | None,
 ) -> Stages:
-    """Batches that grow to their full size, by `first` at a time.
+    """Batches that grow to their full size, by `first` at a time; the schedule's learning rate stays.
 
-    While gradients are large against their noise, a small batch makes as good a step, and an epoch has more
-    of them. The schedule's learning rate stays.
+    While gradients are large against their noise, a small batch makes as good a step.
 
     Args:
         first: samples of the first steps over all ranks, a multiple of `micro_batches`; `auto` for a quarter
             of the full size.
-        over: how long batches grow. A part of the run, epochs and samples are converted by the mean size: to
-            within a step an epoch, whose last batch may be short.
+        over: how long batches grow, converted to steps by their mean size.
         num_samples: of an epoch; None for data of unknown length, which has no epochs (C011).
 
     Source: Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, arXiv:1812.06162.

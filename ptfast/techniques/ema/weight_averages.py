@@ -19,9 +19,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 class Average:
     """The base of averages: what they follow, how they are swapped in, and how they are saved.
 
-    It averages the parameters that train and the saved floating-point buffers of a plain model. Averages of
-    half-width weights are in float32, because bf16 would lose what a step adds. An instance of this base can
-    load and swap in what any kind has saved.
+    It averages the parameters that train and the saved floating-point buffers of a plain model, half-width
+    ones in float32. An instance of this base can load and swap in what any kind has saved.
     """
 
     extendable = True
@@ -74,10 +73,7 @@ class Average:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the averages into the model, and afterwards its own weights and buffers back, bit for bit.
-
-        The weights stay if there is no average yet.
-        """
+        """Put averages, if any yet, into the model, and afterwards its own weights back, bit for bit."""
         if not self.ready:
             yield
             return
@@ -121,7 +117,7 @@ class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`, of about 1 / (1 - decay) steps.
 
     It includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
-    linger. Steps skipped by fp16 do not count: the same weights would count twice.
+    linger. Skipped steps do not count.
 
     Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
     more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as
@@ -152,9 +148,8 @@ class MovingAverage(Average):
 class Swa(Average):
     """Average of the weights at equal distances over the end of a run, each with equal weight.
 
-    Weights at a rate that stays high wander around a wide minimum, whose middle generalises better than any
-    of them. An average of BatchNorm's statistics is not the statistics of the average: these are measured
-    anew, by a pass over training samples, before the average is evaluated or saved.
+    Weights at a rate that stays high wander around a wide minimum, whose middle generalises better. The
+    statistics of BatchNorm are measured anew for the average, before it is evaluated or saved.
 
     Args:
         steps: those whose weights count, none later than the last of the run.
@@ -221,10 +216,7 @@ class Swa(Average):
 class ScheduleFree(Swa):
     """The average that a schedule-free optimizer keeps: it trains at one point, and its result is another.
 
-    The optimizer's own methods go from one to the other and back by arithmetic that rounds. Here the weights
-    in training are kept, so that evaluating and saving change no bit of what follows.
-
-    `optimizer` has methods `eval`, which puts the average into the model, and `train`.
+    The weights in training are kept: going back by the optimizer's own methods, `eval` and `train`, rounds.
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """

@@ -41,8 +41,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("gradients.clip_value=0.5",),
         off=("gradients.clip_value=null",),
         why="Limits every entry of the gradient in one pass, without computing a norm.",
-        claim="Graves clips derivatives at the inputs of LSTM layers, which grow too large without; unlike "
-        "clipping by norm it changes the direction of a step.",
+        claim="Bounds derivatives of LSTM layers; unlike clipping by norm, it turns the step.",
         source="Graves 2013, arXiv:1308.0850, section 2.1.",
         avoid="Clipping by norm works as well, which is nearly always.",
         audit="Single large entries in gradients that are small otherwise.",
@@ -53,8 +52,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("gradients=adaptive",),
         off=("gradients=default",),
         why="Each unit's gradient is limited by its weights: large batches work without normalisation.",
-        claim="Networks without BatchNorm at a batch of 4096; smaller NFNets match EfficientNet-B7's "
-        "accuracy on ImageNet and train up to 8.7 times as fast.",
+        claim="NFNets, without BatchNorm, match EfficientNet-B7 and train up to 8.7 times as fast.",
         source="Brock, De, Smith, Simonyan 2021, arXiv:2102.06171.",
         avoid="A normalised network at an ordinary batch size, or another kind of clipping (refused).",
         audit="A network without normalisation layers and gradients.clip_adaptive at null.",
@@ -75,8 +73,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="gradients set to None",
         kind="exact",
         why="Backward writes new gradients instead of zeroing the old ones and adding.",
-        claim="Saves a write and a read of all gradients per step. A parameter without a gradient is "
-        "skipped, where zeros would still decay it; it is named once.",
+        claim="Saves a write and a read of all gradients per step; parameters without one are not decayed.",
         source="PyTorch Performance Tuning Guide, 'Use parameter.grad = None'.",
         avoid="A parameter without a gradient in some steps must still follow its momentum.",
         audit="zero_grad(set_to_none=False), or gradient.zero_() in a loop.",
@@ -95,7 +92,6 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="gradients",
-    acts={"add_optimizer": ("clipping.build_clipper",)},
     panel=lambda gradients: {
         "clip norm": gradients.clip_norm,
         "clip value": gradients.clip_value,

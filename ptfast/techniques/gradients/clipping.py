@@ -84,9 +84,8 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e-3) -> None:
     """Rescale the gradient of every unit that is long compared with the unit's weights (AGC).
 
-    Networks without normalisation diverge at large batches and rates because of a few long gradients; a
-    global norm would shorten all others too. A unit is a row: an output of a linear layer, an output channel
-    of a convolution, an entry of an embedding; a parameter of one dimension is one unit.
+    A global norm would shorten all others too. A unit is a row: an output of a linear layer or a convolution,
+    an entry of an embedding; a parameter of one dimension is one unit.
 
     Args:
         parameters: those of at most one dimension first; ones without a gradient are skipped.
@@ -111,10 +110,7 @@ def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e
 
 
 def head_of(model: nn.Module) -> list[Tensor]:
-    """Parameters of the last module that holds a matrix, in the order of modules: a classifier's last layer.
-
-    A matrix that another module shares, as in language models, is spared there as well.
-    """
+    """Parameters of the last module that holds a matrix, in the order of modules."""
     matrices = [n for n, p in model.named_parameters(remove_duplicate=False) if p.ndim >= 2]
     if not matrices:
         return []

@@ -40,6 +40,5 @@ FAMILY = Family(
     name="numerics",
     rules=(steps_that_can_be_skipped,),
     unused=(Unused.unless("numerics.mode", ("skip", "rewind"), "numerics.limit"),),
-    acts={"Trainer": ("checked_steps.CheckedSteps", "checked_steps.KeptBuffers")},
     free_keys=("numerics",),
 )

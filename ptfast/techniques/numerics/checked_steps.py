@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.distributed import Ranks, sum_over_ranks
+from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import is_sharded, local_part
 
 READ_AT_ONCE = ("cpu",)
@@ -18,13 +19,12 @@ READ_AT_ONCE = ("cpu",)
 class CheckedSteps:
     """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
 
-    Nothing changes in a step that is left out: weights, state and step counts of the optimizer stay. If the
-    optimizer takes `found_inf`, as fused ones and ours do for fp16, the device decides and the host never
-    waits. On a CPU the host looks, and elsewhere it has to wait for every step.
+    Weights, state and step counts of the optimizer stay in a step that is left out. If the optimizer takes
+    `found_inf`, as fused ones and ours do, the device decides and the host never waits.
 
     Args:
         build_step: makes the function that steps `optimizer`, given the tensor that is 1 to skip, or None.
-        first_step, skipped_steps: those taken and left out before, of a run that is resumed.
+        progress: of the run, whose counts are carried on.
 
     Cost: a read of the gradients a step, and a sum of one number over several ranks. 5 us on a CPU.
     """
@@ -40,10 +40,8 @@ class CheckedSteps:
         parameters: Sequence[Tensor],
         device: torch.device,
         ranks: Ranks,
-        *,
+        progress: Progress,
         limit: int,
-        first_step: int = 0,
-        skipped_steps: int = 0,
     ) -> None:
         self._parameters, self._ranks, self.limit = parameters, ranks, limit
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -59,9 +57,9 @@ class CheckedSteps:
         self.skipped: Tensor | None = None
         """True if the last step was left out, on the device; None if the host knows that it was taken."""
         zero = torch.zeros((), device=device, dtype=torch.int64) if self.on_device else 0
-        self._step_number, self._last = first_step, zero
+        self._step_number, self._last = progress.step, zero
         self._in_a_row: Tensor | int = zero
-        self._skipped_steps: Tensor | int = zero + skipped_steps
+        self._skipped_steps: Tensor | int = zero + progress.skipped_steps
 
     @property
     def counts(self) -> tuple[Tensor | int, ...]:

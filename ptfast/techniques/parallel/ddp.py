@@ -65,9 +65,8 @@ class PowerSgd:
 class GradientAveraging(nn.parallel.DistributedDataParallel):
     """A model on several ranks, whose gradients are averaged while backward still runs.
 
-    DDP moves neither inputs nor buffers: batches are on the rank's device, and `RunningStatistics` merges
-    those of BatchNorm. Compressed gradients take fewer bytes, for ranks that wait for the network: `bf16` and
-    `fp16` half of float32's, `powersgd` those of two thin matrices.
+    `RunningStatistics` merges the buffers of BatchNorm. Compressed gradients take fewer bytes, for ranks that
+    wait for the network: `bf16` and `fp16` half of float32's, `powersgd` those of two thin matrices.
     """
 
     def __init__(self, model: nn.Module, options: Parallel) -> None:
@@ -106,11 +105,7 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             raise _unused_error(unused) from error
 
     def check_gradients(self) -> None:
-        """Refuse, with C011, parameters that a backward pass has left without a gradient.
-
-        DDP would notice it in the next forward pass, one wrong step later: gradients that share a bucket with
-        a missing one are not averaged.
-        """
+        """Refuse, with C011, parameters without a gradient, which DDP notices one wrong step later."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused and not self.finds_unused:

@@ -21,9 +21,8 @@ class Sharded:
     A rank holds a share of weights, gradients and optimizer state, and one or two whole blocks at a time, so
     that models train that fit no single device. Ranks send half as much again as with DDP.
 
-    Under autocast blocks are gathered in its half type, while shares, gradients and the optimizer's step stay
-    in float32. Models with BatchNorm are gathered in float32: its kernels need weights and running
-    statistics of one type.
+    Under autocast blocks are gathered in its half type, except in models with BatchNorm, whose kernels need
+    weights and statistics of one type. Shares, gradients and the optimizer's step stay in float32.
 
     Args:
         model: the plain model, on the CPU, with parameters of one type (else C011); changed in place. They
@@ -107,10 +106,7 @@ class Sharded:
             self.module.set_requires_gradient_sync(True)
 
     def check_gradients(self) -> None:
-        """Refuse, with C011, parameters that a backward pass has left without a gradient.
-
-        Ranks on which they differ would add up gradients of different parameters.
-        """
+        """Refuse, with C011, parameters without a gradient: ranks that differ would add up different ones."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.distributed import Ranks, gathered
+from ptfast.core.distributed import Ranks, broadcast_buffers, gathered
 from ptfast.core.tensors.torch_internals import BatchNorm
 
 
@@ -44,13 +44,11 @@ def total(parts: list[Part]) -> list[Tensor]:
 class OrderedSums(nn.Module):
     """A model whose steps have the same bits on any number of ranks that share its micro-batches evenly.
 
-    The gradients of neighbouring micro-batches are added, then those of neighbouring pairs, and so on: an
-    order that depends on nothing but the number of micro-batches. Each rank joins its own as far as it can;
-    then it receives one slice of what all have, adds it up to the end and sends it to all.
+    The gradients of neighbouring micro-batches are added, then those of neighbouring pairs, and so on. Each
+    rank joins its own as far as it can, then adds up one slice of what all have and sends it to all.
 
-    Cost: as many bytes as all-reduce sends where the micro-batches of a rank are a power of two, at most
-    log2(k) times as many otherwise, and none of them during backward. A rank of k micro-batches holds up to
-    log2(k) + 1 gradients of the model, and three more while ranks exchange them.
+    Cost: as many bytes as all-reduce sends where a rank has k = a power of two micro-batches, else up to
+    log2(k) times as many, none of them during backward; log2(k) + 1 gradients of the model, and three more.
     """
 
     compression = None
@@ -71,9 +69,7 @@ class OrderedSums(nn.Module):
             for index in range(rank * share, (rank + 1) * share):
                 add_part(self._layouts[-1], Part(index, 1, []))
         self._statistics = OrderedStatistics(model, ranks)
-        if ranks.num_ranks > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                torch.distributed.broadcast(tensor.detach(), 0)
+        broadcast_buffers([each.detach() for each in (*model.parameters(), *model.buffers())], ranks)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self.module(*inputs, **keywords)
@@ -131,8 +127,8 @@ class OrderedSums(nn.Module):
 class OrderedStatistics:
     """BatchNorm's running statistics, moved by one micro-batch after the other in their order on all ranks.
 
-    Each micro-batch starts from zeros, so that what it adds is the same wherever it runs: statistics r become
-    (1 - momentum) ** batches * r + part, or for layers without a momentum the average over all batches.
+    Each micro-batch starts from zeros, so that its part is the same wherever it runs: statistics r become
+    (1 - momentum) ** batches * r + part, or without a momentum the average over all batches.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

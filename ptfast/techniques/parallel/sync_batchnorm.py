@@ -17,8 +17,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 def apply_sync_batchnorm(model: nn.Module) -> int:
     """Let every BatchNorm of `model` take its statistics over the micro-batches of all ranks.
 
-    Statistics over a rank's few samples are noisy; together they are those of one large micro-batch. Layers
-    are replaced, and keep their parameters, buffers and names. Returns their number; C011 for none.
+    Over a rank's few samples they are noisy. Layers are replaced, and keep their parameters, buffers and
+    names. Returns their number; C011 for none.
 
     Cost: one gather forward and one sum backward per layer, which all ranks wait for.
     """
@@ -40,8 +40,7 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
 class SyncedBatchNorm(BatchNorm):
     """A BatchNorm over all ranks: the same figures as one process with all their samples.
 
-    Torch's own runs on GPUs only, and its host waits for the device in every layer. This one runs anywhere
-    and never waits. It takes over the parameters and buffers of `norm`.
+    Torch's own runs on GPUs only, and its host waits for the device in every layer.
 
     Source: Ioffe, Szegedy 2015, arXiv:1502.03167, with the gradient through the statistics of all ranks.
     """
@@ -88,10 +87,7 @@ class SyncedBatchNorm(BatchNorm):
 
 
 class _Normalized(torch.autograd.Function):
-    """`(x - mean) / sqrt(var + eps) * weight + bias` over the samples and positions of all ranks.
-
-    It merges the ranks' statistics, not their sums of squares, which would cancel.
-    """
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the samples and positions of all ranks."""
 
     @staticmethod
     def forward(
@@ -103,6 +99,7 @@ class _Normalized(torch.autograd.Function):
         variance, mean = torch.var_mean(wide, dims, correction=0)
         number = torch.full((1,), x.numel() / x.size(1) if counts else 0.0, device=x.device, dtype=mean.dtype)
         own = torch.cat([mean, variance, number])
+        # Statistics are merged: sums of squares would cancel.
         by_rank = gathered(own, torch.distributed.get_world_size())
         means, variances, numbers = by_rank.split([len(mean), len(mean), 1], dim=1)
         count = numbers.sum().clamp(min=1)
@@ -143,11 +140,10 @@ class RunningStatistics:
     """BatchNorm's running statistics over several ranks: those of one process with all the micro-batches.
 
     A rank's own micro-batches move the statistics from r to r_k = keep_k r + part_k, where keep_k is
-    (1 - momentum) ** batches. One process would run them rank after rank; so, for each rank in order,
-    merged <- keep_k merged + part_k. The ranks exchange r_k and the number of batches once a step.
+    (1 - momentum) ** batches. As one process would run them, merged <- keep_k merged + part_k rank by rank.
 
-    Layers without a momentum, which average over all batches, take the first rank's statistics. Those of
-    `SyncedBatchNorm` are already the same everywhere. The model is the plain one, on its device and restored.
+    Layers without a momentum take the first rank's statistics. The model is the plain one, on its device and
+    restored.
 
     Cost: one gather of all statistics and a few kernels a step; nothing for a model without BatchNorm.
     """

@@ -57,8 +57,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("precision=amp",),
         why="Half-precision numbers halve memory traffic and use matrix units; the format fits the device.",
         claim="1.5 to 5.5x over float32 on V100s, and 1.3 to 2.5x more on A100s, on a variety of networks.",
-        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should Know "
-        "About Mixed Precision Training in PyTorch'.",
+        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog 2022 on mixed precision.",
         avoid="The loss needs float32 throughout; CPUs without bf16 instructions stay at fp32.",
         audit="A forward pass outside torch.autocast on a device with matrix units.",
         needs=("half",),
@@ -81,8 +80,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("precision=amp_fp16",),
         why="Half-precision products, 3 bits finer than bf16; loss scaling makes up for the smaller range.",
         claim="1.5 to 5.5x over float32 on V100s, on a variety of networks.",
-        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog, 2022, 'What Every User Should Know "
-        "About Mixed Precision Training in PyTorch'.",
+        source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog 2022 on mixed precision.",
         avoid="bf16 is as fast: steps whose scaled gradients overflow are lost.",
         audit="bf16 on a GPU before Ampere, or a GradScaler beside an optimizer that is not fused.",
         needs=("fp16",),
@@ -103,8 +101,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         on=("precision.float8=true",),
         off=("precision.float8=false",),
         why="Matrix units multiply 8-bit numbers twice as fast; large transformers are mostly linear layers.",
-        claim="Up to 1.25 times the throughput of compiled bfloat16 for 8 billion parameters on 8 GPUs, up "
-        "to 1.5 times for 405 billion on 512.",
+        claim="Compiled, up to 1.25 times bfloat16's throughput at 8B weights on 8 GPUs, 1.5 at 405B on 512.",
         source="torchao documentation, 'Quantized Training'; Micikevicius et al. 2022, arXiv:2209.05433.",
         avoid="Layers have under some thousand channels, or are not compiled: scaling costs too much.",
         audit="A bfloat16 transformer of a billion parameters or more on a GPU of capability 8.9 or later.",
@@ -142,15 +139,6 @@ FAMILY = Family(
     name="precision",
     rules=(float8_under_bf16,),
     machine_rules=(formats_of_the_device,),
-    acts={
-        "set_up_machine": ("number_formats.build_precision",),
-        "place_model": (
-            "number_formats.apply_half_weights",
-            "number_formats.apply_float8",
-            "half_inputs.casts_inputs",
-        ),
-        "Trainer": ("number_formats.ScaledSteps",),
-    },
     panel=lambda resolved: {
         "float8": f"products of {len(resolved.float8)} layers" if resolved.float8 else None
     },

@@ -18,8 +18,10 @@ from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
 from ptfast.core.resolved import Progress, Resolved, resolved_or
 from ptfast.core.tensors.arrivals import wait_for
-from ptfast.core.tensors.torch_internals import BatchNorm
+from ptfast.core.tensors.torch_internals import BatchNorm, DispatchMode
+from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.precision import Precision
+from ptfast.techniques.rewrites.model_rewrites import undisturbed
 
 Matmul = Literal["highest", "high", "medium"]
 
@@ -59,10 +61,8 @@ def build_precision(
     Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
     them, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    `tf32` is float32 whose products and convolutions round their inputs to 10 bits, on NVIDIA GPUs; `amp` is
-    `bf16` if the device multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU. `matmul_precision=auto`
-    takes the quickest setting that is as exact as float32, tried on the first rank. Any setting but `highest`
-    is tried, and the note states its error.
+    `amp` is `bf16` if the device multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
+    `matmul_precision` but `highest` is tried, on the first rank, and the note states its error.
     """
     mode, ranks = section.mode, ranks or Ranks()
     lack = lack_of_precision(mode, device.type)
@@ -102,11 +102,8 @@ def build_precision(
 def kept_conversions() -> Iterator[None]:
     """A context in which autocast converts each weight once, however often it is entered and left.
 
-    Of the micro-batches of a step only the first then converts the weights, to the same bits. They must not
-    change within it.
-
-    Cost: no memory beyond that of one forward pass, which also keeps them all. Blocks that are recomputed on
-    a GPU (activation checkpointing) empty the cache, since they run in another thread.
+    Weights must not change within it. Blocks that are recomputed on a GPU (activation checkpointing) empty
+    the cache, since they run in another thread.
     """
     torch.autocast_increment_nesting()
     try:
@@ -152,11 +149,7 @@ class MatmulTrial(NamedTuple):
 def try_matmuls(
     settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
 ) -> dict[Matmul, MatmulTrial]:
-    """Error and speed of float32 products at each of `settings`, beside `highest`, in some 50 ms.
-
-    The hardware decides what a setting does: `medium` is another library at full precision on some CPUs,
-    bfloat16 on others, TF32 on NVIDIA's GPUs. Leaves the setting changed.
-    """
+    """Error and speed of float32 products at each of `settings`, in some 50 ms; the setting stays changed."""
     size = PROBE_SIZE.get(device.type, 512)
     draws = torch.Generator().manual_seed(0)
     left, right = (torch.randn(size, size, generator=draws).to(device) for _ in range(2))
@@ -215,14 +208,10 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
     """Put `model` into bfloat16: weights, buffers, inputs and everything computed in between.
 
     A bf16 weight ignores changes below about 1/256 of its size, and the state of torch's optimizers is as
-    coarse. Our optimizers and the moving average of the weights keep their state in float32.
+    coarse. Our optimizers and averages keep their state in float32, and so does BatchNorm, whose statistics a
+    step changes only slightly. Hooks convert the model's inputs, except `labels`, and its outputs to float32.
 
-    BatchNorm stays in float32, because a step changes its running statistics only slightly; its kernels take
-    bf16 inputs. One hook converts the model's inputs, except `labels`, another its outputs to float32, which
-    losses need.
-
-    `model` is changed in place, before its optimizer is built and a saved state restored. Tied weights stay
-    tied.
+    `model` is changed in place, before its optimizer is built and a saved state restored; ties stay.
     """
     for module in model.modules():
         if not isinstance(module, BatchNorm):
@@ -231,7 +220,7 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _converted(buffer, torch.bfloat16))
     model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
-    model.register_forward_hook(_convert_outputs)
+    model.register_forward_hook(lambda module, args, outputs: _converted(outputs, torch.float32))
     return model
 
 
@@ -240,10 +229,6 @@ def _convert_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     labels = {name: kwargs[name] for name in ("labels",) if name in kwargs}
     return _converted(args, torch.bfloat16), _converted(kwargs, torch.bfloat16) | labels
-
-
-def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-    return _converted(outputs, torch.float32)
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
@@ -260,12 +245,46 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+class _InputUses(DispatchMode):
+    """Notes whether `inputs` or views of them are cast to `dtype`, and whether anything else is done."""
+
+    def __init__(self, inputs: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self._memory = dtype, inputs.untyped_storage().data_ptr()
+        self.cast = self.other = False
+
+    def _is_input(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == self._memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, cast = kwargs or {}, torch.ops.aten._to_copy.default
+        result = func(*args, **kwargs)
+        if any(map(self._is_input, tree_leaves((args, kwargs)))):
+            if func is cast and kwargs.get("dtype") == self._dtype:
+                self.cast = True
+            elif func._schema.is_mutable or not all(map(self._is_input, tree_leaves(result))):
+                self.other = True
+        return result
+
+
+def casts_inputs(model: nn.Module, inputs: Tensor, dtype: torch.dtype, forward: Callable[[], object]) -> bool:
+    """Return True if `forward`, which calls `model`, does nothing with `inputs` but cast them to `dtype`.
+
+    Such a model gives the same bits for inputs that are of `dtype` already, which saves a pass over them.
+
+    Cost: a forward pass.
+    """
+    uses = _InputUses(inputs, dtype)
+    with undisturbed(model), uses:
+        forward()
+    return uses.cast and not uses.other
+
+
 def apply_float8(model: nn.Module, **options: Any) -> list[str]:
     """Let the linear layers of `model` multiply in float8, forward and backward, in place.
 
-    Weights keep their values and names: a product scales both sides by their largest magnitude and rounds
-    them. The last layer is left alone, since its rounding would show in the loss, and so are layers whose
-    sizes are not multiples of 16, which the hardware does not multiply.
+    A product scales both sides by their largest magnitude and rounds them. The last layer is left alone, and
+    layers whose sizes are not multiples of 16, which the hardware does not multiply.
 
     Args:
         model: on its device; inputs to linear layers are bfloat16, by autocast or by its weights.
@@ -286,10 +305,8 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
 class ScaledSteps:
     """Takes the steps of an optimizer whose gradients are scaled, and counts the steps skipped.
 
-    Only the device knows if a step was skipped. The learning rate goes by the number of steps taken, as torch
-    advises for its schedulers under a gradient scaler, and the host sets it: so the count is copied to the
-    host after each step and read one step later. The delay is fixed, so a resumed run sets the same rates
-    as one never stopped.
+    The learning rate goes by the number of steps taken, which only the device knows: the count is copied to
+    the host after each step and read one step later, always, so that a resumed run sets the same rates.
 
     Cost: some tiny kernels and a copy of 8 bytes a step. The host waits only when it is two steps ahead of
     the device, and in every step if torch's optimizer is not fused, which then reads the scale.

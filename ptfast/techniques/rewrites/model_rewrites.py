@@ -1,7 +1,8 @@
-"""Changes to a model that keep its results: memory layout, biases that a norm cancels, chunked loss."""
+"""Changes to a model that keep its results: memory layout, cancelled biases, chunked loss, RMS norms."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -19,13 +21,13 @@ from ptfast.core.tensors.dtensors import local_part
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
-from ptfast.techniques.rewrites.rms_norms import apply_fused_rms_norm
 
 _BIASED = (
     nn.Linear,
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -54,8 +56,6 @@ def apply_rewrites(
             ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
             resolved.channels_last = 2 * sum(ungrouped) > len(ungrouped)
     if resolved.channels_last:
-        # Convolution kernels read all channels of a pixel together, so the default layout is converted back
-        # and forth around each of them.
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     dropped = before.dropped_biases
     if dropped is None and cancelled_biases is not None and not rewrites.bias_before_norm:
@@ -72,10 +72,9 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
     """Biases of convolutions and linear layers that the BatchNorm right behind them subtracts again.
 
     `forward` is run in training and in evaluation mode while every tensor operation is watched. A bias
-    qualifies if only one operation takes it, and if its layer's output goes unchanged to one BatchNorm and to
-    nothing else: not through a ReLU, into a sum or to a second norm, and it is not kept or returned. That
-    norm must use the statistics of the batch in training. Subclasses of these layers and layers with hooks
-    may do more, and are left alone.
+    qualifies if only one operation takes it, and its layer's output goes unchanged to one BatchNorm, which
+    uses the statistics of the batch, and to nothing else. Subclasses of these layers and layers with hooks
+    are left alone.
 
     Returns the names of BatchNorms by those of the layers before them. Buffers of `model` are restored.
 
@@ -119,11 +118,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
     """Remove biases of layers whose BatchNorm subtracts them again, in place, before the optimizer is built.
 
-    The norm subtracts the batch's mean, and with it any constant: such a bias has no effect, but costs a pass
-    over its layer's output and one over the gradient. In evaluation it is part of the running mean.
-
-    States of the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a
-    loaded bias from the running mean. `norm_of` is from `find_cancelled_biases`.
+    Such a bias has no effect, but costs a pass over its layer's output and one over the gradient. States of
+    the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a loaded bias
+    from the running mean. `norm_of` is from `find_cancelled_biases`.
 
     Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
     """
@@ -230,9 +227,8 @@ class ChunkedHead(nn.Linear):
 def apply_chunked_head(model: nn.Module, task: Any) -> None:
     """Let the last layer of `model` and the loss of `task` be computed chunk by chunk in training, in place.
 
-    The logits of all tokens are the largest activation of a language model with a large vocabulary; in chunks
-    they, their softmax and their gradient never exist all at once. Names and shapes of weights do not change.
-    The output of `model` must be that of its layer `head`.
+    The logits of all tokens, their softmax and their gradient, the largest tensors of a model with a large
+    vocabulary, then never exist all at once. The output of `model` must be that of its layer `head`.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
@@ -246,3 +242,77 @@ def apply_chunked_head(model: nn.Module, task: Any) -> None:
         raise ConfigError("C011", what, key="rewrites.chunked_loss", value="true", suggestion=hint)
     assert head is not None
     head.__class__ = ChunkedHead
+
+
+class FusedRMSNorm(nn.Module):
+    """An RMS norm over the last dimension, as one kernel on a GPU, in the wider type of input and weight."""
+
+    weight: Tensor
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = torch.promote_types(input.dtype, self.weight.dtype)
+        return F.rms_norm(input.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+
+
+def find_rms_norms(model: nn.Module) -> dict[str, float]:
+    """Names of the modules of `model` that compute an RMS norm in single operators, and their eps.
+
+    One qualifies if its class has `norm` in its name, its only tensor is a `weight` of one dimension, and
+    its results for random inputs and weights, large and small, are those of `F.rms_norm` in float32.
+    Modules with hooks may do more, and are left alone.
+
+    Cost: some tens of small operations on the CPU for each of these modules.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        own = type(module)
+        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if own is FusedRMSNorm or own.__module__.startswith("torch.nn") or hooked:
+            continue
+        tensors = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
+        weight: Any = getattr(module, "weight", None)
+        fits = "norm" in own.__name__.lower() and tensors == ["weight"] and weight.dim() == 1
+        if fits and (eps := _eps_of(module, len(weight))) is not None:
+            found[name] = eps
+    return found
+
+
+def _eps_of(module: Any, width: int) -> float | None:
+    """The eps with which `F.rms_norm` computes what `module` does; None if none does."""
+    eps = next(
+        (value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None
+    )
+    if eps is None:
+        return None
+    draws = torch.Generator().manual_seed(0)
+    probe = copy.deepcopy(module).to("cpu", torch.float32)
+    weight = torch.randn(width, generator=draws)
+    # Among the small ones eps counts.
+    inputs = torch.randn(2, 3, width, generator=draws) * torch.tensor([1.0, eps**0.5]).view(2, 1, 1)
+    try:
+        with torch.no_grad():
+            probe.weight.copy_(weight)
+            outputs, half = probe(inputs), probe(inputs.bfloat16())
+    except Exception:
+        return None  # it takes other inputs
+    alike = isinstance(outputs, Tensor) and outputs.shape == inputs.shape
+    if not alike or outputs.dtype != torch.float32 or half.dtype != torch.float32:
+        return None
+    same = torch.allclose(outputs, F.rms_norm(inputs, (width,), weight, eps), rtol=1e-4, atol=1e-5)
+    return eps if same else None
+
+
+def apply_fused_rms_norm(model: nn.Module) -> list[str]:
+    """Let torch's kernel compute the RMS norms of `model` that are written in single operators, in place.
+
+    By hand a norm is six kernels, each a pass over the activations, and its backward pass some ten; fused, it
+    is one, and two. Half-precision results are rounded once, not twice.
+
+    Returns the names of these modules. Source: Zhang, Sennrich 2019, arXiv:1910.07467; `torch.nn.RMSNorm`.
+    """
+    found = find_rms_norms(model)
+    for name, eps in found.items():
+        module: Any = model.get_submodule(name)
+        module.__class__, module.eps = FusedRMSNorm, eps
+    return list(found)

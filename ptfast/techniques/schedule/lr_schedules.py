@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
@@ -17,6 +17,7 @@ Curve = Callable[[int], float]
 
 NEARLY_HALF = Duration(45, "percent")
 EIGHTH = Duration(12.5, "percent")
+FIFTH = Duration(20, "percent")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Shape:
     warm-up included.
     """
 
-    spans_run: ClassVar[bool] = False
+    spans_run: bool = False
 
     def factor(self, span: Span) -> Curve:
         """The factor on every parameter group's base rate, by step."""
@@ -108,7 +109,7 @@ class Linear(Shape):
     """A straight line from the base rate to `end` times it."""
 
     end: float = 0.0
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def factor(self, span: Span) -> Curve:
         return _to_end(span.total_steps, self.end, lambda left: left)
@@ -119,7 +120,7 @@ class Cosine(Shape):
     """Half a cosine wave from the base rate to `end` times it (Loshchilov, Hutter 2017, arXiv:1608.03983)."""
 
     end: float = 0.0
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def factor(self, span: Span) -> Curve:
         return _to_end(span.total_steps, self.end, lambda left: (1 - math.cos(math.pi * left)) / 2)
@@ -131,7 +132,7 @@ class Polynomial(Shape):
 
     power: float = 1.0
     end: float = 0.0
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def factor(self, span: Span) -> Curve:
         power = self.power
@@ -143,8 +144,7 @@ class OneCycle(Shape):
     """One rise to the base rate, which is the maximum, one equal fall, and a tail far below the start.
 
     Large rates regularise and let a network train in fewer steps; momentum is low where the rate is high. The
-    defaults are Smith's: a start at a tenth of the maximum, two equal phases that make a cycle slightly
-    shorter than the run, then a tail several orders of magnitude lower.
+    defaults are Smith's.
 
     Args:
         start: rate of the first step as a part of the maximum, in (0, 1].
@@ -166,7 +166,7 @@ class OneCycle(Shape):
     anneal: Literal["linear", "cosine"] = "linear"
     momentum_max: float | None = 0.95
     momentum_min: float | None = 0.85
-    spans_run: ClassVar[bool] = True
+    spans_run = True
 
     def __post_init__(self) -> None:
         self.rise = Duration.parse(self.rise, "steps")
@@ -208,12 +208,50 @@ class OneCycle(Shape):
 
 
 @dataclass
+class Wsd(Shape):
+    """The base rate, and in the last part of the run a fall to `end` times it.
+
+    Nothing before the decay depends on the length of the run: any state saved before it can be trained for
+    longer, or be decayed at once, in place of a run of each length.
+
+    Args:
+        decay: length of the fall at the end of the run; 10 to 20 % do as well as a cosine.
+        anneal: `1-sqrt`: one minus the root of the done part of the decay; `linear`: a straight line.
+        end: rate after the last step as a part of the base rate, >= 0.
+
+    Sources: Hu et al. 2024, "MiniCPM", arXiv:2404.06395 (the schedule); Hägele et al. 2024, "Scaling Laws and
+        Compute-Optimal Training Beyond Fixed Training Durations", arXiv:2405.18392 (1-sqrt).
+    """
+
+    decay: Duration = FIFTH
+    anneal: Literal["1-sqrt", "linear"] = "1-sqrt"
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.decay = Duration.parse(self.decay, "steps")
+
+    def factor(self, span: Span) -> Curve:
+        decay_steps = span.steps(self.decay)
+        if decay_steps > span.total_steps:
+            what = f"the decay of {decay_steps:,} steps is longer than the run of {span.total_steps:,}"
+            raise ConfigError("C011", what, key="schedule.decay", value=self.decay)
+        first, end, by_root = span.total_steps - decay_steps, self.end, self.anneal == "1-sqrt"
+
+        def curve(step: int) -> float:
+            if step <= first:
+                return 1.0
+            done = min((step - first) / decay_steps, 1.0) if decay_steps else 0.0
+            return end + (1 - end) * (1 - (math.sqrt(done) if by_root else done))
+
+        return curve
+
+
+@dataclass
 class Cyclic(Shape):
     """Triangles between `start` and the base rate, which is the maximum, one after another.
 
-    A rate that rises now and then leaves plateaus behind, and the foot of any triangle is a good moment to
-    stop. Momentum moves the other way. With `start` as torch's `base_lr / max_lr` the figures are those of
-    its CyclicLR.
+    A rate that rises now and then leaves plateaus behind; momentum moves the other way. With `start` as
+    torch's `base_lr / max_lr` the figures are those of its CyclicLR.
 
     Args:
         start: lowest rate as a part of the maximum, in (0, 1].

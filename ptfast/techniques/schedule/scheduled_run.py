@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,10 +22,7 @@ from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
 @dataclass
 class LrSchedule:
-    """Learning-rate factors and momenta of a run, by step counted from 0.
-
-    Steps skipped by fp16 do not advance it: callers count the steps taken.
-    """
+    """Learning-rate factors and momenta of a run, by steps taken, counted from 0."""
 
     factor: Curve
     """The factor on every group's base rate, without warm-up."""
@@ -51,10 +48,7 @@ class LrSchedule:
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
-        """Return True if a run of `total_steps` has the same figures in its first `num_steps`.
-
-        After that many steps, such a run can be made as long as this one.
-        """
+        """Return True if a run of `total_steps` can, after `num_steps`, be made as long as this one."""
         if self.of_length is None:
             return False
         other = self.of_length(total_steps=total_steps)
@@ -73,10 +67,8 @@ def build_schedule(
 ) -> LrSchedule:
     """Turn durations into steps, once, and put a linear warm-up in front; C011 if it is longer than the run.
 
-    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677);
-    its first step already trains. Milestones count from the start of the run, as there; shapes that end with
-    the run span the rest of it, as under torch's SequentialLR. A schedule is not `extendable` if something
-    else spans the run, such as the sizes of a curriculum.
+    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677).
+    A schedule is not `extendable` if something else spans the run, such as the sizes of a curriculum.
     """
     span = Span(total_steps, plan)
     warmup_steps = span.steps(warmup)
@@ -108,14 +100,18 @@ def build_shape(target: Target, lr: float) -> Shape:
         return TorchScheduler(target, lr)
     if inspect.isclass(found):
         return target.build()
-    return FunctionOfRun(target) if "num_steps" in keywords(found) else FunctionOfStep(target)
+    return UserFunction(target, spans_run="num_steps" in keywords(found))
 
 
 @dataclass
-class FunctionOfStep(Shape):
-    """The user's `factor(step)`, called before training, once for each step, counted from 0."""
+class UserFunction(Shape):
+    """The user's `factor(step)`, called before training, once for each step, counted from 0.
+
+    One that takes `num_steps` as well starts after the warm-up, and spans the rest of the run.
+    """
 
     target: Target
+    spans_run: bool
 
     def factor(self, span: Span) -> Curve:
         function: Callable[..., Any] = partial(self.target.resolve(), **built(self.target.kwargs))
@@ -133,12 +129,6 @@ class FunctionOfStep(Shape):
                 _refuse(self.target, f"at step {step} it gives {given}, where a factor of at least 0 is due")
             factors.append(number)
         return _curve(factors)
-
-
-class FunctionOfRun(FunctionOfStep):
-    """The user's `factor(step, num_steps)`, which starts after the warm-up and spans the rest."""
-
-    spans_run: ClassVar[bool] = True
 
 
 @dataclass

@@ -83,8 +83,8 @@ def export_run(
 ) -> dict[str, float]:
     """Write a saved model into `out`, for use without ptfast, and into `hub`, as the hub's libraries load it.
 
-    Each form is read back and compared with the model on held-out samples, in a batch and alone, before its
-    folder gets its name. Returns the largest difference of logits, in the unit of `LIMIT`, by file.
+    Each form is read back and compared with the model on held-out samples before its folder gets its name.
+    Returns the largest difference of logits, in the unit of `LIMIT`, by file.
 
     Args:
         saved: from `load_saved`, on the CPU and in float32.

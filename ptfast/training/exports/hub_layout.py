@@ -22,13 +22,9 @@ def library_of(model: nn.Module) -> str:
 
 
 def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
-    """Write a model of timm or transformers as its own library saves it; None for any other model.
+    """Write the plain model of `run` as timm or transformers save their own; None for any other model.
 
-    Args:
-        run: whose model is plain and holds the weights to write.
-
-    Returns:
-        A function that loads the model from the folder by that library.
+    Returns a function that loads it from the folder by that library.
     """
     info, model = run.info, run.model
     names, side = list(info.class_names or ()), (info.input_shape or (0,))[-1]
@@ -44,11 +40,12 @@ def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
         inner.save_pretrained(folder)
         if (tokenizer := info.extra.get("tokenizer", {})).get("kind") == "hub":
             (folder / "tokenizer.json").write_text(tokenizer["content"], "utf-8")
-            _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+            (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         if info.kind == "image":
             settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}}
             settings |= {f"image_{name}": values for name, values in scaled.items()}
-            _write(folder / "preprocessor_config.json", settings | {"crop_size": side, "resample": 2})
+            settings |= {"crop_size": side, "resample": 2}
+            (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=1))
         return lambda: HfModel(type(inner).from_pretrained(folder).eval(), model.kind, model.pad_id)
     if library_of(model) != "timm":
         return None
@@ -90,7 +87,3 @@ def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, fl
         f" {run.progress.step:,} steps ({weights} weights).\n\n{reached}\n"
         f"```python\n{loading[library]}\n```\n{classes if info.class_names else ''}"
     )
-
-
-def _write(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1))

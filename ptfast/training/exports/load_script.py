@@ -58,12 +58,7 @@ _SHOW = {
 
 
 def load_script(info: DataInfo, given: dict[str, Any]) -> str:
-    """The text of `load.py`.
-
-    Args:
-        info: of the data that the model was trained on.
-        given: `export.input` of the export's facts.
-    """
+    """The text of `load.py`; `given` is `export.input` of the export's facts."""
     usage, needs, imports, tokenizer = "FILE.pt...", "torch alone; a file holds a tensor", "", ""
     read = "    return torch.load(word, weights_only=True)\n"
     entries = 'extra["tokenizer"]["entries"]'

@@ -40,9 +40,8 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
 
     After too long a pause the stacks of all threads and workers go to `hang-rankN.txt` in the run directory,
     and a line says so and which rank the others wait for; what NCCL recorded is beside it. With a `timeout_s`
-    the rank then raises P001 wherever its main thread is, or leaves if that does not wake up: what was
-    trained since the last save is lost. Loading the data and compiling may take a minute at least with a
-    `timeout_s`, and any time without. While the whole process is stopped no time passes.
+    the rank then raises P001 wherever its main thread is, or leaves if that does not wake up. Loading the
+    data and compiling may take a minute at least with a `timeout_s`, and any time without.
 
     Code that keeps Python's lock, or a signal from being handled, is ended by a process of its own.
 

@@ -1,1 +1,1 @@
-"""The stages of `build`, in which each adds its part to the `BuildContext`."""
+"""The stages of `build`, in which each adds its part to the run."""

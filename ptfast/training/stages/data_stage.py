@@ -14,7 +14,7 @@ from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import ConfigError, DataError, PtfastError, summary_of
+from ptfast.core.errors import DataError, PtfastError, summary_of
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.targets import built
@@ -106,9 +106,6 @@ def choose_task(run: PartialRun) -> None:
     run.task = add_metrics(task, config.metrics, info)
     run.flip, run.shift = config.eval.flip, config.eval.shift
     check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
-    if config.eval.last == "pad" and type(run.task).__name__ == "OwnLoss":
-        what, hint = "a model that returns its own loss would count the padding", "Set eval.last=keep"
-        raise ConfigError("C011", what, key="eval.last", value="pad", suggestion=hint)
 
 
 def build_choice(
@@ -139,8 +136,7 @@ def build_choice(
 
 def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> None:
     """Build a loader for each split of `data` besides `train`; `side` is the stream that readies batches."""
-    batch_size, last = eval_batch_size(run), run.config.eval.last
-    run.full_size = batch_size if last == "pad" else None
+    batch_size = eval_batch_size(run)
     for split, source in {"val": data.val, "test": data.test}.items():
         if source is not None:
             run.eval_loaders[split] = build_eval_loader(
@@ -150,7 +146,7 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
                 batch_size=batch_size,
                 rank=run.ranks.rank,
                 num_ranks=run.ranks.num_ranks,
-                drop_last=last == "drop",
+                drop_last=run.config.eval.last == "drop",
                 whole_batches=run.config.determinism == "elastic",
                 side=side,
             )
@@ -169,10 +165,7 @@ def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
 
 
 def eval_batch_size(run: PartialRun) -> int:
-    """Samples of a forward pass in evaluation on one rank; by default little more than fits in training.
-
-    Small samples are evaluated by hundreds, sequences two micro-batches at a time: there are no gradients.
-    """
+    """Samples of a forward pass in evaluation on one rank: more than in training, without gradients."""
     info, micro_batch_size = run.info, run.config.batch_size // run.micro_batches
     if run.config.eval.batch_size is not None:
         return run.config.eval.batch_size

@@ -21,16 +21,14 @@ from ptfast.training.stages.partial_run import PartialRun
 
 
 def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
-    """Set torch's process-wide switches, before anything runs on the device.
-
-    Without `trains`, cuDNN's search for kernels stays off: a single evaluation does not repay it.
-    """
+    """Set torch's process-wide switches, before anything runs on the device."""
     config, device, ranks = run.config, run.device, run.ranks
     elastic = config.determinism == "elastic"
     if trains and not elastic and run.before.num_ranks != ranks.num_ranks:
         # On other ranks the bits differ anyway, and one rank's threads and workers would crowd several ranks.
         run.before = replace(run.before, threads=0, threads_reason="", workers=0)
     switches = apply_backend(
+        # A single evaluation does not repay cuDNN's search for kernels.
         config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False}),
         device=device,
         # As many ranks as there can be: the number of threads changes the order of sums.

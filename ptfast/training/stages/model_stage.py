@@ -32,8 +32,7 @@ from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-from ptfast.techniques.precision.half_inputs import casts_inputs
-from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights
+from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights, casts_inputs
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
 from ptfast.training.stages.data_stage import few_samples
@@ -64,11 +63,7 @@ def build_plain_model(run: PartialRun) -> None:
 
 
 def check_fits(run: PartialRun) -> None:
-    """Refuse a model that cannot take what the data gives, in a line with the key that mends it.
-
-    A model that fails on the meta device, where not every one runs, is tried on two samples. A misfit that
-    this does not find fails in the first step, with the same words.
-    """
+    """Refuse a model that cannot take what the data gives, in a line with the key that mends it."""
     config, target, model, task = run.config, run.config.model.target, run.model, run.task
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     # Other tasks may call the model with more than the inputs, or in other ways.
@@ -77,6 +72,7 @@ def check_fits(run: PartialRun) -> None:
         return
     if isinstance(run.splits.train, IterableSource):
         return
+    # It fails on the meta device, where not every model runs: two samples tell.
     twin = copy.deepcopy(model)
     if run.precision.half_weights:
         apply_half_weights(twin)
@@ -157,10 +153,7 @@ def _fetching(section: Model) -> Iterator[None]:
 
 
 def place_model(run: PartialRun) -> None:
-    """Bring the model into the form that computes, in place: number format, device, rewrites, first weights.
-
-    A saved model has no data to find cancelled biases with: those it was trained without are dropped.
-    """
+    """Bring the model into the form that computes: number format, device, rewrites, first weights."""
     model, has_data = run.model, run.data is not None
     backend, device = run.config.backend, run.device
     many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
@@ -183,6 +176,7 @@ def place_model(run: PartialRun) -> None:
         run.config.rewrites,
         kind=run.info.kind,
         device=run.device,
+        # A saved model drops those that it was trained without.
         cancelled_biases=partial(on_first_rank, partial(_cancelled_biases, run), run.ranks)
         if has_data
         else None,
@@ -235,14 +229,8 @@ def shape_model(run: PartialRun) -> None:
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
     resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
 
-    elastic = config.determinism == "elastic"
-    if elastic and takes_own_steps(run.task):
-        what = "is for gradients that ptfast sums, and this task takes its own steps"
-        hint = "Use determinism=same_ranks"
-        raise ConfigError("C011", what, key="determinism", value="elastic", suggestion=hint)
-
     def wrap() -> Any:
-        if elastic:
+        if config.determinism == "elastic":
             return OrderedSums(model, ranks, run.micro_batches)
         if not ranks.distributed:
             return model
@@ -266,16 +254,13 @@ def shape_model(run: PartialRun) -> None:
 
 
 def _find_input_type(run: PartialRun) -> torch.dtype:
-    """The type of training images: half if a known model casts them anyway and nothing else sees them.
-
-    Each must begin at a whole cache line, as casts do: kernels may sum in another order where memory is
-    aligned otherwise.
-    """
+    """The type of training images: half if a known model casts them anyway and nothing else sees them."""
     model, task, config = run.model, run.task, run.config
     half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
     ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
     known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
     seen = run.plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
+    # As casts are: kernels may sum in another order where images begin within a cache line.
     aligned = run.info.input_shape is not None and math.prod(run.info.input_shape) % 32 == 0
     if half is None or not (ours and known and aligned and run.splits.train.images) or seen:
         return torch.float32

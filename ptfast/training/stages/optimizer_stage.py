@@ -54,14 +54,12 @@ def add_schedule(run: PartialRun) -> None:
 
 
 def add_average(run: PartialRun) -> None:
-    """Build the average that is evaluated in place of the weights, if any.
-
-    An optimizer with methods `eval` and `train` keeps an average of its own.
-    """
+    """Build the average that is evaluated in place of the weights, if any."""
     section, model, plan, optimizer = run.config.ema, run.model, run.plan, run.optimizer
     if section.decay is not None:
         run.ema = MovingAverage(model, section.decay)
         return
+    # It keeps an average of its own.
     by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
     if section.swa_start is None and not by_optimizer:
         return

@@ -103,11 +103,7 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
 
 
 def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
-    """Check that no micro-batch is a single sample, which BatchNorm cannot train on.
-
-    Raises:
-        DataError: D006 if the last one of an epoch is, and the model has BatchNorm.
-    """
+    """Refuse, with D006, a last micro-batch of a single sample, which BatchNorm cannot train on."""
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
         what = (
