@@ -141,8 +141,10 @@ COMMANDS: dict[str, Command] = {
         "compare_command.compare",
         (
             Flag("--metric", "figure to rank by, such as val.accuracy", default="auto"),
-            Flag("--mode", "max or min: which way the figure is better", default="auto"),
-            Flag("--out", "page (.html) or picture (.png) to write", read=path),
+            Flag(
+                "--mode", "which way the figure is better", read=one_of("auto", "max", "min"), default="auto"
+            ),
+            Flag("--out", "page (.html) to write", read=path),
         ),
         ("compare RUN RUN --metric val.accuracy --out both.html",),
         min_words=1,
