@@ -84,11 +84,9 @@ def test_what_no_sweep_can_do_is_refused_before_its_first_job(
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("launcher=submitit_slurm", "Install it with pip install 'ptfast[slurm]' (hydra-submitit-launcher)."),
-        ("launcher=submitit_local", "Install it with pip install 'ptfast[slurm]' (hydra-submitit-launcher)."),
+        ("launcher=submitit_slurm", "Install it with pip install hydra-submitit-launcher."),
         ("launcher=joblib", "pip install hydra-joblib-launcher."),
         ("sweeper=optuna", "pip install hydra-optuna-sweeper."),
-        ("job_logging=colorlog", "pip install hydra-colorlog."),
         ("launcher=slurm", "Did you mean submitit_slurm?"),
         ("launcher=optuna", "Options of hydra/launcher: basic."),
     ],
