@@ -276,8 +276,7 @@ COMMANDS: dict[str, Command] = {
         "[NAME]",
         "list what makes training faster, and whether it applies here",
         "listing_commands.techniques",
-        (switch("--markdown", "print all techniques as a Markdown table"),),
-        ("techniques", "techniques precision", "techniques fused optimizer step"),
+        examples=("techniques", "techniques precision", "techniques fused optimizer step"),
     ),
     "copy": Command("NAME FILE", "copy a recipe to edit", "listing_commands.copy", max_words=2, min_words=1),
     "schema": Command(

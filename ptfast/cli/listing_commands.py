@@ -74,12 +74,6 @@ ALWAYS_ON = "always on"
 def techniques(args: Namespace) -> int:
     """List what applies on this machine: every technique, those of a family, or all about one."""
     name = " ".join(args.words)
-    if args.markdown:
-        if name:
-            hint = "Leave one of the two out"
-            raise ConfigError("C011", "the Markdown table is of all techniques", key=name, suggestion=hint)
-        print(markdown())
-        return EXIT_OK
     wanted, machine = plain_name(name), ThisMachine()
     named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]
     chosen = [t for t in CATALOGUE if not name or plain_name(t.family) == wanted]
@@ -93,20 +87,6 @@ def techniques(args: Namespace) -> int:
         hint = did_you_mean(name, known) or f"Families: {', '.join(families)}"
         raise ConfigError("C003", "no such technique", key=name, suggestion=hint)
     return EXIT_OK
-
-
-def markdown() -> str:
-    """All techniques as a Markdown table: what there is, on any machine."""
-    lines = ["| technique | class | switch | why it is faster | when not |", "|---|---|---|---|---|"]
-    family = None
-    for technique in in_order(CATALOGUE):
-        if technique.family != family:
-            family = technique.family
-            lines.append(f"| **{family}** | | | | |")
-        switch = "<br>".join(f"`{word}`" for word in technique.on) or ALWAYS_ON
-        cells = (technique.name, technique.kind, switch, technique.why, technique.avoid)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:

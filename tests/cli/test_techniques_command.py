@@ -76,7 +76,6 @@ def test_what_excludes_it_is_named(capsys: Capture) -> None:
         (["pined memory"], "C003", "Did you mean pinned memory?"),
         (["datalaoder"], "C003", "Did you mean dataloader?"),
         (["qwertz"], "C003", "Families: dataloader, "),
-        (["--markdown", "dataloader"], "C011", "Leave one of the two out"),
     ],
 )
 def test_a_wrong_name_is_refused(words: list[str], code: str, says: str, capsys: Capture) -> None:
@@ -88,13 +87,6 @@ def test_a_wrong_name_is_refused(words: list[str], code: str, says: str, capsys:
 
 def test_names_complete_as_one_word() -> None:
     assert complete(["techniques", "pinned"], {}, {}) == ["pinned-memory"]
-
-
-def test_markdown_is_a_table(capsys: Capture) -> None:
-    assert run(["techniques", "--markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + len(CATALOGUE) + len({technique.family for technique in CATALOGUE})
-    assert {line.replace("\\|", "").count("|") for line in lines} == {6}
 
 
 @pytest.mark.parametrize(("width", "worth"), [(100, False), (180, True)])
