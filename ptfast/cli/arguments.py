@@ -52,7 +52,7 @@ class Command:
         examples: command lines, without `ptfast`.
         kinds: commands of which the next word names one, such as `lr` of `find lr`.
         alone: starts the ranks it needs by itself, and is refused under a user's own torchrun.
-        max_words: None for any number.
+        max_words: besides `key=value` where the usage names that; None for any number.
         imports_torch: takes seconds to start.
     """
 
@@ -153,7 +153,8 @@ def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
     hint = f"Usage: ptfast {name} {command.usage}".rstrip()
     if len(arguments.words) < command.min_words and not arguments.help:
         raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
-    if command.max_words is not None and (more := arguments.words[command.max_words :]):
+    plain = [word for word in arguments.words if "key=value" not in command.usage or "=" not in word]
+    if command.max_words is not None and (more := plain[command.max_words :]):
         raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
     return arguments
 

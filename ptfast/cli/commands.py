@@ -98,6 +98,7 @@ COMMANDS: dict[str, Command] = {
         (Flag("--split", "evaluate one split: val or test"),),
         ("eval RUN", "eval RUN/saved/best --split test"),
         min_words=1,
+        max_words=1,
         imports_torch=True,
     ),
     "predict": Command(
@@ -133,6 +134,7 @@ COMMANDS: dict[str, Command] = {
         ),
         ("export RUN --out exported --onnx", "export RUN/saved/best --out exported --hub my-model"),
         min_words=1,
+        max_words=1,
         imports_torch=True,
     ),
     "compare": Command(

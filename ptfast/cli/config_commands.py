@@ -86,9 +86,6 @@ def train(args: Namespace) -> int:
 
 def eval(args: Namespace) -> int:
     where, *overrides = args.words
-    if more := [word for word in overrides if "=" not in word]:
-        hint = f"Usage: ptfast eval {COMMANDS['eval'].usage}"
-        raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
     from ptfast.config.read import load_config
     from ptfast.core.tensors.saved_state import config_of, find_state
     from ptfast.training.saved_model import evaluate_saved
