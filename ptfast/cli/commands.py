@@ -72,8 +72,12 @@ COMMANDS: dict[str, Command] = {
             switch("--multirun -m", "sweep: train one run per combination of key=a,b"),
             switch("--dry-run", "take a few steps without saving; print memory, time and disk of the run"),
             Flag("--config", "train from a run directory or its config.yaml"),
-            Flag("--cfg -c", "print the composed config: job, hydra or all"),
-            Flag("--info -i", "print how it is composed: defaults-tree, searchpath, plugins, ..."),
+            Flag("--cfg -c", "print the composed config: job or hydra", read=one_of("job", "hydra")),
+            Flag(
+                "--info -i",
+                "print how it is composed: defaults-tree, searchpath, plugins, ...",
+                read=one_of("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+            ),
         ),
         (
             "train +recipe=resnet_digits",

@@ -33,8 +33,9 @@ def train(args: Namespace) -> int:
     # All flags but --config are actions, of which one can be asked for.
     given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
-    if "--config" in given and (others := [flag for flag in ("--multirun", "--info") if flag in given]):
-        actions = ["--config", *others]
+    alone = {"--multirun": args.multirun, "--info": args.info, "--cfg": args.cfg == "hydra"}
+    if args.config and any(alone.values()):
+        actions = ["--config", *(flag for flag, is_given in alone.items() if is_given)]
     if len(actions) > 1:
         what = f"cannot be combined with {actions[0]}"
         raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")

@@ -36,7 +36,7 @@ def test_a_whole_config_is_shown_and_tried(in_tmp: Path, capsys: pytest.CaptureF
     tree = yaml.safe_load(capsys.readouterr().out)
     assert (tree["batch_size"], tree["model"]["hidden"], tree["seed"]) == (32, [8], 5)
     assert run(["train", "--config", "config.yaml", "--cfg", "hydra"]) == 2
-    assert "Write --cfg job" in capsys.readouterr().err
+    assert "--cfg (command line): cannot be combined with --config" in capsys.readouterr().err
     assert run(["train", "--config", "config.yaml", "--dry-run"]) == 0
     assert re.search(r"parameters +610\n", capsys.readouterr().out)
     assert run(["train", "--config", "config.yaml", "--config", "other.yaml"]) == 2
