@@ -18,7 +18,7 @@ from types import FrameType
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
 from ptfast.config.files.frozen import redact
-from ptfast.config.multirun import JobResult, Objective, sample_points
+from ptfast.config.multirun import JobFailure, Objective, sample_points
 from ptfast.config.multirun import sweep as run_sweep
 from ptfast.config.overrides import Argument, parse, quoted
 from ptfast.config.schema import Config
@@ -147,7 +147,7 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     num_parallel, gpus = _resolve_parallel(config, given)
     folder = run_directory.new_folder(Path(config.run.root), "sweeps")
     start_s = time.monotonic()
-    results: list[JobResult] = []
+    results: list[float | None] = []
     ended_by: BaseException | None = None
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -179,7 +179,7 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         show(rank_runs(runs, config.sweep.metric, config.sweep.mode, is_sweep=True))
     if ended_by is not None:
         return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
-    errors = [result.error for result in results if result.error is not None]
+    errors = [value.error for value in results if isinstance(value, JobFailure)]
     return next((e.exit_code if isinstance(e, (JobError, PtfastError)) else 1 for e in errors), EXIT_OK)
 
 

@@ -53,16 +53,6 @@ class JobFailure(float):
 
 
 @dataclass(frozen=True)
-class JobResult:
-    """Result of one job of a sweep: its number, its arguments, its objective or its error."""
-
-    number: int
-    arguments: tuple[str, ...]
-    objective: float | None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
 class _Task:
     """A job as launchers run it, possibly in another process: composes its own config from its arguments."""
 
@@ -101,16 +91,16 @@ class _Launcher(BasicLauncher):
 
 def sweep(
     arguments: Sequence[str], job: Job, sweep_dir: Path, check: Callable[[Composed], object] | None = None
-) -> list[JobResult]:
+) -> list[float | None]:
     """Run one job per point of a sweep, by the sweeper and the launcher that the arguments choose.
 
     Args:
         job: called with a point's config and its number from 0; some launchers pickle it. An exception
-            becomes the job's result and does not stop the sweep.
+            becomes a `JobFailure` and does not stop the sweep.
         check: called before the first job with the config of every value that is swept over.
 
     Returns:
-        The results in order, as far as the sweeper hands them out (optuna does not).
+        The objectives in order, as far as the sweeper hands them out (optuna does not).
     """
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]
@@ -134,12 +124,7 @@ def sweep(
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
     # Hydra's own sweeper returns batches of jobs; others may return jobs, or nothing.
     batches = (batch if isinstance(batch, (list, tuple)) else [batch] for batch in returned or ())
-    results: list[JobResult] = []
-    for number, one in enumerate(itertools.chain.from_iterable(batches)):
-        value, words = one.return_value, tuple(one.overrides or ())
-        failed = isinstance(value, JobFailure)
-        results.append(JobResult(number, words, None if failed else value, value.error if failed else None))
-    return results
+    return [one.return_value for one in itertools.chain.from_iterable(batches)]
 
 
 def _direction(

@@ -54,17 +54,13 @@ class Clock:
         """Seconds since the start of the run, whatever they went to."""
         return time.perf_counter() - self._start
 
-    def pace_s(self) -> float:
-        """Seconds since the start without warm-up and measuring, for throughputs."""
-        return self.elapsed_s() - self.seconds["warm_up"] - self.seconds["measuring"]
-
     def moment(self) -> tuple[float, float, Any]:
-        """This moment for `between`: seconds of pace, seconds in all, and what marks it on a device."""
+        """This moment for `between`: seconds without warm-up and measuring, all seconds, a device's event."""
         elapsed_s = self.elapsed_s()
         return elapsed_s - self.seconds["warm_up"] - self.seconds["measuring"], elapsed_s, None
 
     def between(self, begin: tuple[float, float, Any], end: tuple[float, float, Any]) -> float:
-        """Seconds of pace from one moment to a later one; on a device, by its own time."""
+        """Seconds from one moment to a later one, for throughputs; on a device, by its own time."""
         return end[0] - begin[0]
 
     @contextmanager
