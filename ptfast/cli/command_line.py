@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ptfast.cli.arguments import COMMON, INDENT, WIDTH, Command, help_of, parse
+from ptfast.cli.arguments import INDENT, WIDTH, Command, help_of, parse
 from ptfast.cli.commands import COMMANDS
 from ptfast.core.errors import (
     COMMAND_LINE,
@@ -77,14 +77,9 @@ def _dispatch(words: list[str]) -> int:
         print(f"ptfast {__version__}")
         return EXIT_OK
     if name == "__complete":
-        from ptfast.config.editors.completion import complete
+        from ptfast.cli.completion_command import complete
 
-        flags = {}
-        for command_name, command in COMMANDS.items():
-            # `find lr` has the flags of lr.
-            chosen = next((command.kinds[word] for word in rest if word in command.kinds), command)
-            flags[command_name] = [flag.name for flag in (*chosen.flags, *COMMON)]
-        print("\n".join(complete(rest, flags, {name: c.kinds for name, c in COMMANDS.items() if c.kinds})))
+        print("\n".join(complete(rest)))
         return EXIT_OK
     if name not in COMMANDS:
         raise _no_command(name)

@@ -293,6 +293,6 @@ COMMANDS: dict[str, Command] = {
         max_words=0,
     ),
     "completion": Command(
-        "bash|zsh|fish", "print a shell completion script", "listing_commands.completion", max_words=1
+        "bash|zsh|fish", "print a shell completion script", "completion_command.completion", max_words=1
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 from argparse import Namespace
@@ -11,18 +12,16 @@ from pathlib import Path
 
 from ptfast.cli.arguments import WIDTH
 from ptfast.config.catalogue import CATALOGUE, ThisMachine, plain_name, verdict
-from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, did_you_mean
+from ptfast.config.editors.help import entries
+from ptfast.config.files import paths
+from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, cannot_write, did_you_mean
 from ptfast.core.sections.section import PROMISES, Technique
-from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
+from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.report.terminal.json_lines import emit, emit_rows, lines
 
 
 def recipes(args: Namespace) -> int:
-    from ptfast.config.editors.help import entries
-    from ptfast.config.files.paths import RECIPES
-    from ptfast.report.terminal.display import say
-
-    for entry in entries(RECIPES):
+    for entry in entries(paths.RECIPES):
         if emit("row", name=entry.name, summary=entry.summary, command=entry.command):
             continue
         summary = textwrap.fill(entry.summary, WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -34,11 +33,28 @@ def recipes(args: Namespace) -> int:
 
 
 def copy(args: Namespace) -> int:
+    """Copy a recipe to a file of the user's own, whose comment then names that file."""
     name, *rest = args.words
-    from ptfast.config.editors.help import copy_recipe
-
-    file = Path(rest[0] if rest else f"{name}.yaml")
-    called = copy_recipe(name, file)
+    file, known = Path(rest[0] if rest else f"{name}.yaml"), paths.options(paths.RECIPES)
+    if name not in known:
+        hint = did_you_mean(name, known) or f"Recipes: {', '.join(known)}"
+        raise ConfigError("C003", "no such recipe", key=name, suggestion=hint)
+    if file.suffix != ".yaml":
+        what = "a recipe's file ends in .yaml"
+        raise ConfigError("C001", what, key=str(file), suggestion=f"Write {file.with_suffix('.yaml')}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as target:
+            # One in ./recipes goes by its name.
+            copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
+            called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
+            text = known[name].read_text(encoding="utf-8")
+            target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
+    except FileExistsError:
+        what = "exists already and is not overwritten"
+        raise MachineError("E001", what, key=str(file), suggestion="Choose another name") from None
+    except OSError as error:
+        raise cannot_write(error, str(file)) from None
     print(f"wrote {file}; run it with: ptfast train +recipe={called}")
     return EXIT_OK
 
@@ -56,13 +72,6 @@ def schema(args: Namespace) -> int:
         args.out.write_text(text + "\n")
     except OSError as error:
         raise cannot_write(error, "--out", args.out) from error
-    return EXIT_OK
-
-
-def completion(args: Namespace) -> int:
-    from ptfast.config.editors.completion import script
-
-    print(script(args.words[0] if args.words else "bash"))
     return EXIT_OK
 
 

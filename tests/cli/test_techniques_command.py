@@ -14,9 +14,9 @@ from conftest import ROOT
 
 from ptfast.cli import listing_commands
 from ptfast.cli.command_line import run
+from ptfast.cli.completion_command import complete
 from ptfast.config import catalogue
 from ptfast.config.catalogue import CATALOGUE, ThisMachine, verdict
-from ptfast.config.editors.completion import complete
 from ptfast.core import devices
 from ptfast.core.sections.section import Need, Technique
 
@@ -86,7 +86,7 @@ def test_a_wrong_name_is_refused(words: list[str], code: str, says: str, capsys:
 
 
 def test_names_complete_as_one_word() -> None:
-    assert complete(["techniques", "pinned"], {}, {}) == ["pinned-memory"]
+    assert complete(["techniques", "pinned"]) == ["pinned-memory"]
 
 
 @pytest.mark.parametrize(("width", "worth"), [(100, False), (180, True)])
