@@ -217,8 +217,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _launcher() -> Iterator[Finding]:
-    names = [*WORLD, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
-    names += [name for pair in STARTERS.items() for name in pair]
+    names = [*WORLD, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", *STARTERS, *STARTERS.values()]
     names += ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE"]
     found = [f"{name}={os.environ[name]}" for name in dict.fromkeys(names) if name in os.environ]
     missing = [name for name in WORLD if name not in os.environ]

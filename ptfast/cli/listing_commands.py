@@ -75,8 +75,6 @@ def schema(args: Namespace) -> int:
     return EXIT_OK
 
 
-WIDE = 180
-"""Columns of a terminal that has room for what techniques are worth."""
 ALWAYS_ON = "always on"
 
 
@@ -106,28 +104,24 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
     """A table on a terminal, and lines of cells between tabs elsewhere."""
-    stream = standard_output()
-    wide = not is_terminal(stream) or shutil.get_terminal_size().columns >= WIDE
-    headers = ["family", "technique", "class", "switch", "here"] + ["worth"] * wide
+    headers = ["family", "technique", "class", "switch", "here", "worth"]
     rows, muted = [], set()
     for number, technique in enumerate(in_order(techniques)):
         here = verdict(technique, machine)
-        switch = " ".join(technique.on) or ALWAYS_ON
-        row = [technique.family, technique.name, technique.kind, switch, here.text]
-        rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
         if not here.applies:
             muted.add(number)
-    if emit_rows(headers, rows, None):
-        return
-    if not is_terminal(stream):
+        switch = " ".join(technique.on) or ALWAYS_ON
+        worth = f"{technique.claim} {technique.measured}".rstrip()
+        rows.append([technique.family, technique.name, technique.kind, switch, here.text, worth])
+    stream = standard_output()
+    if is_terminal(stream):
+        table(headers[:-1], [row[:-1] for row in rows], grouped=True, muted=muted)
+        for kind, promise in PROMISES.items():
+            print(textwrap.fill(f"{kind}: {promise}.", shutil.get_terminal_size().columns))
+        print("\nptfast techniques NAME shows all about one, and what it is worth.")
+    elif not emit_rows(headers, rows, None):
         # Aligned, a line would be as long as the longest of each column: some 500 characters.
         print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)
-    else:
-        table(headers, rows, grouped=True, muted=muted)
-        columns = shutil.get_terminal_size().columns
-        for kind, promise in PROMISES.items():
-            print(textwrap.fill(f"{kind}: {promise}.", columns))
-        print("\nptfast techniques NAME shows all about one, and what it is worth.")
 
 
 def _show_one(technique: Technique, machine: ThisMachine) -> None:

@@ -89,10 +89,7 @@ def test_names_complete_as_one_word() -> None:
     assert complete(["techniques", "pinned"]) == ["pinned-memory"]
 
 
-@pytest.mark.parametrize(("width", "worth"), [(100, False), (180, True)])
-def test_a_terminal_gets_families_as_headings(
-    width: int, worth: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_gets_families_as_headings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -100,12 +97,11 @@ def test_a_terminal_gets_families_as_headings(
     stream = Terminal()
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("COLUMNS", "100")
     assert run(["techniques", "transfers"]) == 0
     lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= width * 2  # colours take characters, too
+    assert max(map(len, lines)) <= 200  # colours take characters, too
     assert any("transfers" in line and "exact" not in line for line in lines)
-    assert ("worth" in lines[1]) == worth
 
 
 def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
