@@ -126,12 +126,7 @@ def help_of(name: str, command: Command) -> str:
 
 
 def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
-    """The flags and words of a command line.
-
-    Raises:
-        ConfigError: C015 for a flag that is not known or lacks its value, C006 for one given two values, C005
-            for a value that it cannot have, C001 and C016 for too many words and too few.
-    """
+    """The flags and words of a command line; C001, C005, C006, C015 and C016 name what is wrong with it."""
     parser = _parser(name, command)
     arguments, unknown = parser.parse_known_intermixed_args(list(words))
     for flag in (*command.flags, *COMMON):
@@ -179,11 +174,7 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
 
 
 def seconds(text: str) -> float:
-    """The seconds that a text such as `5m` means; a bare number is seconds.
-
-    Raises:
-        ValueError: it is no length of time, or none above 0.
-    """
+    """The seconds, above 0, that a text such as `5m` means; a bare number is seconds."""
     from ptfast.core.durations import Duration
 
     value = Duration.parse(text, "seconds").seconds

@@ -142,11 +142,7 @@ def _no_command(name: str) -> ConfigError:
 
 
 def help_text(topic: str | None = None) -> str:
-    """Return what `--help` prints, of everything or of one command or config group.
-
-    Raises:
-        ConfigError: C003, there is no such topic.
-    """
+    """What `--help` prints, of everything or of one command or config group; C003 for another topic."""
     if topic is None:
         return _overview()
     if topic in COMMANDS:

@@ -113,10 +113,7 @@ def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links
 
 
 def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, list[str]]:
-    """The cells of a table of runs, or of variants, by header.
-
-    The figures of a variant are means over its runs that did not fail.
-    """
+    """The cells of a table by header: of runs, or of variants by means over those that did not fail."""
     metric, runs = ranking.metric, ranking.runs
     rows = variants or [
         Variant(label, [run], [] if value is None else [value])

@@ -25,11 +25,7 @@ SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
 
 
 def launch(args: Namespace) -> int:
-    """Submit the training that the words mean, or print what would be submitted.
-
-    Raises:
-        MachineError: E005 if the cluster's command is not installed, E004 if Ray is not.
-    """
+    """Submit the training that the words mean, or print it; E004 and E005 without the cluster's software."""
     gpu_type, _, number = (args.gpus or "").rpartition(":")
     if args.gpus and (not number.isdecimal() or int(number) == 0):
         what = "expected a whole number above 0"

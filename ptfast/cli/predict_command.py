@@ -62,9 +62,7 @@ def predict_files(saved: PartialRun, paths: list[str], out: str | None, masks: P
         paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input a line.
         masks: folder to write predicted masks to, whose files then stand in the records.
 
-    Raises:
-        DataError: D001, D005 for inputs that cannot be read; images are skipped with a warning, unless all
-            of them fail.
+    Images that cannot be read are skipped with a warning, unless all of them fail.
     """
     model = averaged_over_views(saved)
     lines: list[str] = []
@@ -126,12 +124,7 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
 
 
 def continue_prompt(saved: PartialRun, prompt: str, out: str | None, **sampling: Any) -> None:
-    """Write the prompt and its continuation by a language model, as plain text.
-
-    Raises:
-        ConfigError: C011 for a run that models no text, C005 for a prompt without a token.
-        DataError: D005 for a token that the model does not know.
-    """
+    """Write the prompt and its continuation by a language model (C011 if it is none), as plain text."""
     info = saved.info
     if info.task != "language_modelling" or "tokenizer" not in info.extra:
         what = f"needs a language model of text, and this run is one for {info.task} of {info.kind} data"

@@ -193,10 +193,7 @@ def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
 
 
 def _config_differences(runs: Sequence[RunFiles]) -> list[Label]:
-    """The config keys in which runs differ, with their values.
-
-    Where runs use different targets in a section, the keywords that only some of them know are left out.
-    """
+    """The config keys in which runs differ, except keywords that only some of their targets know."""
     flat = [flatten(with_defaults(run.config)) if run.config else {} for run in runs]
     readable = [config for config in flat if config]
     differing = []

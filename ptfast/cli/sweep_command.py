@@ -133,10 +133,9 @@ def _ending(run_dir: Path, code: int) -> str:
 
 
 def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
-    """Run a sweep and print its ranking; returns the exit code of the first job that failed.
+    """Run a sweep, all of whose points must be valid, and print its ranking.
 
-    Raises:
-        ConfigError: C002 to C014 for a point that could not be trained, before any is.
+    Returns the exit code of the first job that failed.
     """
     from ptfast.cli.compare_command import show
     from ptfast.cli.run_ranking import rank_runs

@@ -47,11 +47,7 @@ def plain_name(name: str) -> str:
 
 
 def technique_named(name: str) -> Technique:
-    """The technique of a name that `--only` gave, in words or joined by hyphens.
-
-    Raises:
-        ConfigError: C003 if there is none.
-    """
+    """The technique of a name that `--only` gave, in words or joined by hyphens, or a C003."""
     names = {plain_name(technique.name): technique for technique in CATALOGUE}
     if plain_name(name) not in names:
         hint = did_you_mean(name, [each.name for each in CATALOGUE]) or "ptfast techniques lists them"

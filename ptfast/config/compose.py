@@ -193,18 +193,14 @@ def finish(
 
 
 def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]:
-    """The tree that arguments mean, interpolations as text, and the loader that knows its files.
-
-    Hydra takes most of the time of composing, so shipped options are merged once in a process, for whatever
-    values are then laid over them.
-    """
+    """The tree that arguments mean, interpolations as text, and the loader that knows its files."""
     # What is deleted may be a choice of an option.
     whole = any(a.kind == "delete" for a in arguments)
     options = [a for a in arguments if whole or a.kind in ("group", "recipe")]
     values = [a.text for a in arguments if a not in options]
     chosen = tuple(a.text for a in options)
     recipes = {a.values[0] for a in options if a.kind == "recipe"}
-    # Files of the package alone: nobody writes them meanwhile.
+    # Hydra takes most of the time. Files of the package alone are merged once: nobody writes them meanwhile.
     are_shipped = not paths.has_own() and recipes <= {*paths.options(paths.RECIPES)}
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):

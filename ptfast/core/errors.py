@@ -211,11 +211,7 @@ def cannot_write(
 
 
 def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
-    """Import a module that an extra of ptfast brings.
-
-    Raises:
-        MachineError: E004 at `key` if it cannot be imported, with the command that installs the extra.
-    """
+    """Import a module that an extra of ptfast brings, or raise an E004 with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

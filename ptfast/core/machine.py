@@ -249,14 +249,12 @@ def _num_local_ranks() -> int:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and of those around it, of either version of the interface.
-
-    A container often sees its own group as the root while `/proc` names the path outside, which is not there.
-    """
+    """Folders of this process's control group and of those around it, of either version of the interface."""
     for line in read_setting(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
+            # A container may see its own group as the root, while /proc names the path outside.
             group = root / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 

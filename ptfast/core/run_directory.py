@@ -117,11 +117,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        MachineError: E002 when the disk is full, E001 when the file cannot be written.
-    """
+    """Write a file whole or not at all; raises as `cannot_write`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, "utf-8")

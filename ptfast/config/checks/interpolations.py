@@ -98,11 +98,7 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
-    """Check that every `${...}` in a value is an interpolation.
-
-    Raises:
-        ConfigError: C008 at `key` if one is not.
-    """
+    """Refuse (C008) a value in which a `${...}` is no interpolation."""
     try:
         parse(text)
     except GrammarParseError as error:
@@ -124,10 +120,7 @@ OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
 def _too_large(tree: dict[str, Any]) -> str | None:
-    """The key whose value, with all that it refers to, is larger than any config; None if there is none.
-
-    A few lines that each refer twice to the next would take more memory than there is.
-    """
+    """The first key that expands beyond any memory, by lines that each refer twice to the next; or None."""
     sizes: dict[str, int] = {}
     values = flatten(tree)
 

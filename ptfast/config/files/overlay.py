@@ -32,11 +32,7 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
 
 
 def check_out(folder: Path | None) -> None:
-    """Check that a folder can be written to, before a command's long part.
-
-    Raises:
-        MachineError: E001 for `--out` if it cannot.
-    """
+    """Refuse (E001) a folder for `--out` that cannot be written to, before a command's long part."""
     if folder is None:
         return
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -60,8 +56,7 @@ def write_overlay(
         found: values by dotted key.
         comment: lines at its head, the first of which `ptfast recipes` shows.
 
-    Returns:
-        What `+recipe=` takes for it.
+    Returns what `+recipe=` takes for it.
     """
     check_overlay(file, flag)
     called = str(file if file.is_absolute() else f"./{file}")

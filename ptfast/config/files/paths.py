@@ -143,11 +143,7 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
 
 
 def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None = None) -> Path:
-    """The `recipe_file` of a name.
-
-    Raises:
-        ConfigError: C003 at `place` if there is none, with the nearest name.
-    """
+    """The `recipe_file` of a name, or a C003 at `place` with the nearest one."""
     if file := recipe_file(name, folder):
         return file
     known = list(options(RECIPES))

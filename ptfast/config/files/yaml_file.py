@@ -107,11 +107,7 @@ class _Text:
 
 
 def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
-    """Read a file that holds one mapping; comments alone count as an empty one if `allow_empty`.
-
-    Raises:
-        ConfigError: C007, with file, line and column.
-    """
+    """Read a file that holds one mapping, or comments alone if `allow_empty`; C007 names line and column."""
     name = paths.shown(path)
     try:
         content = path.read_text(encoding="utf-8-sig")

@@ -229,11 +229,7 @@ def config_of(state_folder: Path) -> Path:
 
 
 def find_state(path: Path) -> Path:
-    """The state folder that `path` means: itself, as of an export, or the last state of a run directory.
-
-    Raises:
-        SavedStateError: S004 when there is none.
-    """
+    """The state folder that `path` means: itself, as of an export, or a run's last state; S004 if none."""
     if (path / MANIFEST).is_file():
         return path.resolve()
     for candidate in (path / "saved" / "last", path / "last"):
@@ -291,10 +287,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
 
 
 def read_state(folder: Path, *, check: bool = True) -> State:
-    """Read and check one state folder, onto the CPU. Nothing in it can run code (`weights_only=True`).
-
-    Tensors that several ranks have written are read only when needed. Arguments and errors: see `read_facts`.
-    """
+    """As `read_facts`, with tensors on the CPU, those of several ranks read when needed; runs no code."""
     facts = read_facts(folder, check=check)
     if (folder / "model.pt").is_file() and not (folder / TREE).is_file():
         return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)

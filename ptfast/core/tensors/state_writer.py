@@ -280,10 +280,7 @@ def _size_of(content: Any) -> tuple[int, bool]:
 
 
 def _set_niceness(thread_id: int, niceness: int) -> None:
-    """Set by how much a thread gives way to the main one, where the system knows priorities of threads.
-
-    Taking niceness back may need a privilege: without it a busy machine keeps the thread waiting.
-    """
+    """Set by how much a thread gives way to the main one; taking it back may need a privilege."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             os.setpriority(
