@@ -79,13 +79,10 @@ class Applicability:
 
 @dataclass
 class ThisMachine:
-    """The needs of techniques that this machine meets, looked up when first asked for.
-
-    Args:
-        root: where the files of the system are.
-    """
+    """The needs of techniques that this machine meets, looked up when first asked for."""
 
     root: Path = Path("/")
+    """Where the files of the system are."""
 
     @cached_property
     def device(self) -> str:

@@ -162,11 +162,7 @@ def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
 
 
 def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -> str:
-    """The YAML that `--cfg job` or `--cfg hydra` prints, interpolations kept and secrets hidden.
-
-    Args:
-        file: a whole config to lay the arguments over, in place of the default.
-    """
+    """The YAML that `--cfg job` (of a whole config in `file`) or `--cfg hydra` prints, secrets hidden."""
     if kind == "hydra":
         of_hydra = [a.text for a in parse(arguments) if a.kind == "hydra"]
         with translated():

@@ -105,10 +105,7 @@ class BatchPlan:
         return epoch + (step - first) / (end - first)
 
     def steps(self, duration: Duration, total_steps: int | None) -> int:
-        """`duration` from the start of the run, in optimizer steps to the nearest; at least 1 unless it is 0.
-
-        Raises ValueError if the unit cannot be counted in steps with what is known.
-        """
+        """`duration` from the start of the run, in optimizer steps; as `Duration.steps` if nothing grows."""
         epochs = duration.value
         if duration.unit == "samples" and self.size is not None:
             epochs /= self.size

@@ -29,11 +29,7 @@ _watched: tuple[float, float | None, float]
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Cores that this process may use: within its affinity, its container's quota and its SLURM job.
-
-    Args:
-        hyperthreads: count every hyper-thread; by default, those of one core count once.
-    """
+    """Cores (or `hyperthreads`) within this process's affinity, its container's quota and its SLURM job."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
@@ -216,14 +212,11 @@ def network_error(error: BaseException | None) -> BaseException | None:
 
 
 def process_age_s() -> float:
-    """Seconds since this program started, to a hundredth; 0 if unknown. Call it before starting processes.
-
-    The system records when the process was created, which `exec` does not change: the minutes that a shell
-    script ran before it became Python would count. Unlike a fresh program, it has waited for child processes.
-    """
+    """Seconds since this program started, to a hundredth; 0 if unknown. Call it before starting processes."""
     try:
         import resource
 
+        # A shell that became Python by `exec`, whose minutes would count, has waited for its commands.
         if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
             return 0.0
         started = float(read_setting(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
@@ -233,10 +226,7 @@ def process_age_s() -> float:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, which would otherwise leave it running.
-
-    If the process `parent` is not the parent any more, it has died already, and this one leaves at once.
-    """
+    """Have the kernel kill this process when its parent dies; at once, if that is not `parent` any more."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -270,8 +260,7 @@ def read_setting(path: Path) -> str:
 def cache_folder() -> Path:
     """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
 
-    Without a home folder it is a path that cannot be written: facts are computed again, and downloads
-    refused.
+    Without a home folder it is a path that cannot be written.
     """
     if named := os.environ.get("PTFAST_CACHE"):
         return Path(named).expanduser()

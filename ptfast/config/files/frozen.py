@@ -90,11 +90,7 @@ def load(
     trusted: bool = True,
     trains: bool = True,
 ) -> Composed:
-    """Read a frozen config, or any whole config in one file, and apply arguments to it.
-
-    A chosen option replaces its group's section as a whole. `complete` is as in `compose`, `trusted` and
-    `trains` as in `read.load_config`.
-    """
+    """A whole config in one file, with arguments applied: `complete` as `compose`, else as `load_config`."""
     content = read_yaml(path)
     tree, places = apply(with_sections(content.data), content.places, arguments)
     if not trusted:

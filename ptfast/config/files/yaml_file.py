@@ -85,11 +85,7 @@ class _Text:
         return bisect_right(self._starts, mark.index) - 1
 
     def error(self, mark: Any, problem: str, *, unread: bool = False) -> ConfigError:
-        """The error at a mark, with its column and the line there.
-
-        Where YAML could not be read (`unread`), it looks for a space that YAML does not know, in this line or
-        in the last one with text.
-        """
+        """The error at a mark, or in `unread` YAML at an odd space in its line or the last one with text."""
         if mark is None:
             return ConfigError("C007", problem, place=self.name)
         last, at, column = self.line(mark), self.line(mark), mark.index - self._starts[self.line(mark)]

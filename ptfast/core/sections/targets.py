@@ -44,11 +44,7 @@ class Target:
             raise problem.at("_target_", self.path) from problem.__cause__
 
     def build(self, *args: Any, **facts: Any) -> Any:
-        """Call the target with its keywords.
-
-        Args:
-            facts: keywords for those parameters of these names that the config does not set; None is unknown.
-        """
+        """Call the target with its keywords, and with `facts` (None is unknown) for parameters left unset."""
         function = self.resolve()
         takes = keywords(function)
         filled = {name: fact for name, fact in facts.items() if name in takes and fact is not None}
@@ -94,8 +90,7 @@ def parse_value(value: Any, key: str) -> Any:
 def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
     """Import what a dotted path such as `package.module.Class.attribute` names, or raise a C009.
 
-    Args:
-        visit: called with each module or attribute on the way and its path; raises to stop.
+    `visit` is called with each module or attribute on the way and its path.
     """
     parts = path.split(".")
     # A user's own module lies next to where ptfast is called; the installed command does not look there.
@@ -206,13 +201,9 @@ def swallows_keywords(function: Any) -> bool:
 
 
 def check_constructs(target: Target, facts: dict[str, Any]) -> None:
-    """Build a model on the meta device if only that shows whether its keywords are known.
+    """Build a model on the meta device if a signature with `**kwargs` hides which keywords it knows.
 
-    A signature that ends in `**kwargs` hides a misspelt keyword (C002), or another argument that is refused
-    (C005), until the call, which is late.
-
-    Args:
-        facts: what `Target.build` will be given; published weights are not loaded here.
+    C002 names a misspelt one, C005 another that is refused. `facts` are those of `Target.build`.
     """
     function = target.resolve()
     if not swallows_keywords(function):

@@ -86,9 +86,7 @@ def write_state(saved: Path, step: int, state: State) -> Path:
 
     The folder is written under another name, flushed to disk and renamed, so that a kill at any moment leaves
     either the whole state or none. The manifest has each file's SHA-256: torch does not notice a flipped bit.
-
-    Raises:
-        MachineError: as of `cannot_write`; nothing is left behind.
+    Raises as `cannot_write`, and leaves nothing behind.
     """
     draft = saved / f".step-{step}.{os.getpid()}"
     try:
@@ -319,11 +317,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
-    """Refuse a new length that the saved run's schedule or progress at `step` does not allow (S003).
-
-    Args:
-        extendable: whether schedule and curriculum of both lengths are the same up to that step.
-    """
+    """Refuse (S003) a length that `step`, or a schedule not `extendable` (the same so far), rules out."""
     if new_steps != old_steps and not extendable:
         lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"
         what = f"{lengths}, and up to step {step:,} its schedule or curriculum depends on the length"
