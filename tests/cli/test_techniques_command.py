@@ -124,7 +124,7 @@ def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> 
         ("cuda", "cpu", "no CUDA device is visible"),
         ("cuda", "cuda", None),
         ("nvidia_tf32", "mps", "TF32 needs an NVIDIA GPU, and this is mps"),
-        ("float8", "cpu", "float8 products need an NVIDIA GPU, and this is cpu"),
+        ("float8", "cpu", "float8 needs an NVIDIA GPU, and this is cpu"),
         ("fp16", "cpu", "float16 is no faster on this CPU"),
         ("ranks", "cpu", "it takes several GPUs or machines, and here is one CPU"),
         ("images", "cpu", None),
