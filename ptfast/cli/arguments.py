@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, is_secret
 
 WIDTH, INDENT = 80, 24
 """Columns of help, and the column where its texts begin."""
@@ -71,6 +71,18 @@ class Command:
 def switch(names: str, help: str) -> Flag:
     """A flag without a value."""
     return Flag(names, help, read=None)
+
+
+def choice(names: str, help: str, *choices: str, default: str | None = None) -> Flag:
+    """A flag whose value is one of `choices`."""
+    shown = f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"unknown choice. Use {shown}")
+        return text
+
+    return Flag(names, f"{help}: {shown}", read=read, default=default)
 
 
 def path(text: str) -> Path:
@@ -155,8 +167,6 @@ def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
 
 
 def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
-    from ptfast.core.errors import did_you_mean
-
     name, equals, value = word.partition("=")
     if not equals:
         value = next(iter(words[words.index(word) + 1 :]), "-") if word in words else "-"
@@ -205,14 +215,3 @@ def pixels(text: str) -> int:
         return 0 if text == "keep" else number(1)(text)
     except ValueError as error:
         raise ValueError(f"{error}. Give pixels, or keep") from error
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A reader of one of `choices`."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"unknown choice. Use {' or '.join(choices)}")
-        return text
-
-    return read

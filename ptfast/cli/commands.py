@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from ptfast.cli.arguments import Command, Flag, number, one_of, path, pixels, seconds, switch
+from ptfast.cli.arguments import Command, Flag, choice, number, path, pixels, seconds, switch
 
 _RUN = "[+recipe=NAME] [key=value ...]"
 _FOLDER = Flag("--out", "folder to write into; by default a new one under runs", read=path)
 _WRITE = Flag("--write", "recipe to write with what was found", read=path)
 _SECONDS = Flag("--seconds", "seconds to measure each", read=number())
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def _budget(text: str) -> float:
+    return 0.0 if text == "0" else seconds(text)
 
 
 def _search(kind: str, summary: str, *flags: Flag) -> Command:
@@ -72,12 +77,8 @@ COMMANDS: dict[str, Command] = {
             switch("--multirun -m", "sweep: train one run per combination of key=a,b"),
             switch("--dry-run", "take a few steps without saving; print memory, time and disk of the run"),
             Flag("--config", "train from a run directory or its config.yaml"),
-            Flag("--cfg -c", "print the composed config: job or hydra", read=one_of("job", "hydra")),
-            Flag(
-                "--info -i",
-                "print how it is composed: defaults-tree, searchpath, plugins, ...",
-                read=one_of("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
-            ),
+            choice("--cfg -c", "print the composed config", "job", "hydra"),
+            choice("--info -i", "print how it is composed", *_INFO),
         ),
         (
             "train +recipe=resnet_digits",
@@ -129,11 +130,7 @@ COMMANDS: dict[str, Command] = {
             Flag("--out", "new folder for weights, graph, facts and a script that predicts", read=path),
             Flag("--hub", "new folder in the layout of the Hugging Face hub", read=path),
             switch("--onnx", "write an ONNX graph, too"),
-            Flag(
-                "--weights",
-                "averaged or last; default: those that predict uses",
-                read=one_of("averaged", "last"),
-            ),
+            choice("--weights", "by default those that predict uses", "averaged", "last"),
             switch("--weights-only", "write no graph, of a model that cannot be traced"),
         ),
         ("export RUN --out exported --onnx", "export RUN/saved/best --out exported --hub my-model"),
@@ -147,9 +144,7 @@ COMMANDS: dict[str, Command] = {
         "compare_command.compare",
         (
             Flag("--metric", "figure to rank by, such as val.accuracy", default="auto"),
-            Flag(
-                "--mode", "which way the figure is better", read=one_of("auto", "max", "min"), default="auto"
-            ),
+            choice("--mode", "which way the figure is better", "auto", "max", "min", default="auto"),
             Flag("--out", "page (.html) to write", read=path),
         ),
         ("compare RUN RUN --metric val.accuracy --out both.html",),
@@ -160,24 +155,11 @@ COMMANDS: dict[str, Command] = {
         "turn images or text into memory-mapped files to train from",
         "pack_command.pack",
         (
-            Flag(
-                "--size", "of images: pixels to shrink the shorter side to, such as 256; or keep", read=pixels
-            ),
+            Flag("--size", "of images: pixels of the shorter side, such as 256; or keep", read=pixels),
             switch("--jpeg", "of images: keep the bytes of the files instead of their pixels"),
-            Flag(
-                "--on-corrupt",
-                "of images: on files that cannot be read: error or skip",
-                read=one_of("error", "skip"),
-            ),
-            Flag(
-                "--tokenizer",
-                "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
-            ),
-            Flag(
-                "--documents",
-                "of text, as data.documents: none, lines or paragraphs",
-                read=one_of("none", "lines", "paragraphs"),
-            ),
+            choice("--on-corrupt", "of images that cannot be read", "error", "skip"),
+            Flag("--tokenizer", "of text: characters, words, a tokenizer.json, or a name on the hub"),
+            choice("--documents", "of text", "none", "lines", "paragraphs"),
             Flag("--workers", "processes that convert; default: one for each core", read=number(1)),
             switch("--verify", "check every byte of a pack, and its source: ptfast pack --verify DST"),
         ),
@@ -221,12 +203,7 @@ COMMANDS: dict[str, Command] = {
         "find what costs speed in the model, data, loop and machine",
         "config_commands.audit",
         (
-            Flag(
-                "--budget",
-                "time to measure for, 2m by default; 0 measures no prices",
-                read=lambda text: 0.0 if text == "0" else seconds(text),
-                default=120.0,
-            ),
+            Flag("--budget", "time to measure for, 2m by default; 0 for no prices", None, _budget, 120.0),
             Flag("--fix", "recipe to write with the overrides that mend findings", read=path),
             switch("--strict", "exit with 8 where something is found"),
             _FOLDER,
