@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from ptfast import models, optim
 from ptfast.core import devices
@@ -68,13 +69,11 @@ OF_THE_RUN: dict[Need, str] = {
 """Needs that depend on the model and the data rather than on the machine."""
 
 
-@dataclass(frozen=True)
-class Applicability:
-    """The answer for one technique."""
+class Applicability(NamedTuple):
+    """If a technique applies, and in words: `yes`, perhaps with where, or `no` with the reason."""
 
     applies: bool
     text: str
-    """`yes`, perhaps with where, or `no` with the reason."""
 
 
 @dataclass

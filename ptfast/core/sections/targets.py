@@ -145,27 +145,23 @@ def _does_not_exist(parent: Any, before: str, name: str) -> PtfastError:
 def signature(function: Any) -> inspect.Signature | None:
     """The signature with annotations evaluated where they can be; None where Python does not know it."""
     try:
-        return inspect.signature(function, eval_str=True)
+        found = inspect.signature(function)
     except (ValueError, TypeError):
         return None
-    except Exception:
-        # An annotation names something imported for type checkers only: evaluate the others one by one.
+    named = getattr(function, "func", function)  # of a partial one
+    body = inspect.unwrap(named.__init__ if inspect.isclass(named) else named)
+
+    def evaluated(annotation: Any) -> Any:
+        if not isinstance(annotation, str):
+            return annotation
         try:
-            found = inspect.signature(function)
-        except (ValueError, TypeError):
-            return None
-    body = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
-    parameters: list[inspect.Parameter] = []
-    for parameter in found.parameters.values():
-        annotation = parameter.annotation
-        if isinstance(annotation, str):
-            try:
-                # As `typing.get_type_hints` does.
-                annotation = eval(annotation, dict(getattr(body, "__globals__", {})))
-            except Exception:
-                annotation = EMPTY
-        parameters.append(parameter.replace(annotation=annotation))
-    return found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+            # As `typing.get_type_hints` does, but one by one: some name what type checkers alone import.
+            return eval(annotation, dict(getattr(body, "__globals__", {})))
+        except Exception:
+            return EMPTY
+
+    parameters = [each.replace(annotation=evaluated(each.annotation)) for each in found.parameters.values()]
+    return found.replace(parameters=parameters, return_annotation=evaluated(found.return_annotation))
 
 
 def is_torch_scheduler(found: Any) -> bool:
