@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from typing import Any, Literal, TypeVar
 
@@ -122,8 +123,7 @@ class StateWriter:
         self.due = False
         """The ranks have agreed that it is time for a state."""
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
-        # No thread: before Python 3.13 one counts as ended once a signal has interrupted `join`.
-        self._written: threading.Event | None = None
+        self._written: Future[Any] | None = None
         self._thread_id: int | None = None
         self._together = False
         self._publish: Callable[[], None] = lambda: None
@@ -140,7 +140,7 @@ class StateWriter:
     @property
     def is_written(self) -> bool:
         """Whether this rank's thread has written all it has to."""
-        return self._written is not None and self._written.is_set()
+        return self._written is not None and self._written.done()
 
     def look(self, *, due: bool, all_written: bool) -> None:
         """Publish the state under way if it is written, and note if the next one is `due`.
@@ -190,10 +190,8 @@ class StateWriter:
         arrived = None
         if background or (on_gpu and fits):
             content, arrived = self._copies.take(content, lasting if background else ())
-        outcome: list[tuple[Any, Exception | None]] = []
-        written = threading.Event()
 
-        def run() -> None:
+        def run() -> Any:
             start_s = time.perf_counter()
             try:
                 if background:
@@ -201,30 +199,21 @@ class StateWriter:
                     _set_niceness(self._thread_id, NICENESS)
                 if arrived is not None:
                     arrived()
-                outcome.append((write(content), None))
-            except Exception as error:
-                outcome.append((None, error))
+                return write(content)
             finally:
                 self.writing_s += time.perf_counter() - start_s
-                written.set()
-
-        def read() -> Any:
-            found, error = outcome[0]
-            if error is not None:
-                raise error
-            return found
 
         self._thread_id = None
         self.states += 1
         self.in_background += background
-        if background:
-            self._together, self._publish = together, lambda: publish(read)
-            # No daemon: one that the interpreter stops inside of torch aborts the process.
-            threading.Thread(target=run, name="ptfast-state-writer").start()
-            self._written = written
-        else:
-            run()
-            publish(read)
+        if not background:
+            publish(run)
+            return
+        # Its thread is no daemon: one that the interpreter stops inside of torch aborts the process.
+        pool = ThreadPoolExecutor(1, "ptfast-state-writer")
+        written = pool.submit(run)
+        pool.shutdown(wait=False)
+        self._together, self._written, self._publish = together, written, lambda: publish(written.result)
 
     def hold(self) -> None:
         """Let the stream that trains wait for copies that still read what it is about to change."""
@@ -255,9 +244,9 @@ class StateWriter:
 
     def _wait(self) -> None:
         assert self._written is not None
-        if self._thread_id is not None and not self._written.is_set():
+        if self._thread_id is not None and not self._written.done():
             _set_niceness(self._thread_id, 0)
-        self._written.wait()
+        wait([self._written])
 
     def figures(self) -> dict[str, float]:
         """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
