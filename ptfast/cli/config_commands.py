@@ -250,8 +250,4 @@ def read_typed(arguments: list[str], file: Path | None = None) -> tuple[Composed
         return composed, config
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
         say(f"ptfast: warning: {warning}", sys.stderr)
-    chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
-    default = config.data.target.path.endswith(".Digits") and config.model.target.path.endswith(".Mlp")
-    if default and not config.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
-        say("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config
