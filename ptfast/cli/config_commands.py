@@ -178,10 +178,7 @@ TIMED_STEPS = 5
 
 
 def dry_run(config: Config) -> int:
-    """Build the run of `config` in a temporary folder, take a few steps, and print what the whole would take.
-
-    Figures are of one process; the time of a step is the median of a few after the warm-up.
-    """
+    """Build the run in a temporary folder, take a few steps, and print what the whole would take."""
     from ptfast.core.machine import peak_memory_bytes
     from ptfast.profiling.operator_counting import Operators, flops
     from ptfast.profiling.roofline import flop

@@ -66,11 +66,7 @@ class SweepJob:
     """Run directories and processes by slot."""
 
     def __call__(self, composed: Composed, number: int) -> Objective:
-        """Start to train as soon as fewer than `num_parallel` jobs do.
-
-        Returns a function that waits for the run and returns its objective, the sweep's metric. It raises a
-        JobError if the run failed, whose own process has printed why.
-        """
+        """Start to train once fewer than `num_parallel` jobs do; returns what waits for the objective."""
         while len(self._running) == self.num_parallel:
             self._wait()
         run_dir = self.folder / str(number)
@@ -133,10 +129,7 @@ def _ending(run_dir: Path, code: int) -> str:
 
 
 def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
-    """Run a sweep, all of whose points must be valid, and print its ranking.
-
-    Returns the exit code of the first job that failed.
-    """
+    """Run a sweep of valid points, print its ranking, and return the exit code of its first failure."""
     from ptfast.cli.compare_command import show
     from ptfast.cli.run_ranking import rank_runs
 

@@ -28,11 +28,7 @@ class Stages(NamedTuple):
 
 
 def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
-    """From `first` by the multiples of `multiple` to `last`, which begins with step `over_steps`.
-
-    Stages are about equally long. Few stages mean few shapes, for each of which kernels are searched or
-    compiled.
-    """
+    """About equal stages from `first` by multiples of `multiple` to `last`, which begins at `over_steps`."""
     values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
     return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))
 

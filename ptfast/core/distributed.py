@@ -176,10 +176,7 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
 
 
 def once_per_machine(compute: Callable[[], T]) -> T:
-    """Call `compute` on the first rank of each machine and return its result, or raise its error, on all.
-
-    All ranks call this at once; without a process group this process computes for itself.
-    """
+    """On all ranks, what `compute` returns or raises on the first of each machine. All call this at once."""
     if not joined():
         return compute()
     import torch.distributed as dist

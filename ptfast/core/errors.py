@@ -362,10 +362,7 @@ def one_line(text: str) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` is most likely a misspelling of, or None if none is near.
-
-    The last part alone of a dotted candidate may match, too.
-    """
+    """The candidate that `word` most likely misspells, whole or in its last part; None if none is near."""
     scored: list[tuple[float, str]] = []
     for candidate in candidates:
         given, whole = (re.sub("[- ]", "_", text.lower()) for text in (word, candidate))

@@ -258,10 +258,7 @@ def read_setting(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
-
-    Without a home folder it is a path that cannot be written.
-    """
+    """The folder of downloads and computed facts; without a home folder, one that cannot be written."""
     if named := os.environ.get("PTFAST_CACHE"):
         return Path(named).expanduser()
     try:

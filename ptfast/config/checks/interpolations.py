@@ -144,10 +144,7 @@ def _too_large(tree: dict[str, Any]) -> str | None:
 
 
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
-    """`tree` as a file may hold it: values that came from the environment refer to it again.
-
-    Text that holds `${` as it is, not as an interpolation, is written so that it is read back the same.
-    """
+    """`tree` as a file may hold it: references to the environment kept, any other `${` as text."""
     references: list[str] = []
 
     def refer(*arguments: Any) -> str:

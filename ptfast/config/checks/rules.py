@@ -17,10 +17,7 @@ _PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]]:
-    """The config with one length, and what contradicts itself or cannot run here.
-
-    What the machine lacks is looked up, which may take torch, only where nothing else is wrong.
-    """
+    """The config with one length, and what contradicts itself, or else what this machine cannot run."""
     found: list[PtfastError] = []
     if config.epochs is None and config.steps is None:
         what = "required, but not set"
@@ -61,10 +58,7 @@ UNUSED_OF_RUN = (
 
 
 def unused_keys(config: Config, place: Place) -> Iterator[str]:
-    """Warn of each key on the command line that has no effect and is not at its default.
-
-    This is no error: in a sweep over its switch, a key has no effect in some runs.
-    """
+    """Warn of typed keys that have no effect, which is no error: a sweep may be over their switch."""
     facts = dict(config)
     for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
         if call_with(unused.used, facts):
@@ -121,10 +115,7 @@ def evenly_cut(config: Config) -> list[ConfigError]:
 
 
 def check_batch(config: Config, ranks: int, known: int = 0) -> int:
-    """The number of micro-batches that a batch is cut into, or of a resumed run, the `known` one.
-
-    Refuses a batch that cannot be cut evenly.
-    """
+    """The number of micro-batches of a batch (`known` if it is resumed); refuses one that does not divide."""
 
     def nearest(value: int, of: int) -> str:
         below = value // of * of

@@ -68,10 +68,7 @@ _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?: *(.*?)(?=^    \S|\
 
 
 def argument_docs(function: Any) -> dict[str, str]:
-    """Argument -> its description in the docstring of a class or function.
-
-    That is what `Args:` says, or else the first paragraph if it names the argument in backquotes.
-    """
+    """Argument -> what `Args:` says of it, or the first paragraph if that names it in backquotes."""
     initialiser = getattr(function, "__init__", None) if inspect.isclass(function) else None
     found: dict[str, str] = {}
     for documented in (initialiser, function):

@@ -205,10 +205,7 @@ SELF = "_self_"
 
 
 def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFile]:
-    """The files that `file` is made of, itself included, each laid over those before it.
-
-    It is an option of `group`, or a recipe; `heirs` are the files that inherit it.
-    """
+    """The files that an option of `group` or a recipe is made of, itself included, the last on top."""
     content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
     layers: list[YamlFile] = []
     for index, entry in enumerate(content.defaults):

@@ -88,10 +88,7 @@ def parse_value(value: Any, key: str) -> Any:
 
 
 def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
-    """Import what a dotted path such as `package.module.Class.attribute` names, or raise a C009.
-
-    `visit` is called with each module or attribute on the way and its path.
-    """
+    """Import what a dotted path names, or raise a C009; `visit` sees each part on the way and its path."""
     parts = path.split(".")
     # A user's own module lies next to where ptfast is called; the installed command does not look there.
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
