@@ -27,8 +27,6 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
     if file.exists():
         what, hint = "exists already and is not overwritten", "Choose another name"
         raise MachineError("E001", what, key=flag, value=file, suggestion=hint)
-    if not file.absolute().parent.is_dir():
-        raise MachineError("E001", "its folder does not exist", key=flag, value=file)
 
 
 def check_out(folder: Path | None) -> None:
@@ -76,6 +74,7 @@ def write_overlay(
     head = "".join(f"# {line}".rstrip() + "\n" for line in [*comment, "", f"  ptfast train +recipe={called}"])
     choices = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults})) + "\n" if defaults else ""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as target:
             target.write(head + choices + (OmegaConf.to_yaml(values) if values else ""))
     except OSError as error:

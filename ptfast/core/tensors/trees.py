@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ptfast.core.tensors.dtensors import SavedTensor
 
-__all__ = ["map_tensors", "tensors_in", "tree_leaves", "tree_map"]
+__all__ = ["tree_leaves", "tree_map"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
