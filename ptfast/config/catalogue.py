@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 from ptfast import models, optim
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, did_you_mean
-from ptfast.core.machine import spare_cores
+from ptfast.core.machine import ROOT, spare_cores
 from ptfast.core.sections.section import Family, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.techniques import (
@@ -76,17 +74,13 @@ class Applicability(NamedTuple):
     text: str
 
 
-@dataclass
 class ThisMachine:
     """The needs of techniques that this machine meets, looked up when first asked for."""
-
-    root: Path = Path("/")
-    """Where the files of the system are."""
 
     @cached_property
     def device(self) -> str:
         """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only where there may be a GPU."""
-        if sys.platform == "linux" and not any((self.root / file).exists() for file in _GPU_FILES):
+        if sys.platform == "linux" and not any((ROOT / file).exists() for file in _GPU_FILES):
             return "cpu"
         return devices.device_type("auto")
 

@@ -142,7 +142,8 @@ def test_what_a_machine_lacks(
 def test_cores_compilers_and_number_formats_are_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = ThisMachine(tmp_path)
+    monkeypatch.setattr(catalogue, "ROOT", tmp_path)
+    machine = ThisMachine()
     monkeypatch.setattr(sys, "platform", "linux")
     assert machine.device == "cpu"
     for cores, applies_here in ((1, False), (2, True)):
@@ -169,7 +170,7 @@ def test_it_loads_no_torch_where_there_is_no_gpu(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from ptfast.cli.command_line import run\nfrom ptfast.config import catalogue\n"
-        f"catalogue.ThisMachine.__init__.__defaults__ = (Path({str(tmp_path)!r}),)\n"
+        f"catalogue.ROOT = Path({str(tmp_path)!r})\n"
         "assert run(['techniques']) == 0\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run(
