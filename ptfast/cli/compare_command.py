@@ -95,8 +95,7 @@ def show(ranking: Ranking) -> None:
     title, shares = _share_rows(ranking)
     if shares:
         print()
-        rows = [[key, text, "#" * round(20 * share)] for key, text, share in shares]
-        table(["key", "share", ""], rows, title=title)
+        table(["key", "share", ""], shares, title=title)
 
 
 def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links: Sequence[str] = ()) -> None:
@@ -157,12 +156,12 @@ def _cell(run: RunFiles, name: str, value: float | None) -> str:
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 
 
-def _share_rows(ranking: Ranking) -> tuple[str, list[tuple[str, str, float]]]:
-    """A title and a row for each key: its share of the variance, as text and as a number."""
+def _share_rows(ranking: Ranking) -> tuple[str, list[list[str]]]:
+    """A title and a row for each key: its share of the variance, and a bar of that length."""
     count = sum(value is not None for value in ranking.values)
     title = f"share of the variance of {ranking.metric} that a key explains by itself ({count} runs)"
     rows = [
-        (key, "cannot tell" if share is None else f"{share:.0%}", share or 0.0)
+        [key, "cannot tell" if share is None else f"{share:.0%}", "#" * round(20 * (share or 0))]
         for key, share in explained(ranking).items()
     ]
     return title, rows
@@ -205,7 +204,6 @@ def _pairs(labels: Sequence[Label]) -> list[list[str]]:
 def _render(ranking: Ranking, folder: Path) -> str:
     """The page as it lies in `folder`."""
     runs = ranking.runs
-    title = f"{len(runs)} runs by {ranking.metric}"
     body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first")
     if variants := group_seeds(ranking):
         columns = columns_of(ranking, variants)
@@ -215,17 +213,11 @@ def _render(ranking: Ranking, folder: Path) -> str:
     links = [quote(Path(os.path.relpath(_report(run).absolute(), folder)).as_posix()) for run in runs]
     colors = [line_color(index) for index in range(len(runs))]
     body += html_table([*columns], [*zip(*columns.values(), strict=True)], colors, links)
-    sentence, shares = _share_rows(ranking)
+    title, shares = _share_rows(ranking)
     if shares:
-        bars = "".join(
-            f'<tr><td>{escape(key)}</td><td class="num">{text}</td>'
-            f'<td class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></td></tr>'
-            for key, text, share in shares
-        )
-        sentence = escape(sentence)
-        body += f'<h2>{sentence[0].upper()}{sentence[1:]}</h2><div class="card"><table>{bars}</table></div>'
+        body += f"<h2>{escape(title)}</h2>{html_table(['key', 'share', ''], shares)}"
     last_step = max((run.last_step for run in runs), default=0)
     charts = [line_chart(name, series, last_step, title) for name, title, series in _overlays(ranking)]
     if charts:
         body += f'<h2>Curves</h2><div class="grid2">{"".join(charts)}</div>'
-    return page(title, body)
+    return page(f"{len(runs)} runs by {ranking.metric}", body)
