@@ -172,16 +172,13 @@ def _surprise(node: yaml.Node) -> str | None:
         return None
     value = node.value
     if node.tag == _BOOL and value.lower() not in ("true", "false"):
-        meaning = "true" if value.lower() in ("yes", "on") else "false"
-        return f"YAML reads {value} as {meaning}. Quote it to keep the text"
+        return f"YAML reads {value} as {str(yaml.safe_load(value)).lower()}. Quote it to keep the text"
     if node.tag == _INT and ":" in value:
-        total = 0
-        for part in value.replace("_", "").lstrip("+-").split(":"):
-            total = total * 60 + int(part)
-        sign = "-" if value.startswith("-") else ""
-        return f"YAML reads {value} as the number {sign}{total}. Quote it to keep the text"
+        return f"YAML reads {value} as the number {yaml.safe_load(value)}. Quote it to keep the text"
     if node.tag == _INT and re.fullmatch(r"[-+]?0[0-7_]+", value):
-        return f"YAML reads {value} as the octal number {int(value, 8)}. Write it without the leading 0"
+        return (
+            f"YAML reads {value} as the octal number {yaml.safe_load(value)}. Write it without the leading 0"
+        )
     if node.tag == _STR and re.fullmatch(r"0o[0-7]+", value):
         return f"YAML reads {value} as text. Write {int(value, 8)} for the number"
     return None
