@@ -211,20 +211,6 @@ def network_error(error: BaseException | None) -> BaseException | None:
     return found
 
 
-def process_age_s() -> float:
-    """Seconds since this program started, to a hundredth; 0 if unknown. Call it before starting processes."""
-    try:
-        import resource
-
-        # A shell that became Python by `exec`, whose minutes would count, has waited for its commands.
-        if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
-            return 0.0
-        started = float(read_setting(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    except (AttributeError, ImportError, IndexError, OSError, ValueError):
-        return 0.0
-
-
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies; at once, if that is not `parent` any more."""
     if sys.platform == "linux":
