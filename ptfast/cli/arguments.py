@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, is_secret
+from ptfast.core.errors import COMMAND_LINE, ConfigError, cannot_write, did_you_mean, is_secret
 
 WIDTH, INDENT = 80, 24
 """Columns of help, and the column where its texts begin."""
@@ -87,6 +87,14 @@ def choice(names: str, help: str, *choices: str, default: str | None = None) -> 
 
 def path(text: str) -> Path:
     return Path(text).expanduser()
+
+
+def write_out(out: Path, text: str) -> None:
+    """Write the file that `--out` names."""
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(error, "--out", out) from error
 
 
 COMMON = (

@@ -115,7 +115,7 @@ COMMANDS: dict[str, Command] = {
             Flag("--max-new-tokens", "tokens to write after the prompt; default 100", "num_new", number(1)),
             Flag("--temperature", "above 0, default 1: lower makes likely tokens likelier", read=number()),
             Flag("--top-k", "choose from so many of the likeliest tokens; default: all", read=number(1)),
-            Flag("--out", "file to write instead of the terminal"),
+            Flag("--out", "file to write instead of the terminal", read=path),
             Flag("--masks", "folder to write predicted masks to, as PNG of class numbers", read=path),
         ),
         ("predict RUN pictures/ --out found.jsonl", "predict RUN --prompt 'ROMEO:'"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
+from ptfast.cli.arguments import write_out
 from ptfast.cli.run_ranking import (
     SEED,
     SPLITS,
@@ -22,7 +23,7 @@ from ptfast.cli.run_ranking import (
     group_seeds,
     rank_runs,
 )
-from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, shorten
+from ptfast.core.errors import EXIT_OK, ConfigError, shorten
 from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles
@@ -66,10 +67,7 @@ def compare(args: Namespace) -> int:
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
     show(ranking)
     if out is not None:
-        try:
-            out.write_text(_render(ranking, out.absolute().parent), encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(error, str(out)) from error
+        write_out(out, _render(ranking, out.absolute().parent))
         print(f"wrote {out}")
     return EXIT_OK
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from ptfast.cli.arguments import WIDTH
+from ptfast.cli.arguments import WIDTH, write_out
 from ptfast.config.catalogue import CATALOGUE, ThisMachine, plain_name, verdict
 from ptfast.config.editors.help import entries
 from ptfast.config.files import paths
@@ -68,10 +68,7 @@ def schema(args: Namespace) -> int:
         if not emit("result", schema=schema()):
             print(text)
         return EXIT_OK
-    try:
-        args.out.write_text(text + "\n")
-    except OSError as error:
-        raise cannot_write(error, "--out", args.out) from error
+    write_out(args.out, text + "\n")
     return EXIT_OK
 
 

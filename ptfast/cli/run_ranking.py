@@ -122,13 +122,9 @@ def explained(ranking: Ranking) -> dict[str, float | None]:
     """The share of the metric's variance that each key explains by itself, the largest first.
 
     This is epsilon squared of a one-way analysis of variance: the variance between the means of a key's
-    values, less what as many values would explain by chance, over the variance of all runs. Interactions of
-    keys and noise belong to no share; unless the runs form a full grid, keys that vary together share theirs.
-    A number that differs in most runs is cut into a lower, a middle and an upper third.
-
-    Returns:
-        None for a key that has no value twice. Empty for fewer than `LEAST_RUNS` runs with the metric, fewer
-        than two keys, or runs that are all equal.
+    values, less what as many values would explain by chance, over the variance of all runs. A number that
+    differs in most runs is cut into thirds. None for a key that has no value twice; empty for fewer than
+    `LEAST_RUNS` runs or two keys, or runs that are all equal.
 
     Source: Kelley 1935, An unbiased correlation ratio measure.
     """

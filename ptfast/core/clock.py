@@ -100,16 +100,13 @@ class Clock:
 class DeviceClock(Clock):
     """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
-    Marks put events into the device's queue: those of some steps, and all at which the host turns to other
-    work beside training (`BESIDE`), for which the device is not waited for. Once it is, before any other
-    cause, the time since training began is divided: work beside training gets what its events say, the steps
-    get the rest in proportion to the events of those sampled. So a batch or a log line that the host works on
-    while the device still has work costs nothing, and one that the device waits for costs that wait.
+    Events in the device's queue mark some steps, and all other work of the host beside training (`BESIDE`).
+    Before any other cause the device is waited for, and the time since training began divided: work beside
+    training gets what its events say, the wait that it has cost; the steps share the rest as those sampled.
 
     Args:
         before: the clock so far, which this one continues.
-        event: makes an event that keeps the time: with `record`, `query`, `synchronize`, and `elapsed_time`
-            in ms.
+        event: makes an event with `record`, `query`, `synchronize`, and `elapsed_time` in ms.
 
     Cost: as for the host, and some 5 us a mark in one step of `SAMPLED` and beside training.
     """

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -154,7 +153,6 @@ def versions() -> dict[str, str | None]:
     """The versions of what a run computes with; None for a package that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    import numpy as np
     import torch
 
     def installed(package: str) -> str | None:
@@ -163,14 +161,8 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             return None
 
-    torchvision = sys.modules.get("torchvision")
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": getattr(torchvision, "__version__", None) or installed("torchvision"),
-        "numpy": np.__version__,
-        "ptfast": installed("ptfast"),
-    }
+    others = {package: installed(package) for package in ("torchvision", "numpy", "ptfast")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **others}
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:
