@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -177,14 +176,8 @@ def show_info(kind: str, arguments: Sequence[str]) -> None:
     """Print what `--info` asks for, as Hydra does."""
     expanded, _ = expand_preset(parse(arguments))
     hydra = Hydra(task_name="ptfast", config_loader=TracingLoader())
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        with translated():
-            hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+    with translated():
+        hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,10 @@ def test_cfg_hides_secrets_and_keeps_references() -> None:
     assert "launcher" in yaml.safe_load(multirun.show_config("hydra", []))["hydra"]
 
 
-def test_info_prints_the_search_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_prints_the_search_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     write("conf/optimizer/mine.yaml", "lr: 1\n")
     multirun.show_info("searchpath", [])
     printed = capsys.readouterr().out
