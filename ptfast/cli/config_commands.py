@@ -10,26 +10,22 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ptfast.cli.commands import COMMANDS
+from ptfast.config.checks.rules import unused_keys
+from ptfast.config.compose import Composed
+from ptfast.config.read import load_config, read_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError
+from ptfast.core.run_directory import CONFIG
 from ptfast.core.units import duration, num_bytes
-from ptfast.report.terminal.display import build_display, table
-
-if TYPE_CHECKING:
-    from ptfast.config.compose import Composed
-
-_OTHERS = ("words", "kind", "help", "json", "traceback", "config_dir")
-"""Attributes of a command line that are not options of a search."""
+from ptfast.core.world import nodes_from_environment, world
+from ptfast.report.terminal.display import build_display, say, table
 
 
 def train(args: Namespace) -> int:
     """Train, sweep, or show what would be trained."""
-    from ptfast.core.run_directory import CONFIG
-
     # All flags but --config are actions, of which one can be asked for.
     given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
@@ -53,8 +49,6 @@ def train(args: Namespace) -> int:
         logging.raiseExceptions = False
         show_info(args.info, words)
         return EXIT_OK
-    from ptfast.core.world import nodes_from_environment, world
-
     ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in words))
     if args.multirun:
         from ptfast.cli.command_line import run
@@ -87,7 +81,6 @@ def train(args: Namespace) -> int:
 
 def eval(args: Namespace) -> int:
     where, *overrides = args.words
-    from ptfast.config.read import load_config
     from ptfast.core.tensors.saved_state import config_of, find_state
     from ptfast.training.saved_model import evaluate_saved
 
@@ -106,7 +99,8 @@ def find(args: Namespace) -> int:
         hint = "Add --noise"
         raise ConfigError("C011", "is for --noise", key="--steps", place=COMMAND_LINE, suggestion=hint)
     composed, config = read_typed(args.words)
-    options = {name: value for name, value in vars(args).items() if value is not None and name not in _OTHERS}
+    names = [flag.attribute for flag in COMMANDS["find"].kinds[args.kind].flags]
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
     with composed.naming_places():
         if args.kind == "lr":
             from ptfast.measure.find.lr_finder import find_lr
@@ -234,11 +228,6 @@ def dry_run(config: Config) -> int:
 
 def read_typed(arguments: list[str], file: Path | None = None) -> tuple[Composed, Config]:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
-    from ptfast.config.checks.rules import unused_keys
-    from ptfast.config.read import load_config, read_config
-    from ptfast.core.world import nodes_from_environment, world
-    from ptfast.report.terminal.display import say
-
     composed, config = load_config(file, arguments) if file else read_config(arguments)
     if file:
         composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
