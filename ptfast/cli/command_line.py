@@ -12,8 +12,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ptfast import __version__
 from ptfast.cli.arguments import INDENT, WIDTH, Command, help_of, parse
 from ptfast.cli.commands import COMMANDS
+from ptfast.config.files import paths
 from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_OK,
@@ -67,8 +69,6 @@ def _run(words: list[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    from ptfast import __version__
-
     name, *rest = [word for word in words if word != "--traceback"] or ["--help"]
     if name in ("-h", "--help", "help"):
         print(help_text(*rest[:1]))
@@ -88,8 +88,6 @@ def _dispatch(words: list[str]) -> int:
         print(help_of(called, command))
         return EXIT_OK
     if (folder := args.config_dir) is not None:
-        from ptfast.config.files import paths
-
         if not folder.is_dir():
             raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
         # Looked in first by this process and those that it starts.
@@ -130,13 +128,11 @@ def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
 
 
 def _no_command(name: str) -> ConfigError:
-    from ptfast.config.files.paths import recipe_file
-
     hint = did_you_mean(name, COMMANDS) or f"Commands: {', '.join(COMMANDS)}"
     flags = [one for flag in COMMANDS["train"].flags for one in flag.names.split()]
     if "=" in name or name.partition("=")[0] in flags:
         hint = f"Did you mean ptfast train {name}?"
-    elif recipe_file(name):
+    elif paths.recipe_file(name):
         hint = f"Did you mean ptfast train +recipe={name}?"
     return ConfigError("C015", "no such command", key=name, suggestion=hint)
 
@@ -147,7 +143,6 @@ def help_text(topic: str | None = None) -> str:
         return _overview()
     if topic in COMMANDS:
         return help_of(topic, COMMANDS[topic])
-    from ptfast.config.files import paths
     from ptfast.config.schema import Config, section_of
 
     fields = {name: section_of(field.annotation) for name, field in Config.model_fields.items()}
@@ -163,9 +158,6 @@ def help_text(topic: str | None = None) -> str:
 
 
 def _overview() -> str:
-    from ptfast import __version__
-    from ptfast.config.files import paths
-
     groups = textwrap.fill(
         " ".join(sorted([*paths.groups(), "task"])), WIDTH, initial_indent="  ", subsequent_indent="  "
     )
@@ -222,11 +214,9 @@ def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
     from ptfast.config.checks.target_keywords import own_parameters
     from ptfast.config.compose import compose
     from ptfast.config.editors.help import argument_docs, field_docs
-    from ptfast.config.files import paths
-    from ptfast.config.files.paths import check_option
     from ptfast.core.sections.targets import EMPTY, locate
 
-    check_option(group, option, paths.groups(), None)
+    paths.check_option(group, option, paths.groups(), None)
     values = compose([f"{group}={option}"], complete=False).tree[group]
     yield f"{group}={option} sets, and takes with {group}.KEY=VALUE:"
     target = locate(values["_target_"]) if isinstance(values.get("_target_"), str) else None

@@ -108,7 +108,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
     return [prefix + name for name in dict.fromkeys(found)]
 
 
-def known_keys(arguments: Sequence[str] = ()) -> list[str]:
+def known_keys(arguments: Sequence[str]) -> list[str]:
     """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
     from ptfast.config.files.yaml_file import lineage, read_yaml
     from ptfast.config.schema import VARIABLES, defaults, flatten

@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from ptfast.cli.compare_command import show
+from ptfast.cli.run_ranking import rank_runs
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
 from ptfast.config.files.frozen import redact
@@ -130,9 +132,6 @@ def _ending(run_dir: Path, code: int) -> str:
 
 def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     """Run a sweep of valid points, print its ranking, and return the exit code of its first failure."""
-    from ptfast.cli.compare_command import show
-    from ptfast.cli.run_ranking import rank_runs
-
     given = parse(arguments, sweep=True)
     first = compose(next(sample_points(given)))
     config = validate(first.tree, first.place)
