@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ptfast.core.durations import Duration, is_finite, read_number
 from ptfast.core.errors import COMMAND_LINE, ConfigError, cannot_write, did_you_mean, is_secret
 
 WIDTH, INDENT = 80, 24
@@ -193,8 +194,6 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
 
 def seconds(text: str) -> float:
     """The seconds, above 0, that a text such as `5m` means; a bare number is seconds."""
-    from ptfast.core.durations import Duration
-
     value = Duration.parse(text, "seconds").seconds
     if not value:
         raise ValueError("expected a time above 0")
@@ -208,8 +207,6 @@ def number(least: float = 0.0) -> Callable[[str], Any]:
     what = f"expected a {'whole ' * whole}number {bound}"
 
     def read(text: str) -> Any:
-        from ptfast.core.durations import is_finite, read_number
-
         value = read_number(text)
         if value is None or not is_finite(value) or value <= 0 or value < least or (whole and value % 1):
             raise ValueError(what)
