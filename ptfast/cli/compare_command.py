@@ -55,9 +55,7 @@ def compare(args: Namespace) -> int:
     metric, out = args.metric, args.out
     if out is not None and out.suffix != ".html":
         raise ConfigError("C001", "must end in .html", key="--out", value=out)
-    parents = {run_dir.absolute().parent for run_dir in run_dirs}
-    is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
-    ranking = rank_runs(run_dirs, metric, args.mode, is_sweep)
+    ranking = rank_runs(run_dirs, metric, args.mode)
     if all(value is None for value in ranking.values) and metric != "auto":
         figures = {
             f"{split}.{name}" for run in ranking.runs for split in SPLITS for name in run.figures(split)

@@ -74,16 +74,13 @@ class Variant:
         return t_quantile(0.975, count - 1) * statistics.stdev(self.values) / count**0.5
 
 
-def rank_runs(
-    run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto", is_sweep: bool = False
-) -> Ranking:
-    """Order runs by `metric`; a run without it comes last.
+def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto") -> Ranking:
+    """Order runs by `metric`; a run without it comes last. Jobs of a sweep are told apart by their arguments.
 
     Args:
         metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ..., or `auto` for the figure
             that the runs' own `best` follows.
         mode: `max`, `min`, or `auto` to judge by the metric's name.
-        is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
     """
     runs = [RunFiles(Path(run_dir)) for run_dir in run_dirs]
     if metric == "auto":
@@ -95,6 +92,8 @@ def rank_runs(
     if mode == "auto":
         mode = better_mode(metric)
     values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
+    parents = {run.run_dir.absolute().parent for run in runs}
+    is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
     labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
     order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_place(values[i], mode)))
     return Ranking(

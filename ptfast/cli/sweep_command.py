@@ -167,7 +167,7 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         num_finished = sum(summary.get("exit_code") == EXIT_OK for summary in summaries)
         finished = "" if num_finished == len(runs) else f", {num_finished} of them finished,"
         print(f"\n{len(runs)} jobs{finished} in {time.monotonic() - start_s:,.0f} s, in {folder}")
-        show(rank_runs(runs, config.sweep.metric, config.sweep.mode, is_sweep=True))
+        show(rank_runs(runs, config.sweep.metric, config.sweep.mode))
     if ended_by is not None:
         return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
     errors = [value.error for value in results if isinstance(value, JobFailure)]
