@@ -63,12 +63,11 @@ def schema(args: Namespace) -> int:
     """Print or write the JSON Schema of recipes."""
     from ptfast.config.editors.json_schema import schema
 
-    text = json.dumps(schema(), indent=2)
-    if args.out is None:
-        if not emit("result", schema=schema()):
-            print(text)
-        return EXIT_OK
-    write_out(args.out, text + "\n")
+    found = schema()
+    if args.out is not None:
+        write_out(args.out, json.dumps(found, indent=2) + "\n")
+    elif not emit("result", schema=found):
+        print(json.dumps(found, indent=2))
     return EXIT_OK
 
 

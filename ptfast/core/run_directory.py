@@ -169,8 +169,7 @@ def environment(command_line: list[str]) -> dict[str, Any]:
     """What bit-equal results depend on: versions, device, cores, threads, commit, command line."""
     import torch
 
-    models = devices.cpu_facts("model name")
-    processor = models[0] if models else platform.processor() or platform.machine()
+    processor = next(iter(devices.cpu_facts("model name")), platform.processor() or platform.machine())
     commit = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         words = ["git", "rev-parse", "HEAD"]
