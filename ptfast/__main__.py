@@ -13,10 +13,8 @@ Sleeping immediately costs wake-up time on a quiet machine; spinning longer take
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from ptfast.core.machine import process_age_s
-
-    # A run's wall time includes the interpreter's start and all imports.
-    os.environ.setdefault("PTFAST_STARTED", repr(time.monotonic() - process_age_s()))
+    # A run's wall time includes all imports.
+    os.environ.setdefault("PTFAST_STARTED", repr(time.monotonic()))
     # Read when torch is imported.
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
         os.environ.update(WAITING)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ptfast.cli.listing_commands import markdown  # noqa: E402
-from ptfast.config.catalogue import PARTS  # noqa: E402
+from ptfast.cli.listing_commands import ALWAYS_ON, in_order  # noqa: E402
+from ptfast.config.catalogue import CATALOGUE, PARTS  # noqa: E402
 from ptfast.config.files import paths  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -36,11 +37,14 @@ def techniques(text: str) -> str:
     """`text` with everything below its mark written anew: a heading and a table for each family."""
     before, mark, _ = text.partition(MARK)
     assert mark, f"techniques.md has lost its mark {MARK}"
-    header, rule, *rows = markdown().splitlines()
     lines: list[str] = []
-    for row in rows:
-        family = row.startswith("| **") and row.split("**")[1]
-        lines += ["", f"## {family}", "", header, rule] if family else [row]
+    for family, members in itertools.groupby(in_order(CATALOGUE), key=lambda each: each.family):
+        header = "| technique | class | switch | why it is faster | when not |\n|---|---|---|---|---|"
+        lines += ["", f"## {family}", "", header]
+        for each in members:
+            switch = "<br>".join(f"`{word}`" for word in each.on) or ALWAYS_ON
+            cells = (each.name, each.kind, switch, each.why, each.avoid)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([before + mark, *lines, ""])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -164,7 +165,8 @@ def on_small_data(words: Sequence[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "shown", [pytest.param(s, marks=[] if s in DRY_RUN else pytest.mark.slow) for s in TRAINING], ids=str
 )
-def test_a_dry_run_takes_steps(shown: Shown, small_data: Path) -> None:
+def test_a_dry_run_takes_steps(shown: Shown, small_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # --info adds one
     if {*EXEMPT} & {*shown.words}:
         pytest.skip("not trained")
     words = on_small_data(shown.words, small_data)

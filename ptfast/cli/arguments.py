@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ptfast.core.errors import COMMAND_LINE, ConfigError, is_secret
+from ptfast.core.durations import Duration, is_finite, read_number
+from ptfast.core.errors import COMMAND_LINE, ConfigError, cannot_write, did_you_mean, is_secret
 
 WIDTH, INDENT = 80, 24
 """Columns of help, and the column where its texts begin."""
@@ -52,7 +53,7 @@ class Command:
         examples: command lines, without `ptfast`.
         kinds: commands of which the next word names one, such as `lr` of `find lr`.
         alone: starts the ranks it needs by itself, and is refused under a user's own torchrun.
-        max_words: None for any number.
+        max_words: besides `key=value` where the usage names that; None for any number.
         imports_torch: takes seconds to start.
     """
 
@@ -73,8 +74,28 @@ def switch(names: str, help: str) -> Flag:
     return Flag(names, help, read=None)
 
 
+def choice(names: str, help: str, *choices: str, default: str | None = None) -> Flag:
+    """A flag whose value is one of `choices`."""
+    shown = f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"unknown choice. Use {shown}")
+        return text
+
+    return Flag(names, f"{help}: {shown}", read=read, default=default)
+
+
 def path(text: str) -> Path:
     return Path(text).expanduser()
+
+
+def write_out(out: Path, text: str) -> None:
+    """Write the file that `--out` names."""
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(error, "--out", out) from error
 
 
 COMMON = (
@@ -126,12 +147,7 @@ def help_of(name: str, command: Command) -> str:
 
 
 def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
-    """The flags and words of a command line.
-
-    Raises:
-        ConfigError: C015 for a flag that is not known or lacks its value, C006 for one given two values, C005
-            for a value that it cannot have, C001 and C016 for too many words and too few.
-    """
+    """The flags and words of a command line; C001, C005, C006, C015 and C016 name what is wrong with it."""
     parser = _parser(name, command)
     arguments, unknown = parser.parse_known_intermixed_args(list(words))
     for flag in (*command.flags, *COMMON):
@@ -153,14 +169,13 @@ def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
     hint = f"Usage: ptfast {name} {command.usage}".rstrip()
     if len(arguments.words) < command.min_words and not arguments.help:
         raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
-    if command.max_words is not None and (more := arguments.words[command.max_words :]):
+    plain = [word for word in arguments.words if "key=value" not in command.usage or "=" not in word]
+    if command.max_words is not None and (more := plain[command.max_words :]):
         raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
     return arguments
 
 
 def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
-    from ptfast.core.errors import did_you_mean
-
     name, equals, value = word.partition("=")
     if not equals:
         value = next(iter(words[words.index(word) + 1 :]), "-") if word in words else "-"
@@ -178,13 +193,7 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
 
 
 def seconds(text: str) -> float:
-    """The seconds that a text such as `5m` means; a bare number is seconds.
-
-    Raises:
-        ValueError: it is no length of time, or none above 0.
-    """
-    from ptfast.core.durations import Duration
-
+    """The seconds, above 0, that a text such as `5m` means; a bare number is seconds."""
     value = Duration.parse(text, "seconds").seconds
     if not value:
         raise ValueError("expected a time above 0")
@@ -198,8 +207,6 @@ def number(least: float = 0.0) -> Callable[[str], Any]:
     what = f"expected a {'whole ' * whole}number {bound}"
 
     def read(text: str) -> Any:
-        from ptfast.core.durations import is_finite, read_number
-
         value = read_number(text)
         if value is None or not is_finite(value) or value <= 0 or value < least or (whole and value % 1):
             raise ValueError(what)
@@ -213,14 +220,3 @@ def pixels(text: str) -> int:
         return 0 if text == "keep" else number(1)(text)
     except ValueError as error:
         raise ValueError(f"{error}. Give pixels, or keep") from error
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A reader of one of `choices`."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"unknown choice. Use {' or '.join(choices)}")
-        return text
-
-    return read

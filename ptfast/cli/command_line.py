@@ -12,8 +12,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ptfast.cli.arguments import COMMON, INDENT, WIDTH, Command, help_of, parse
+from ptfast import __version__
+from ptfast.cli.arguments import INDENT, WIDTH, Command, help_of, parse
 from ptfast.cli.commands import COMMANDS
+from ptfast.config.files import paths
 from ptfast.core.errors import (
     COMMAND_LINE,
     EXIT_OK,
@@ -67,8 +69,6 @@ def _run(words: list[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    from ptfast import __version__
-
     name, *rest = [word for word in words if word != "--traceback"] or ["--help"]
     if name in ("-h", "--help", "help"):
         print(help_text(*rest[:1]))
@@ -77,14 +77,9 @@ def _dispatch(words: list[str]) -> int:
         print(f"ptfast {__version__}")
         return EXIT_OK
     if name == "__complete":
-        from ptfast.config.editors.completion import complete
+        from ptfast.cli.completion_command import complete
 
-        flags = {}
-        for command_name, command in COMMANDS.items():
-            # `find lr` has the flags of lr.
-            chosen = next((command.kinds[word] for word in rest if word in command.kinds), command)
-            flags[command_name] = [flag.name for flag in (*chosen.flags, *COMMON)]
-        print("\n".join(complete(rest, flags, {name: c.kinds for name, c in COMMANDS.items() if c.kinds})))
+        print("\n".join(complete(rest)))
         return EXIT_OK
     if name not in COMMANDS:
         raise _no_command(name)
@@ -93,8 +88,6 @@ def _dispatch(words: list[str]) -> int:
         print(help_of(called, command))
         return EXIT_OK
     if (folder := args.config_dir) is not None:
-        from ptfast.config.files import paths
-
         if not folder.is_dir():
             raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
         # Looked in first by this process and those that it starts.
@@ -135,28 +128,21 @@ def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
 
 
 def _no_command(name: str) -> ConfigError:
-    from ptfast.config.files.paths import recipe_file
-
     hint = did_you_mean(name, COMMANDS) or f"Commands: {', '.join(COMMANDS)}"
     flags = [one for flag in COMMANDS["train"].flags for one in flag.names.split()]
     if "=" in name or name.partition("=")[0] in flags:
         hint = f"Did you mean ptfast train {name}?"
-    elif recipe_file(name):
+    elif paths.recipe_file(name):
         hint = f"Did you mean ptfast train +recipe={name}?"
     return ConfigError("C015", "no such command", key=name, suggestion=hint)
 
 
 def help_text(topic: str | None = None) -> str:
-    """Return what `--help` prints, of everything or of one command or config group.
-
-    Raises:
-        ConfigError: C003, there is no such topic.
-    """
+    """What `--help` prints, of everything or of one command or config group; C003 for another topic."""
     if topic is None:
         return _overview()
     if topic in COMMANDS:
         return help_of(topic, COMMANDS[topic])
-    from ptfast.config.files import paths
     from ptfast.config.schema import Config, section_of
 
     fields = {name: section_of(field.annotation) for name, field in Config.model_fields.items()}
@@ -172,9 +158,6 @@ def help_text(topic: str | None = None) -> str:
 
 
 def _overview() -> str:
-    from ptfast import __version__
-    from ptfast.config.files import paths
-
     groups = textwrap.fill(
         " ".join(sorted([*paths.groups(), "task"])), WIDTH, initial_indent="  ", subsequent_indent="  "
     )
@@ -231,11 +214,9 @@ def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
     from ptfast.config.checks.target_keywords import own_parameters
     from ptfast.config.compose import compose
     from ptfast.config.editors.help import argument_docs, field_docs
-    from ptfast.config.files import paths
-    from ptfast.config.files.paths import check_option
     from ptfast.core.sections.targets import EMPTY, locate
 
-    check_option(group, option, paths.groups(), None)
+    paths.check_option(group, option, paths.groups(), None)
     values = compose([f"{group}={option}"], complete=False).tree[group]
     yield f"{group}={option} sets, and takes with {group}.KEY=VALUE:"
     target = locate(values["_target_"]) if isinstance(values.get("_target_"), str) else None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from ptfast.cli.arguments import Command, Flag, number, one_of, path, pixels, seconds, switch
+from ptfast.cli.arguments import Command, Flag, choice, number, path, pixels, seconds, switch
 
 _RUN = "[+recipe=NAME] [key=value ...]"
 _FOLDER = Flag("--out", "folder to write into; by default a new one under runs", read=path)
 _WRITE = Flag("--write", "recipe to write with what was found", read=path)
 _SECONDS = Flag("--seconds", "seconds to measure each", read=number())
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def _budget(text: str) -> float:
+    return 0.0 if text == "0" else seconds(text)
 
 
 def _search(kind: str, summary: str, *flags: Flag) -> Command:
@@ -72,8 +77,8 @@ COMMANDS: dict[str, Command] = {
             switch("--multirun -m", "sweep: train one run per combination of key=a,b"),
             switch("--dry-run", "take a few steps without saving; print memory, time and disk of the run"),
             Flag("--config", "train from a run directory or its config.yaml"),
-            Flag("--cfg -c", "print the composed config: job, hydra or all"),
-            Flag("--info -i", "print how it is composed: defaults-tree, searchpath, plugins, ..."),
+            choice("--cfg -c", "print the composed config", "job", "hydra"),
+            choice("--info -i", "print how it is composed", *_INFO),
         ),
         (
             "train +recipe=resnet_digits",
@@ -98,6 +103,7 @@ COMMANDS: dict[str, Command] = {
         (Flag("--split", "evaluate one split: val or test"),),
         ("eval RUN", "eval RUN/saved/best --split test"),
         min_words=1,
+        max_words=1,
         imports_torch=True,
     ),
     "predict": Command(
@@ -109,7 +115,7 @@ COMMANDS: dict[str, Command] = {
             Flag("--max-new-tokens", "tokens to write after the prompt; default 100", "num_new", number(1)),
             Flag("--temperature", "above 0, default 1: lower makes likely tokens likelier", read=number()),
             Flag("--top-k", "choose from so many of the likeliest tokens; default: all", read=number(1)),
-            Flag("--out", "file to write instead of the terminal"),
+            Flag("--out", "file to write instead of the terminal", read=path),
             Flag("--masks", "folder to write predicted masks to, as PNG of class numbers", read=path),
         ),
         ("predict RUN pictures/ --out found.jsonl", "predict RUN --prompt 'ROMEO:'"),
@@ -124,15 +130,12 @@ COMMANDS: dict[str, Command] = {
             Flag("--out", "new folder for weights, graph, facts and a script that predicts", read=path),
             Flag("--hub", "new folder in the layout of the Hugging Face hub", read=path),
             switch("--onnx", "write an ONNX graph, too"),
-            Flag(
-                "--weights",
-                "averaged or last; default: those that predict uses",
-                read=one_of("averaged", "last"),
-            ),
+            choice("--weights", "by default those that predict uses", "averaged", "last"),
             switch("--weights-only", "write no graph, of a model that cannot be traced"),
         ),
         ("export RUN --out exported --onnx", "export RUN/saved/best --out exported --hub my-model"),
         min_words=1,
+        max_words=1,
         imports_torch=True,
     ),
     "compare": Command(
@@ -141,8 +144,8 @@ COMMANDS: dict[str, Command] = {
         "compare_command.compare",
         (
             Flag("--metric", "figure to rank by, such as val.accuracy", default="auto"),
-            Flag("--mode", "max or min: which way the figure is better", default="auto"),
-            Flag("--out", "page (.html) or picture (.png) to write", read=path),
+            choice("--mode", "which way the figure is better", "auto", "max", "min", default="auto"),
+            Flag("--out", "page (.html) to write", read=path),
         ),
         ("compare RUN RUN --metric val.accuracy --out both.html",),
         min_words=1,
@@ -152,24 +155,11 @@ COMMANDS: dict[str, Command] = {
         "turn images or text into memory-mapped files to train from",
         "pack_command.pack",
         (
-            Flag(
-                "--size", "of images: pixels to shrink the shorter side to, such as 256; or keep", read=pixels
-            ),
+            Flag("--size", "of images: pixels of the shorter side, such as 256; or keep", read=pixels),
             switch("--jpeg", "of images: keep the bytes of the files instead of their pixels"),
-            Flag(
-                "--on-corrupt",
-                "of images: on files that cannot be read: error or skip",
-                read=one_of("error", "skip"),
-            ),
-            Flag(
-                "--tokenizer",
-                "of text, as data.tokenizer: characters, words, a tokenizer.json, or a name on the hub",
-            ),
-            Flag(
-                "--documents",
-                "of text, as data.documents: none, lines or paragraphs",
-                read=one_of("none", "lines", "paragraphs"),
-            ),
+            choice("--on-corrupt", "of images that cannot be read", "error", "skip"),
+            Flag("--tokenizer", "of text: characters, words, a tokenizer.json, or a name on the hub"),
+            choice("--documents", "of text", "none", "lines", "paragraphs"),
             Flag("--workers", "processes that convert; default: one for each core", read=number(1)),
             switch("--verify", "check every byte of a pack, and its source: ptfast pack --verify DST"),
         ),
@@ -213,12 +203,7 @@ COMMANDS: dict[str, Command] = {
         "find what costs speed in the model, data, loop and machine",
         "config_commands.audit",
         (
-            Flag(
-                "--budget",
-                "time to measure for, 2m by default; 0 measures no prices",
-                read=lambda text: 0.0 if text == "0" else seconds(text),
-                default=120.0,
-            ),
+            Flag("--budget", "time to measure for, 2m by default; 0 for no prices", None, _budget, 120.0),
             Flag("--fix", "recipe to write with the overrides that mend findings", read=path),
             switch("--strict", "exit with 8 where something is found"),
             _FOLDER,
@@ -274,8 +259,7 @@ COMMANDS: dict[str, Command] = {
         "[NAME]",
         "list what makes training faster, and whether it applies here",
         "listing_commands.techniques",
-        (switch("--markdown", "print all techniques as a Markdown table"),),
-        ("techniques", "techniques precision", "techniques fused optimizer step"),
+        examples=("techniques", "techniques precision", "techniques fused optimizer step"),
     ),
     "copy": Command("NAME FILE", "copy a recipe to edit", "listing_commands.copy", max_words=2, min_words=1),
     "schema": Command(
@@ -286,6 +270,6 @@ COMMANDS: dict[str, Command] = {
         max_words=0,
     ),
     "completion": Command(
-        "bash|zsh|fish", "print a shell completion script", "listing_commands.completion", max_words=1
+        "bash|zsh|fish", "print a shell completion script", "completion_command.completion", max_words=1
     ),
 }

@@ -1,4 +1,4 @@
-"""Runs side by side: tables ranked by one figure, and their curves on one page or picture."""
+"""Runs side by side: tables ranked by one figure, and their curves on one page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
+from ptfast.cli.arguments import write_out
 from ptfast.cli.run_ranking import (
     SEED,
     SPLITS,
@@ -22,12 +23,12 @@ from ptfast.cli.run_ranking import (
     group_seeds,
     rank_runs,
 )
-from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, shorten
-from ptfast.core.units import TOO_SHORT, duration, figure, is_fraction
+from ptfast.core.errors import EXIT_OK, ConfigError, shorten
+from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page
-from ptfast.report.html.run_files import RunFiles, is_finite
+from ptfast.report.html.run_files import RunFiles
 from ptfast.report.html.run_report import REPORT_FILE, chart_order
-from ptfast.report.html.svg_charts import Series, figure_title, is_logarithmic, line_chart, line_color, thin
+from ptfast.report.html.svg_charts import Series, figure_title, line_chart, line_color
 from ptfast.report.loggers import USAGE
 from ptfast.report.terminal.display import fits, table
 
@@ -51,35 +52,20 @@ def compare(args: Namespace) -> int:
             hint = "Name run directories, or a folder of them such as runs/<recipe>"
             raise ConfigError("C001", "holds no run", key=word, suggestion=hint)
         run_dirs += [run_dir for run_dir in found if run_dir not in run_dirs]
-    metric, mode, out = args.metric, args.mode, args.out
-    if out is not None and out.suffix not in (".html", ".png"):
-        raise ConfigError("C001", "must end in .html or .png", key="--out", value=out)
-    if mode not in ("auto", "min", "max"):
-        raise ConfigError("C005", "must be min, max or auto", key="--mode", value=mode)
-    parents = {run_dir.absolute().parent for run_dir in run_dirs}
-    is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
-    ranking = rank_runs(run_dirs, metric, mode, is_sweep)
+    metric, out = args.metric, args.out
+    if out is not None and out.suffix != ".html":
+        raise ConfigError("C001", "must end in .html", key="--out", value=out)
+    ranking = rank_runs(run_dirs, metric, args.mode)
     if all(value is None for value in ranking.values) and metric != "auto":
-        known = {
-            f"{split}.{name}"
-            for run in ranking.runs
-            for split in SPLITS
-            for name in run.figures(split)
-            if name != "step"
+        figures = {
+            f"{split}.{name}" for run in ranking.runs for split in SPLITS for name in run.figures(split)
         }
-        known |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
-        known = sorted(known - {"exit_code"})
+        known = sorted(name for name in figures if not name.endswith(".step"))
         hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
     show(ranking)
     if out is not None:
-        try:
-            if out.suffix == ".png":
-                _draw(ranking, out)
-            else:
-                out.write_text(_render(ranking, out.absolute().parent), encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(error, str(out)) from error
+        write_out(out, _render(ranking, out.absolute().parent))
         print(f"wrote {out}")
     return EXIT_OK
 
@@ -105,8 +91,7 @@ def show(ranking: Ranking) -> None:
     title, shares = _share_rows(ranking)
     if shares:
         print()
-        rows = [[key, text, "#" * round(20 * share)] for key, text, share in shares]
-        table(["key", "share", ""], rows, title=title)
+        table(["key", "share", ""], shares, title=title)
 
 
 def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links: Sequence[str] = ()) -> None:
@@ -123,10 +108,7 @@ def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links
 
 
 def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, list[str]]:
-    """The cells of a table of runs, or of variants, by header.
-
-    The figures of a variant are means over its runs that did not fail.
-    """
+    """The cells of a table by header: of runs, or of variants by means over those that did not fail."""
     metric, runs = ranking.metric, ranking.runs
     rows = variants or [
         Variant(label, [run], [] if value is None else [value])
@@ -170,12 +152,12 @@ def _cell(run: RunFiles, name: str, value: float | None) -> str:
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 
 
-def _share_rows(ranking: Ranking) -> tuple[str, list[tuple[str, str, float]]]:
-    """A title and a row for each key: its share of the variance, as text and as a number."""
+def _share_rows(ranking: Ranking) -> tuple[str, list[list[str]]]:
+    """A title and a row for each key: its share of the variance, and a bar of that length."""
     count = sum(value is not None for value in ranking.values)
     title = f"share of the variance of {ranking.metric} that a key explains by itself ({count} runs)"
     rows = [
-        (key, "cannot tell" if share is None else f"{share:.0%}", share or 0.0)
+        [key, "cannot tell" if share is None else f"{share:.0%}", "#" * round(20 * (share or 0))]
         for key, share in explained(ranking).items()
     ]
     return title, rows
@@ -187,18 +169,15 @@ def _report(run: RunFiles) -> Path:
     return report if report.is_file() else run.run_dir
 
 
-def _overlays(ranking: Ranking, max_names: int | None = None) -> Iterator[tuple[str, str, list[Series]]]:
-    """Charts with a line for each run: the figure, the title, the lines.
-
-    A line is named by the run's rank, or its status if it has none, and by what tells the run apart; where
-    there are more runs than `max_names`, by the first alone.
-    """
+def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
+    """Charts with a line for each run, named by its rank or status: the figure, the title, the lines."""
     runs, names = ranking.runs, []
     told_apart = zip(runs, ranking.values, _pairs(ranking.labels), strict=True)
     for place, (run, value, pairs) in enumerate(told_apart, 1):
         rank = run.status if value is None else str(place)
         full = shorten(f"{rank}: {', '.join(pairs) or run.run_dir.name}", 60)
-        names.append(rank if max_names is not None and len(runs) > max_names else full)
+        # The names of many runs would take more room than their curves; the table has them by number.
+        names.append(rank if len(runs) > MOST_NAMES else full)
     known = dict.fromkeys(name for run in runs for name in run.curves if name not in USAGE)
     for figure_name in chart_order(known):
         for split in ("val", "train"):
@@ -221,7 +200,6 @@ def _pairs(labels: Sequence[Label]) -> list[list[str]]:
 def _render(ranking: Ranking, folder: Path) -> str:
     """The page as it lies in `folder`."""
     runs = ranking.runs
-    title = f"{len(runs)} runs by {ranking.metric}"
     body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first")
     if variants := group_seeds(ranking):
         columns = columns_of(ranking, variants)
@@ -231,55 +209,11 @@ def _render(ranking: Ranking, folder: Path) -> str:
     links = [quote(Path(os.path.relpath(_report(run).absolute(), folder)).as_posix()) for run in runs]
     colors = [line_color(index) for index in range(len(runs))]
     body += html_table([*columns], [*zip(*columns.values(), strict=True)], colors, links)
-    sentence, shares = _share_rows(ranking)
+    title, shares = _share_rows(ranking)
     if shares:
-        bars = "".join(
-            f'<tr><td>{escape(key)}</td><td class="num">{text}</td>'
-            f'<td class="share"><i class="c0" style="width:{100 * share:.1f}%"></i></td></tr>'
-            for key, text, share in shares
-        )
-        sentence = escape(sentence)
-        body += f'<h2>{sentence[0].upper()}{sentence[1:]}</h2><div class="card"><table>{bars}</table></div>'
+        body += f"<h2>{escape(title)}</h2>{html_table(['key', 'share', ''], shares)}"
     last_step = max((run.last_step for run in runs), default=0)
-    # The names of many runs would take more room than their curves; the table above has them by number.
-    overlays = _overlays(ranking, max_names=MOST_NAMES)
-    charts = [line_chart(name, series, last_step, title) for name, title, series in overlays]
+    charts = [line_chart(name, series, last_step, title) for name, title, series in _overlays(ranking)]
     if charts:
         body += f'<h2>Curves</h2><div class="grid2">{"".join(charts)}</div>'
-    return page(title, body)
-
-
-def _draw(ranking: Ranking, out: Path) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    overlays, shares = [*_overlays(ranking)], explained(ranking)
-    num_rows = max(1, (len(overlays) + bool(shares) + 1) // 2)
-    picture = Figure(figsize=(11, 3.2 * num_rows + 0.8), layout="constrained")
-    lines = {}
-    for index, (name, title, series) in enumerate(overlays):
-        axes = picture.add_subplot(num_rows, 2, index + 1)
-        for line in series:
-            style, color = "--" if line.color // 10 % 2 else "-", f"C{line.color % 10}"
-            (lines[line.name],) = axes.plot(*zip(*thin(line.points), strict=True), style, color=color, lw=1.4)
-        values = [value for line in series for _, value in line.points]
-        if name.endswith("_per_s"):
-            axes.set_ylim(bottom=0)
-        elif is_fraction(name):
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        elif is_logarithmic(name, min(values), max(values)):
-            axes.set_yscale("log")
-        axes.set_title(title, fontsize=11, loc="left")
-        axes.set_xlabel("step")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.3)
-    if shares:
-        axes = picture.add_subplot(num_rows, 2, len(overlays) + 1)
-        axes.barh(list(shares), [share or 0.0 for share in shares.values()], color="C0")
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1)
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_title(f"variance of {ranking.metric} that a key explains", fontsize=11, loc="left")
-    if lines:
-        picture.legend(lines.values(), lines.keys(), loc="outside lower center", fontsize=9, ncols=2)
-    picture.savefig(out, dpi=120)
+    return page(f"{len(runs)} runs by {ranking.metric}", body)

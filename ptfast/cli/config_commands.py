@@ -10,31 +10,28 @@ import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ptfast.cli.commands import COMMANDS
+from ptfast.config.checks.rules import unused_keys
+from ptfast.config.compose import Composed
+from ptfast.config.read import load_config, read_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError
+from ptfast.core.run_directory import CONFIG
 from ptfast.core.units import duration, num_bytes
-from ptfast.report.terminal.display import build_display, table
-
-if TYPE_CHECKING:
-    from ptfast.config.compose import Composed
-
-_OTHERS = ("words", "kind", "help", "json", "traceback", "config_dir")
-"""Attributes of a command line that are not options of a search."""
+from ptfast.core.world import nodes_from_environment, world
+from ptfast.report.terminal.display import build_display, say, table
 
 
 def train(args: Namespace) -> int:
     """Train, sweep, or show what would be trained."""
-    from ptfast.core.run_directory import CONFIG
-
     # All flags but --config are actions, of which one can be asked for.
     given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
-    if "--config" in given and (others := [flag for flag in ("--multirun", "--info") if flag in given]):
-        actions = ["--config", *others]
+    alone = {"--multirun": args.multirun, "--info": args.info, "--cfg": args.cfg == "hydra"}
+    if args.config and any(alone.values()):
+        actions = ["--config", *(flag for flag, is_given in alone.items() if is_given)]
     if len(actions) > 1:
         what = f"cannot be combined with {actions[0]}"
         raise ConfigError("C011", what, key=actions[1], place=COMMAND_LINE, suggestion="Give one of the two")
@@ -52,8 +49,6 @@ def train(args: Namespace) -> int:
         logging.raiseExceptions = False
         show_info(args.info, words)
         return EXIT_OK
-    from ptfast.core.world import nodes_from_environment, world
-
     ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in words))
     if args.multirun:
         from ptfast.cli.command_line import run
@@ -86,10 +81,6 @@ def train(args: Namespace) -> int:
 
 def eval(args: Namespace) -> int:
     where, *overrides = args.words
-    if more := [word for word in overrides if "=" not in word]:
-        hint = f"Usage: ptfast eval {COMMANDS['eval'].usage}"
-        raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
-    from ptfast.config.read import load_config
     from ptfast.core.tensors.saved_state import config_of, find_state
     from ptfast.training.saved_model import evaluate_saved
 
@@ -108,7 +99,8 @@ def find(args: Namespace) -> int:
         hint = "Add --noise"
         raise ConfigError("C011", "is for --noise", key="--steps", place=COMMAND_LINE, suggestion=hint)
     composed, config = read_typed(args.words)
-    options = {name: value for name, value in vars(args).items() if value is not None and name not in _OTHERS}
+    names = [flag.attribute for flag in COMMANDS["find"].kinds[args.kind].flags]
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
     with composed.naming_places():
         if args.kind == "lr":
             from ptfast.measure.find.lr_finder import find_lr
@@ -180,10 +172,7 @@ TIMED_STEPS = 5
 
 
 def dry_run(config: Config) -> int:
-    """Build the run of `config` in a temporary folder, take a few steps, and print what the whole would take.
-
-    Figures are of one process; the time of a step is the median of a few after the warm-up.
-    """
+    """Build the run in a temporary folder, take a few steps, and print what the whole would take."""
     from ptfast.core.machine import peak_memory_bytes
     from ptfast.profiling.operator_counting import Operators, flops
     from ptfast.profiling.roofline import flop
@@ -239,11 +228,6 @@ def dry_run(config: Config) -> int:
 
 def read_typed(arguments: list[str], file: Path | None = None) -> tuple[Composed, Config]:
     """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
-    from ptfast.config.checks.rules import unused_keys
-    from ptfast.config.read import load_config, read_config
-    from ptfast.core.world import nodes_from_environment, world
-    from ptfast.report.terminal.display import say
-
     composed, config = load_config(file, arguments) if file else read_config(arguments)
     if file:
         composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
@@ -252,8 +236,4 @@ def read_typed(arguments: list[str], file: Path | None = None) -> tuple[Composed
         return composed, config
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
         say(f"ptfast: warning: {warning}", sys.stderr)
-    chosen = [f"{group}{key}" for group in ("data", "model") for key in ("", "._target_")]
-    default = config.data.target.path.endswith(".Digits") and config.model.target.path.endswith(".Mlp")
-    if default and not config.recipe and COMMAND_LINE not in map(composed.places.get, chosen) and not file:
-        say("no recipe given: training the default, digits with a small MLP (ptfast recipes lists others)")
     return composed, config

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ptfast.core import machine
 from ptfast.core.devices import cpu_facts, lack_of_compiler, multiplies_bf16
 from ptfast.core.errors import EXIT_OK
-from ptfast.core.units import duration, num_bytes
+from ptfast.core.units import num_bytes
 from ptfast.core.world import STARTERS, WORLD
 from ptfast.report.terminal.display import say, table, terminal_display
 from ptfast.report.terminal.json_lines import emit, lines
@@ -199,17 +199,12 @@ def _network() -> Iterator[Finding]:
     }
     unknown = [name for name in chosen.values() if name.strip("^=").split(",")[0] not in (*interfaces, "lo")]
     remedy = f"there is no interface {unknown[0]} here: ip link lists them" if unknown else ""
-    host, start_s = socket.gethostname(), time.perf_counter()
+    host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
-        if (took_s := time.perf_counter() - start_s) > 1:
-            remedy = remedy or f"looking up {host} took {duration(took_s)}: add it to /etc/hosts"
     except OSError:
         address = "not known"
-        remedy = (
-            remedy
-            or f"{host} has no address, so ranks on other machines cannot meet here: add it to /etc/hosts"
-        )
+        remedy = remedy or f"{host} has no address for ranks on other machines: add it to /etc/hosts"
     words = [f"{host} ({address})", f"interfaces {', '.join(interfaces) or 'none'}"]
     yield Finding(
         "network", "; ".join([*words, *(f"{key}={value}" for key, value in chosen.items())]), remedy
@@ -217,8 +212,7 @@ def _network() -> Iterator[Finding]:
 
 
 def _launcher() -> Iterator[Finding]:
-    names = [*WORLD, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
-    names += [name for starter in STARTERS.values() for name in (starter.size, starter.rank) if name]
+    names = [*WORLD, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", *STARTERS, *STARTERS.values()]
     names += ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE"]
     found = [f"{name}={os.environ[name]}" for name in dict.fromkeys(names) if name in os.environ]
     missing = [name for name in WORLD if name not in os.environ]

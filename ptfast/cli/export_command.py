@@ -21,10 +21,8 @@ PLAIN = ("device=cpu", "precision=fp32")
 def export(args: Namespace) -> int:
     """Write a saved model for use without ptfast, and say how far each form is from the model."""
     where, *overrides = args.words
-    usage = "Usage: ptfast export RUN --out FOLDER [key=value ...]"
-    if more := [word for word in overrides if "=" not in word]:
-        raise ConfigError("C001", "one argument too many", key=more[0], suggestion=usage)
     if args.out is None:
+        usage = "Usage: ptfast export RUN --out FOLDER [key=value ...]"
         raise ConfigError("C016", "an argument is missing", key="--out", suggestion=usage)
     if args.weights_only and args.onnx:
         what = "cannot be combined with --onnx, which writes a graph"

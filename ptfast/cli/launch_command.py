@@ -25,11 +25,7 @@ SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
 
 
 def launch(args: Namespace) -> int:
-    """Submit the training that the words mean, or print what would be submitted.
-
-    Raises:
-        MachineError: E005 if the cluster's command is not installed, E004 if Ray is not.
-    """
+    """Submit the training that the words mean, or print it; E004 and E005 without the cluster's software."""
     gpu_type, _, number = (args.gpus or "").rpartition(":")
     if args.gpus and (not number.isdecimal() or int(number) == 0):
         what = "expected a whole number above 0"
@@ -75,8 +71,7 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
         if (num_nodes := config.parallel.nnodes) > 1:
             what, hint = "is for commands that are started by hand", f"Use --nodes {num_nodes}"
             raise ConfigError("C011", what, key="parallel.nnodes", value=num_nodes, suggestion=hint)
-        accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
-        check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
+        check_batch(config, num_ranks)
     parallel, run = composed.tree["parallel"], composed.tree["run"]
     words, alone = [*args.words], parallel["strategy"] == "single"
     if num_ranks > 1 and alone:

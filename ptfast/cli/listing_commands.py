@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from ptfast.cli.arguments import WIDTH
+from ptfast.cli.arguments import WIDTH, write_out
 from ptfast.config.catalogue import CATALOGUE, ThisMachine, plain_name, verdict
-from ptfast.core.errors import EXIT_OK, ConfigError, cannot_write, did_you_mean
+from ptfast.config.editors.help import entries
+from ptfast.config.files import paths
+from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, cannot_write, did_you_mean
 from ptfast.core.sections.section import PROMISES, Technique
-from ptfast.report.terminal.display import build_display, is_terminal, standard_output, table
+from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.report.terminal.json_lines import emit, emit_rows, lines
 
 
 def recipes(args: Namespace) -> int:
-    from ptfast.config.editors.help import entries
-    from ptfast.config.files.paths import RECIPES
-    from ptfast.report.terminal.display import say
-
-    for entry in entries(RECIPES):
+    for entry in entries(paths.RECIPES):
         if emit("row", name=entry.name, summary=entry.summary, command=entry.command):
             continue
         summary = textwrap.fill(entry.summary, WIDTH, initial_indent="    ", subsequent_indent="    ")
@@ -34,11 +33,28 @@ def recipes(args: Namespace) -> int:
 
 
 def copy(args: Namespace) -> int:
+    """Copy a recipe to a file of the user's own, whose comment then names that file."""
     name, *rest = args.words
-    from ptfast.config.editors.help import copy_recipe
-
-    file = Path(rest[0] if rest else f"{name}.yaml")
-    called = copy_recipe(name, file)
+    file, known = Path(rest[0] if rest else f"{name}.yaml"), paths.options(paths.RECIPES)
+    if name not in known:
+        hint = did_you_mean(name, known) or f"Recipes: {', '.join(known)}"
+        raise ConfigError("C003", "no such recipe", key=name, suggestion=hint)
+    if file.suffix != ".yaml":
+        what = "a recipe's file ends in .yaml"
+        raise ConfigError("C001", what, key=str(file), suggestion=f"Write {file.with_suffix('.yaml')}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as target:
+            # One in ./recipes goes by its name.
+            copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
+            called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
+            text = known[name].read_text(encoding="utf-8")
+            target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
+    except FileExistsError:
+        what = "exists already and is not overwritten"
+        raise MachineError("E001", what, key=str(file), suggestion="Choose another name") from None
+    except OSError as error:
+        raise cannot_write(error, str(file)) from None
     print(f"wrote {file}; run it with: ptfast train +recipe={called}")
     return EXIT_OK
 
@@ -47,39 +63,20 @@ def schema(args: Namespace) -> int:
     """Print or write the JSON Schema of recipes."""
     from ptfast.config.editors.json_schema import schema
 
-    text = json.dumps(schema(), indent=2)
-    if args.out is None:
-        if not emit("result", schema=schema()):
-            print(text)
-        return EXIT_OK
-    try:
-        args.out.write_text(text + "\n")
-    except OSError as error:
-        raise cannot_write(error, "--out", args.out) from error
+    found = schema()
+    if args.out is not None:
+        write_out(args.out, json.dumps(found, indent=2) + "\n")
+    elif not emit("result", schema=found):
+        print(json.dumps(found, indent=2))
     return EXIT_OK
 
 
-def completion(args: Namespace) -> int:
-    from ptfast.config.editors.completion import script
-
-    print(script(args.words[0] if args.words else "bash"))
-    return EXIT_OK
-
-
-WIDE = 180
-"""Columns of a terminal that has room for what techniques are worth."""
 ALWAYS_ON = "always on"
 
 
 def techniques(args: Namespace) -> int:
     """List what applies on this machine: every technique, those of a family, or all about one."""
     name = " ".join(args.words)
-    if args.markdown:
-        if name:
-            hint = "Leave one of the two out"
-            raise ConfigError("C011", "the Markdown table is of all techniques", key=name, suggestion=hint)
-        print(markdown())
-        return EXIT_OK
     wanted, machine = plain_name(name), ThisMachine()
     named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]
     chosen = [t for t in CATALOGUE if not name or plain_name(t.family) == wanted]
@@ -95,20 +92,6 @@ def techniques(args: Namespace) -> int:
     return EXIT_OK
 
 
-def markdown() -> str:
-    """All techniques as a Markdown table: what there is, on any machine."""
-    lines = ["| technique | class | switch | why it is faster | when not |", "|---|---|---|---|---|"]
-    family = None
-    for technique in in_order(CATALOGUE):
-        if technique.family != family:
-            family = technique.family
-            lines.append(f"| **{family}** | | | | |")
-        switch = "<br>".join(f"`{word}`" for word in technique.on) or ALWAYS_ON
-        cells = (technique.name, technique.kind, switch, technique.why, technique.avoid)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
-
-
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:
     """Techniques with those of a family together, families as they first come."""
     families = list(dict.fromkeys(technique.family for technique in techniques))
@@ -117,28 +100,24 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
     """A table on a terminal, and lines of cells between tabs elsewhere."""
-    stream = standard_output()
-    wide = not is_terminal(stream) or shutil.get_terminal_size().columns >= WIDE
-    headers = ["family", "technique", "class", "switch", "here"] + ["worth"] * wide
+    headers = ["family", "technique", "class", "switch", "here", "worth"]
     rows, muted = [], set()
     for number, technique in enumerate(in_order(techniques)):
         here = verdict(technique, machine)
-        switch = " ".join(technique.on) or ALWAYS_ON
-        row = [technique.family, technique.name, technique.kind, switch, here.text]
-        rows.append(row + [f"{technique.claim} {technique.measured}".rstrip()] * wide)
         if not here.applies:
             muted.add(number)
-    if emit_rows(headers, rows, None):
-        return
-    if not is_terminal(stream):
+        switch = " ".join(technique.on) or ALWAYS_ON
+        worth = f"{technique.claim} {technique.measured}".rstrip()
+        rows.append([technique.family, technique.name, technique.kind, switch, here.text, worth])
+    stream = standard_output()
+    if is_terminal(stream):
+        table(headers[:-1], [row[:-1] for row in rows], grouped=True, muted=muted)
+        for kind, promise in PROMISES.items():
+            print(textwrap.fill(f"{kind}: {promise}.", shutil.get_terminal_size().columns))
+        print("\nptfast techniques NAME shows all about one, and what it is worth.")
+    elif not emit_rows(headers, rows, None):
         # Aligned, a line would be as long as the longest of each column: some 500 characters.
         print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)
-    else:
-        table(headers, rows, grouped=True, muted=muted)
-        columns = shutil.get_terminal_size().columns
-        for kind, promise in PROMISES.items():
-            print(textwrap.fill(f"{kind}: {promise}.", columns))
-        print("\nptfast techniques NAME shows all about one, and what it is worth.")
 
 
 def _show_one(technique: Technique, machine: ThisMachine) -> None:

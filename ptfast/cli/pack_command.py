@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 from argparse import Namespace
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ptfast.core.errors import EXIT_OK, ConfigError, DataError, one_line
+from ptfast.core.errors import EXIT_OK, ConfigError, DataError
 from ptfast.core.machine import spare_cores
-from ptfast.core.units import clock, duration, grouped, num_bytes
-from ptfast.report.terminal.display import is_terminal, standard_output
+from ptfast.core.units import duration, grouped, num_bytes
+from ptfast.report.terminal.display import build_display
 
 if TYPE_CHECKING:
     from ptfast.data.packs.pack_reader import Manifest
@@ -76,8 +75,8 @@ def pack(args: Namespace) -> int:
         print(f"{folder} holds part of a pack with other settings: starting over")
     start_s = time.perf_counter()
     try:
-        with closing(Counter("packing", "bytes" if texts else "images", plan.num_seen)) as counter:
-            manifest = make(plan, folder, workers, counter.show)
+        with _progress("packing", "MiB" if texts else "images", plan.num_seen) as show:
+            manifest = make(plan, folder, workers, show)
     except KeyboardInterrupt:
         print(f"{folder} is unfinished; run the same command to resume")
         raise
@@ -115,8 +114,8 @@ def _verify(args: Namespace) -> int:
     if manifest is None:
         raise DataError("D001", "holds no pack", key="DST", value=folder)
     size = sum(split.bytes for split in manifest.splits.values())
-    with closing(Counter("checking", "bytes", size)) as counter:
-        check_data(folder, manifest, counter.show)
+    with _progress("checking", "MiB", size) as show:
+        check_data(folder, manifest, show)
     check_source(folder, manifest, "DST", whole=True)
     there = Path(manifest.source.path).exists()
     source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"
@@ -124,52 +123,22 @@ def _verify(args: Namespace) -> int:
     return EXIT_OK
 
 
-_BAR = 30
-_REDRAW_S = 0.1
+@contextlib.contextmanager
+def _progress(what: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows how many images, or bytes as `MiB`, of `total` are done."""
+    display, scale = build_display(), 2**20 if unit == "MiB" else 1
+    begun: list[tuple[int, float]] = []
 
-
-class Counter:
-    """Progress of `packing`, say, towards a total: a bar that is redrawn on a terminal, lines elsewhere."""
-
-    def __init__(self, what: str, unit: str, total: int) -> None:
-        self._what, self._unit, self._total = what, unit, total
-        self._stream = standard_output()
-        self._redraws = is_terminal(self._stream)
-        self._first: int | None = None
-        self._start_s = self._next_s = time.monotonic()
-
-    def show(self, count: int) -> None:
-        """Show that `count` are done; the rate is measured from the first call."""
+    def show(count: int) -> None:
         now = time.monotonic()
-        if self._first is None:
-            self._first, self._start_s = count, now
-        if now < self._next_s and count < self._total:
-            return
-        elapsed_s = now - self._start_s
-        # The longer it takes, the further apart the lines are.
-        self._next_s = now + (_REDRAW_S if self._redraws else min(30.0, max(1.0, elapsed_s / 20)))
-        share = count / self._total if self._total else 1.0
-        written = num_bytes if self._unit == "bytes" else grouped
-        unit = "" if self._unit == "bytes" else f" {self._unit}"
-        text = f"{share:4.0%}  {written(count)}/{written(self._total)}{unit}"
-        if elapsed_s > 0 and count > self._first:
-            rate = (count - self._first) / elapsed_s
-            text += f"  {written(rate)}{unit}/s  eta {clock((self._total - count) / rate)}"
-        if self._redraws:
-            filled = round(_BAR * share)
-            encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower()
-            full, empty = ("━", "─") if encoding.startswith("utf") else ("#", "-")
-            line = one_line(f"{self._what} {full * filled}{empty * (_BAR - filled)} {text}")
-            self._write("\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K")
-        else:
-            self._write(f"{self._what} {text}\n")
+        if not begun:
+            begun.append((count, now))
+            display.start(count // scale, total // scale, what=what)
+        (first, start_s), *_ = begun
+        rate = {f"{unit}_per_s": (count - first) / scale / (now - start_s)} if now > start_s else {}
+        display.progress(count // scale, 0, rate)
 
-    def close(self) -> None:
-        if self._redraws and self._first is not None:
-            self._write("\r\x1b[K")
-
-    def _write(self, text: str) -> None:
-        # A reader that has gone must not end the work.
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-            self._stream.flush()
+    try:
+        yield show
+    finally:
+        display.close()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptfast.cli.arguments import write_out
 from ptfast.config.read import load_config
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
 from ptfast.core.tensors.saved_state import config_of, find_state
@@ -55,16 +56,14 @@ def predict(args: Namespace) -> int:
     return EXIT_OK
 
 
-def predict_files(saved: PartialRun, paths: list[str], out: str | None, masks: Path | None) -> None:
+def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: Path | None) -> None:
     """Write one record per input: its source and the prediction; in words on a terminal.
 
     Args:
         paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input a line.
         masks: folder to write predicted masks to, whose files then stand in the records.
 
-    Raises:
-        DataError: D001, D005 for inputs that cannot be read; images are skipped with a warning, unless all
-            of them fail.
+    Images that cannot be read are skipped with a warning, unless all of them fail.
     """
     model = averaged_over_views(saved)
     lines: list[str] = []
@@ -106,7 +105,8 @@ def predict_files(saved: PartialRun, paths: list[str], out: str | None, masks: P
     if unreadable and not num_predicted:
         raise unreadable[0]
     if out is not None:
-        _write("".join(line + "\n" for line in lines), out, f"{len(lines):,} predictions")
+        write_out(out, "".join(line + "\n" for line in lines))
+        print(f"wrote {len(lines):,} predictions to {out}", file=sys.stderr)
 
 
 def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
@@ -125,13 +125,8 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
     return str(file)
 
 
-def continue_prompt(saved: PartialRun, prompt: str, out: str | None, **sampling: Any) -> None:
-    """Write the prompt and its continuation by a language model, as plain text.
-
-    Raises:
-        ConfigError: C011 for a run that models no text, C005 for a prompt without a token.
-        DataError: D005 for a token that the model does not know.
-    """
+def continue_prompt(saved: PartialRun, prompt: str, out: Path | None, **sampling: Any) -> None:
+    """Write the prompt and its continuation by a language model (C011 if it is none), as plain text."""
     info = saved.info
     if info.task != "language_modelling" or "tokenizer" not in info.extra:
         what = f"needs a language model of text, and this run is one for {info.task} of {info.kind} data"
@@ -154,15 +149,8 @@ def continue_prompt(saved: PartialRun, prompt: str, out: str | None, **sampling:
     if out is None:
         print(text)
     else:
-        _write(text + "\n", out, f"{len(drawn) - len(tokens):,} tokens after the prompt")
-
-
-def _write(text: str, out: str, what: str) -> None:
-    try:
-        Path(out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(error, "--out", out) from error
-    print(f"wrote {what} to {out}", file=sys.stderr)
+        write_out(out, text + "\n")
+        print(f"wrote {len(drawn) - len(tokens):,} tokens after the prompt to {out}", file=sys.stderr)
 
 
 @torch.inference_mode()
@@ -186,16 +174,12 @@ def generate(
         model: maps tokens (batch, length) to logits of the next ones (batch, length, classes), in evaluation.
         tokens: of the prompt, (length,), on the device of the model.
         vocab_size: tokens that may be drawn; the model may have logits for more.
-        num_new: tokens to draw, at most.
+        num_new: tokens to draw, at most; C005 for more than a model of transformers has positions for.
         temperature: above 0; logits are divided by it.
         top_k: draw from this many of the likeliest tokens; None for all.
         seed: of the draws; the same on any device up to its rounding.
 
-    Returns:
-        Prompt and new tokens, (length + new,).
-
-    Raises:
-        ConfigError: C005 for more tokens than a model of transformers has positions for.
+    Returns prompt and new tokens, (length + new,).
     """
     if isinstance(model, HfModel):
         theirs: Any = model.model

@@ -74,16 +74,13 @@ class Variant:
         return t_quantile(0.975, count - 1) * statistics.stdev(self.values) / count**0.5
 
 
-def rank_runs(
-    run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto", is_sweep: bool = False
-) -> Ranking:
-    """Order runs by `metric`; a run without it comes last.
+def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto") -> Ranking:
+    """Order runs by `metric`; a run without it comes last. Jobs of a sweep are told apart by their arguments.
 
     Args:
         metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ..., or `auto` for the figure
             that the runs' own `best` follows.
         mode: `max`, `min`, or `auto` to judge by the metric's name.
-        is_sweep: tell the runs apart by the arguments in which they differ, not by the whole config.
     """
     runs = [RunFiles(Path(run_dir)) for run_dir in run_dirs]
     if metric == "auto":
@@ -95,6 +92,8 @@ def rank_runs(
     if mode == "auto":
         mode = better_mode(metric)
     values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
+    parents = {run.run_dir.absolute().parent for run in runs}
+    is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
     labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
     order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_place(values[i], mode)))
     return Ranking(
@@ -122,13 +121,9 @@ def explained(ranking: Ranking) -> dict[str, float | None]:
     """The share of the metric's variance that each key explains by itself, the largest first.
 
     This is epsilon squared of a one-way analysis of variance: the variance between the means of a key's
-    values, less what as many values would explain by chance, over the variance of all runs. Interactions of
-    keys and noise belong to no share; unless the runs form a full grid, keys that vary together share theirs.
-    A number that differs in most runs is cut into a lower, a middle and an upper third.
-
-    Returns:
-        None for a key that has no value twice. Empty for fewer than `LEAST_RUNS` runs with the metric, fewer
-        than two keys, or runs that are all equal.
+    values, less what as many values would explain by chance, over the variance of all runs. A number that
+    differs in most runs is cut into thirds. None for a key that has no value twice; empty for fewer than
+    `LEAST_RUNS` runs or two keys, or runs that are all equal.
 
     Source: Kelley 1935, An unbiased correlation ratio measure.
     """
@@ -193,10 +188,7 @@ def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
 
 
 def _config_differences(runs: Sequence[RunFiles]) -> list[Label]:
-    """The config keys in which runs differ, with their values.
-
-    Where runs use different targets in a section, the keywords that only some of them know are left out.
-    """
+    """The config keys in which runs differ, except keywords that only some of their targets know."""
     flat = [flatten(with_defaults(run.config)) if run.config else {} for run in runs]
     readable = [config for config in flat if config]
     differing = []

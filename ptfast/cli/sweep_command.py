@@ -15,10 +15,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from ptfast.cli.compare_command import show
+from ptfast.cli.run_ranking import rank_runs
 from ptfast.config.checks.validate import validate
 from ptfast.config.compose import Composed, compose
 from ptfast.config.files.frozen import redact
-from ptfast.config.multirun import JobResult, Objective, sample_points
+from ptfast.config.multirun import JobFailure, Objective, sample_points
 from ptfast.config.multirun import sweep as run_sweep
 from ptfast.config.overrides import Argument, parse, quoted
 from ptfast.config.schema import Config
@@ -66,11 +68,7 @@ class SweepJob:
     """Run directories and processes by slot."""
 
     def __call__(self, composed: Composed, number: int) -> Objective:
-        """Start to train as soon as fewer than `num_parallel` jobs do.
-
-        Returns a function that waits for the run and returns its objective, the sweep's metric. It raises a
-        JobError if the run failed, whose own process has printed why.
-        """
+        """Start to train once fewer than `num_parallel` jobs do; returns what waits for the objective."""
         while len(self._running) == self.num_parallel:
             self._wait()
         run_dir = self.folder / str(number)
@@ -133,21 +131,14 @@ def _ending(run_dir: Path, code: int) -> str:
 
 
 def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
-    """Run a sweep and print its ranking; returns the exit code of the first job that failed.
-
-    Raises:
-        ConfigError: C002 to C014 for a point that could not be trained, before any is.
-    """
-    from ptfast.cli.compare_command import show
-    from ptfast.cli.run_ranking import rank_runs
-
+    """Run a sweep of valid points, print its ranking, and return the exit code of its first failure."""
     given = parse(arguments, sweep=True)
     first = compose(next(sample_points(given)))
     config = validate(first.tree, first.place)
     num_parallel, gpus = _resolve_parallel(config, given)
     folder = run_directory.new_folder(Path(config.run.root), "sweeps")
     start_s = time.monotonic()
-    results: list[JobResult] = []
+    results: list[float | None] = []
     ended_by: BaseException | None = None
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -176,10 +167,10 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         num_finished = sum(summary.get("exit_code") == EXIT_OK for summary in summaries)
         finished = "" if num_finished == len(runs) else f", {num_finished} of them finished,"
         print(f"\n{len(runs)} jobs{finished} in {time.monotonic() - start_s:,.0f} s, in {folder}")
-        show(rank_runs(runs, config.sweep.metric, config.sweep.mode, is_sweep=True))
+        show(rank_runs(runs, config.sweep.metric, config.sweep.mode))
     if ended_by is not None:
         return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
-    errors = [result.error for result in results if result.error is not None]
+    errors = [value.error for value in results if isinstance(value, JobFailure)]
     return next((e.exit_code if isinstance(e, (JobError, PtfastError)) else 1 for e in errors), EXIT_OK)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
+from typing import NamedTuple
 
 from ptfast import models, optim
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, did_you_mean
-from ptfast.core.machine import spare_cores
+from ptfast.core.machine import ROOT, spare_cores
 from ptfast.core.sections.section import Family, Need, Technique
 from ptfast.data import decoding, loaders, sampling, transforms
 from ptfast.techniques import (
@@ -47,11 +46,7 @@ def plain_name(name: str) -> str:
 
 
 def technique_named(name: str) -> Technique:
-    """The technique of a name that `--only` gave, in words or joined by hyphens.
-
-    Raises:
-        ConfigError: C003 if there is none.
-    """
+    """The technique of a name that `--only` gave, in words or joined by hyphens, or a C003."""
     names = {plain_name(technique.name): technique for technique in CATALOGUE}
     if plain_name(name) not in names:
         hint = did_you_mean(name, [each.name for each in CATALOGUE]) or "ptfast techniques lists them"
@@ -72,29 +67,20 @@ OF_THE_RUN: dict[Need, str] = {
 """Needs that depend on the model and the data rather than on the machine."""
 
 
-@dataclass(frozen=True)
-class Applicability:
-    """The answer for one technique."""
+class Applicability(NamedTuple):
+    """If a technique applies, and in words: `yes`, perhaps with where, or `no` with the reason."""
 
     applies: bool
     text: str
-    """`yes`, perhaps with where, or `no` with the reason."""
 
 
-@dataclass
 class ThisMachine:
-    """The needs of techniques that this machine meets, looked up when first asked for.
-
-    Args:
-        root: where the files of the system are.
-    """
-
-    root: Path = Path("/")
+    """The needs of techniques that this machine meets, looked up when first asked for."""
 
     @cached_property
     def device(self) -> str:
         """`cuda`, `mps` or `cpu`. Imports torch, which takes seconds, only where there may be a GPU."""
-        if sys.platform == "linux" and not any((self.root / file).exists() for file in _GPU_FILES):
+        if sys.platform == "linux" and not any((ROOT / file).exists() for file in _GPU_FILES):
             return "cpu"
         return devices.device_type("auto")
 

@@ -31,21 +31,10 @@ from ptfast.config.schema import VARIABLES, defaults, flatten
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, keep_secret
 
 _PLUGINS = {
-    ("hydra/launcher", "submitit_slurm"): "'ptfast[slurm]' (hydra-submitit-launcher)",
-    ("hydra/launcher", "submitit_local"): "'ptfast[slurm]' (hydra-submitit-launcher)",
-    ("hydra/launcher", "joblib"): "hydra-joblib-launcher",
-    ("hydra/launcher", "ray"): "hydra-ray-launcher",
-    ("hydra/launcher", "ray_aws"): "hydra-ray-launcher",
-    ("hydra/launcher", "rq"): "hydra-rq-launcher",
-    ("hydra/sweeper", "optuna"): "hydra-optuna-sweeper",
-    ("hydra/sweeper", "ax"): "hydra-ax-sweeper",
-    ("hydra/sweeper", "nevergrad"): "hydra-nevergrad-sweeper",
-    ("hydra/job_logging", "colorlog"): "hydra-colorlog",
-    ("hydra/hydra_logging", "colorlog"): "hydra-colorlog",
+    "hydra/launcher": ("submitit_slurm", "submitit_local", "joblib", "ray", "ray_aws", "rq"),
+    "hydra/sweeper": ("optuna", "ax", "nevergrad"),
 }
-"""Packages to install for the options that Hydra's own plugins bring (hydra.cc/docs/plugins)."""
-
-
+"""Options of Hydra's own plugins (hydra.cc/docs/plugins), each in a package such as hydra-ray-launcher."""
 DEFAULT = "default"
 """The place of a key that nothing has set."""
 
@@ -204,18 +193,14 @@ def finish(
 
 
 def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]:
-    """The tree that arguments mean, interpolations as text, and the loader that knows its files.
-
-    Hydra takes most of the time of composing, so shipped options are merged once in a process, for whatever
-    values are then laid over them.
-    """
+    """The tree that arguments mean, interpolations as text, and the loader that knows its files."""
     # What is deleted may be a choice of an option.
     whole = any(a.kind == "delete" for a in arguments)
     options = [a for a in arguments if whole or a.kind in ("group", "recipe")]
     values = [a.text for a in arguments if a not in options]
     chosen = tuple(a.text for a in options)
     recipes = {a.values[0] for a in options if a.kind == "recipe"}
-    # Files of the package alone: nobody writes them meanwhile.
+    # Hydra takes most of the time. Files of the package alone are merged once: nobody writes them meanwhile.
     are_shipped = not paths.has_own() and recipes <= {*paths.options(paths.RECIPES)}
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):
@@ -262,9 +247,11 @@ def _translate(error: Exception) -> ConfigError:
     if plugin := re.search(r"Could not find '(hydra/\w+)/(\w+)'", message):
         group, name = plugin.groups()
         there = re.findall(r"^\t(\w+)$", str(cause), re.MULTILINE)
-        brought = {option: package for (of, option), package in _PLUGINS.items() if of == group}
-        hint = did_you_mean(name, [*there, *brought]) or f"Options of {group}: {', '.join(there)}"
-        hint = f"Install it with pip install {brought[name]}" if name in brought else hint
+        known = _PLUGINS.get(group, ())
+        hint = did_you_mean(name, [*there, *known]) or f"Options of {group}: {', '.join(there)}"
+        if name in known:
+            package = f"hydra-{name.partition('_')[0]}-{group.removeprefix('hydra/')}"
+            hint = f"Install it with pip install {package}"
         what = "there is no such plugin"
         return ConfigError("C003", what, key=group, value=name, place=COMMAND_LINE, suggestion=hint)
     return ConfigError("C001", message, key=key, place=COMMAND_LINE if key else None)

@@ -120,10 +120,7 @@ def with_sections(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe_defaults(content: YamlFile) -> list[Any]:
-    """Rewrite a recipe's defaults so that Hydra reads them alike wherever the recipe lies.
-
-    Choices of options become overrides of the primary config's, so that `data: cifar10` will do.
-    """
+    """A recipe's defaults as overrides of the primary config's, which Hydra reads alike from any folder."""
     defaults = content.data.get("defaults", [])
     if not isinstance(defaults, list):
         return defaults

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,16 +52,6 @@ class JobFailure(float):
 
 
 @dataclass(frozen=True)
-class JobResult:
-    """Result of one job of a sweep: its number, its arguments, its objective or its error."""
-
-    number: int
-    arguments: tuple[str, ...]
-    objective: float | None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
 class _Task:
     """A job as launchers run it, possibly in another process: composes its own config from its arguments."""
 
@@ -101,16 +90,16 @@ class _Launcher(BasicLauncher):
 
 def sweep(
     arguments: Sequence[str], job: Job, sweep_dir: Path, check: Callable[[Composed], object] | None = None
-) -> list[JobResult]:
+) -> list[float | None]:
     """Run one job per point of a sweep, by the sweeper and the launcher that the arguments choose.
 
     Args:
         job: called with a point's config and its number from 0; some launchers pickle it. An exception
-            becomes the job's result and does not stop the sweep.
+            becomes a `JobFailure` and does not stop the sweep.
         check: called before the first job with the config of every value that is swept over.
 
     Returns:
-        The results in order, as far as the sweeper hands them out (optuna does not).
+        The objectives in order, as far as the sweeper hands them out (optuna does not).
     """
     given = parse(arguments, sweep=True)
     points = [compose(point) for point in sample_points(given)]
@@ -134,12 +123,7 @@ def sweep(
         returned = hydra.multirun(config_name=PRIMARY, task_function=_Task(job), overrides=overrides)
     # Hydra's own sweeper returns batches of jobs; others may return jobs, or nothing.
     batches = (batch if isinstance(batch, (list, tuple)) else [batch] for batch in returned or ())
-    results: list[JobResult] = []
-    for number, one in enumerate(itertools.chain.from_iterable(batches)):
-        value, words = one.return_value, tuple(one.overrides or ())
-        failed = isinstance(value, JobFailure)
-        results.append(JobResult(number, words, None if failed else value, value.error if failed else None))
-    return results
+    return [one.return_value for one in itertools.chain.from_iterable(batches)]
 
 
 def _direction(
@@ -177,47 +161,23 @@ def sample_points(given: Sequence[Argument]) -> Iterator[list[str]]:
 
 
 def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -> str:
-    """The YAML that `--cfg job`, `--cfg hydra` or `--cfg all` prints, interpolations kept and secrets hidden.
-
-    Args:
-        file: a whole config to lay the arguments over, in place of the default.
-    """
-    if kind not in ("job", "hydra", "all"):
-        what = "no such view"
-        raise ConfigError("C015", what, key="--cfg", value=kind, suggestion="Write --cfg job, hydra or all")
-    if file and kind != "job":
-        what = "a complete config says nothing about Hydra"
-        raise ConfigError("C011", what, key="--cfg", value=kind, suggestion="Write --cfg job")
-    sections: list[str] = []
-    if kind in ("job", "all"):
-        composed = load(file, arguments, complete=False) if file else compose(arguments, complete=False)
-        tree, _ = frozen_tree(composed, resolved=False)
-        sections.append(OmegaConf.to_yaml(OmegaConf.create(tree)))
-    if kind in ("hydra", "all"):
+    """The YAML that `--cfg job` (of a whole config in `file`) or `--cfg hydra` prints, secrets hidden."""
+    if kind == "hydra":
         of_hydra = [a.text for a in parse(arguments) if a.kind == "hydra"]
         with translated():
             config = TracingLoader().load_configuration(PRIMARY, of_hydra, RunMode.RUN)
-        clean = Hydra.get_sanitized_hydra_cfg(config)
-        sections.append(OmegaConf.to_yaml(clean))
-    return "".join(sections)
+        return OmegaConf.to_yaml(Hydra.get_sanitized_hydra_cfg(config))
+    composed = load(file, arguments, complete=False) if file else compose(arguments, complete=False)
+    tree, _ = frozen_tree(composed, resolved=False)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def show_info(kind: str, arguments: Sequence[str]) -> None:
-    """Print what `--info` asks for: all, config, defaults, defaults-tree, plugins or searchpath."""
-    kinds = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-    if kind not in kinds:
-        what = "no such view"
-        raise ConfigError("C015", what, key="--info", value=kind, suggestion=f"One of {', '.join(kinds)}")
+    """Print what `--info` asks for, as Hydra does."""
     expanded, _ = expand_preset(parse(arguments))
     hydra = Hydra(task_name="ptfast", config_loader=TracingLoader())
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        with translated():
-            hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+    with translated():
+        hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
 
 
 @contextlib.contextmanager

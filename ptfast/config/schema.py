@@ -239,10 +239,7 @@ def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
-    """The dotted keys in which two whole configs differ, sorted, except `FREE_KEYS` and secrets.
-
-    Where built-in data lies is left out, too, if it `moves`.
-    """
+    """Dotted keys in which two configs differ, but for secrets, `FREE_KEYS` and data that `moves`."""
     before, after = flatten(with_defaults(old)), flatten(with_defaults(new))
     known = str(after.get("data._target_")).startswith("ptfast.data.")
     free_keys = (*FREE_KEYS, *(DATA_PLACES if moves and known else ()))

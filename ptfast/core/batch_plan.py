@@ -28,11 +28,7 @@ class Stages(NamedTuple):
 
 
 def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
-    """From `first` by the multiples of `multiple` to `last`, which begins with step `over_steps`.
-
-    Stages are about equally long. Few stages mean few shapes, for each of which kernels are searched or
-    compiled.
-    """
+    """About equal stages from `first` by multiples of `multiple` to `last`, which begins at `over_steps`."""
     values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
     return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))
 
@@ -105,10 +101,7 @@ class BatchPlan:
         return epoch + (step - first) / (end - first)
 
     def steps(self, duration: Duration, total_steps: int | None) -> int:
-        """`duration` from the start of the run, in optimizer steps to the nearest; at least 1 unless it is 0.
-
-        Raises ValueError if the unit cannot be counted in steps with what is known.
-        """
+        """`duration` from the start of the run, in optimizer steps; as `Duration.steps` if nothing grows."""
         epochs = duration.value
         if duration.unit == "samples" and self.size is not None:
             epochs /= self.size

@@ -54,17 +54,13 @@ class Clock:
         """Seconds since the start of the run, whatever they went to."""
         return time.perf_counter() - self._start
 
-    def pace_s(self) -> float:
-        """Seconds since the start without warm-up and measuring, for throughputs."""
-        return self.elapsed_s() - self.seconds["warm_up"] - self.seconds["measuring"]
-
     def moment(self) -> tuple[float, float, Any]:
-        """This moment for `between`: seconds of pace, seconds in all, and what marks it on a device."""
+        """This moment for `between`: seconds without warm-up and measuring, all seconds, a device's event."""
         elapsed_s = self.elapsed_s()
         return elapsed_s - self.seconds["warm_up"] - self.seconds["measuring"], elapsed_s, None
 
     def between(self, begin: tuple[float, float, Any], end: tuple[float, float, Any]) -> float:
-        """Seconds of pace from one moment to a later one; on a device, by its own time."""
+        """Seconds from one moment to a later one, for throughputs; on a device, by its own time."""
         return end[0] - begin[0]
 
     @contextmanager
@@ -104,16 +100,13 @@ class Clock:
 class DeviceClock(Clock):
     """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
-    Marks put events into the device's queue: those of some steps, and all at which the host turns to other
-    work beside training (`BESIDE`), for which the device is not waited for. Once it is, before any other
-    cause, the time since training began is divided: work beside training gets what its events say, the steps
-    get the rest in proportion to the events of those sampled. So a batch or a log line that the host works on
-    while the device still has work costs nothing, and one that the device waits for costs that wait.
+    Events in the device's queue mark some steps, and all other work of the host beside training (`BESIDE`).
+    Before any other cause the device is waited for, and the time since training began divided: work beside
+    training gets what its events say, the wait that it has cost; the steps share the rest as those sampled.
 
     Args:
         before: the clock so far, which this one continues.
-        event: makes an event that keeps the time: with `record`, `query`, `synchronize`, and `elapsed_time`
-            in ms.
+        event: makes an event with `record`, `query`, `synchronize`, and `elapsed_time` in ms.
 
     Cost: as for the host, and some 5 us a mark in one step of `SAMPLED` and beside training.
     """

@@ -83,7 +83,7 @@ def lack_of_device(name: str) -> Unsupported | None:
 def lack_of_precision(mode: str, device: str) -> Unsupported | None:
     """Return what such a device lacks for a precision's `mode`; None if it supports it natively."""
     if mode == "tf32":
-        return _lack_of_tf32(device)
+        return _lack_on_gpu("TF32", device, (8, 0), "Use precision=fp32, or precision=amp")
     if mode in ("bf16", "bf16_true"):
         return _lack_of_bf16(device)
     if mode == "amp_fp16" and device not in ("cuda", "cpu"):
@@ -110,16 +110,7 @@ def lack_of_compiler(device: str) -> Unsupported | None:
 
 def lack_of_float8(device: str) -> Unsupported | None:
     """Return the reason why a device of that type cannot multiply float8."""
-    hint = "Use precision=bf16 alone"
-    if device != "cuda":
-        return Unsupported(f"float8 products need an NVIDIA GPU, and this is {device}", hint)
-    import torch
-
-    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
-        return Unsupported(
-            f"{torch.cuda.get_device_name()} has no float8, which came with capability 8.9", hint
-        )
-    return None
+    return _lack_on_gpu("float8", device, (8, 9), "Use precision=bf16 alone", on_amd=True)
 
 
 def multiplies_bf16(device: str) -> bool:
@@ -148,18 +139,19 @@ def cpu_facts(*names: str) -> list[str]:
     )
 
 
-def _lack_of_tf32(device: str) -> Unsupported | None:
-    hint = "Use precision=fp32, or precision=amp"
+def _lack_on_gpu(
+    what: str, device: str, capability: tuple[int, int], hint: str, *, on_amd: bool = False
+) -> Unsupported | None:
+    """Return the reason why a device has no number format that came with a capability of NVIDIA's GPUs."""
     if device != "cuda":
-        return Unsupported(f"TF32 needs an NVIDIA GPU, and this is {device}", hint)
+        return Unsupported(f"{what} needs an NVIDIA GPU, and this is {device}", hint)
     import torch
 
     if torch.version.hip is not None:
-        return Unsupported("TF32 needs an NVIDIA GPU, and this one is AMD's", hint)
-    if torch.cuda.get_device_capability() < (8, 0):
-        return Unsupported(
-            f"{torch.cuda.get_device_name()} has no TF32, which came with capability 8.0", hint
-        )
+        return None if on_amd else Unsupported(f"{what} needs an NVIDIA GPU, and this one is AMD's", hint)
+    if torch.cuda.get_device_capability() < capability:
+        came = f"has no {what}, which came with capability {'.'.join(map(str, capability))}"
+        return Unsupported(f"{torch.cuda.get_device_name()} {came}", hint)
     return None
 
 

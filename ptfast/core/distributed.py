@@ -48,11 +48,7 @@ class Ranks:
 
 
 def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> None:
-    """Join the ranks of this run: NCCL between GPUs, gloo between CPU processes.
-
-    Raises:
-        ConfigError: C012 if ranks of this machine share a GPU, which NCCL does not support.
-    """
+    """Join the ranks of this run: NCCL between GPUs (C012 if ranks share one), gloo between CPU processes."""
     import torch
     import torch.distributed as dist
 
@@ -180,11 +176,7 @@ def on_first_rank(compute: Callable[[], T], ranks: Ranks) -> T:
 
 
 def once_per_machine(compute: Callable[[], T]) -> T:
-    """Call `compute` on the first rank of each machine and return its result, or raise its error, on all.
-
-    For slow work such as checksums of files. To be called on all ranks at once; without a process group this
-    process computes for itself.
-    """
+    """On all ranks, what `compute` returns or raises on the first of each machine. All call this at once."""
     if not joined():
         return compute()
     import torch.distributed as dist
@@ -198,10 +190,7 @@ def once_per_machine(compute: Callable[[], T]) -> T:
 
 
 def once_per_rank(compute: Callable[[], T], ranks: Ranks) -> list[T]:
-    """The result of `compute` on each rank, on every rank; an error of one is raised on all.
-
-    All ranks call this at once; each waits until all have computed.
-    """
+    """The result of `compute` on each rank, on every rank; an error of one is raised on all. It waits."""
     answers = on_all_ranks(_attempt(compute), ranks.num_ranks)
     for _, error in answers:
         if error is not None:
@@ -217,13 +206,9 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
-    """The first rank's `word`, on every rank, over their store: needs no process group yet.
+    """The first rank's `word` of this `name`, on every rank, over their store; P001 if they do not meet.
 
-    Args:
-        name: under which it lies in the store; each word has its own.
-
-    Raises:
-        ParallelError: P001 if the ranks do not find each other.
+    It needs no process group yet. Each word has a name of its own.
     """
     if word is not None and not ranks.distributed:
         return word
@@ -255,10 +240,7 @@ def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
 
 
 def count_neighbours(ranks: Ranks) -> Ranks:
-    """`ranks` with the number of ranks on this machine, if the launcher has not said it. Waits for all.
-
-    Raises ParallelError as `broadcast_text`.
-    """
+    """`ranks` with the number of those on this machine, if no launcher has said it; as `broadcast_text`."""
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks
     mine = socket.gethostname()

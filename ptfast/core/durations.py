@@ -12,13 +12,14 @@ Unit = Literal["steps", "epochs", "samples", "percent", "seconds"]
 
 NUMBER = r"[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+(?:e[+-]?[0-9]+)?"
 """A number without a sign, wherever one is read from text; also in JavaScript's regular expressions."""
+TIME = (
+    rf"(?:({NUMBER})\s*(?:days?|d))?\s*(?:({NUMBER})\s*(?:hours?|hrs?|h))?\s*"
+    rf"(?:({NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({NUMBER})\s*(?:seconds?|secs?|s))?"
+)
+"""A wall time; nothing, too."""
 _SIGNED = re.compile(rf"[+-]?(?:{NUMBER})", re.IGNORECASE | re.ASCII)
 _LENGTH = re.compile(rf"({NUMBER})\s*(steps?|epochs?|samples?|percent|%)", re.IGNORECASE | re.ASCII)
-_TIME = re.compile(
-    rf"(?:({NUMBER})\s*(?:days?|d))?\s*(?:({NUMBER})\s*(?:hours?|hrs?|h))?\s*"
-    rf"(?:({NUMBER})\s*(?:minutes?|mins?|m))?\s*(?:({NUMBER})\s*(?:seconds?|secs?|s))?",
-    re.IGNORECASE | re.ASCII,
-)
+_TIME = re.compile(TIME, re.IGNORECASE | re.ASCII)
 
 
 def read_number(text: str) -> float | None:

@@ -211,11 +211,7 @@ def cannot_write(
 
 
 def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
-    """Import a module that an extra of ptfast brings.
-
-    Raises:
-        MachineError: E004 at `key` if it cannot be imported, with the command that installs the extra.
-    """
+    """Import a module that an extra of ptfast brings, or raise an E004 with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -225,11 +221,7 @@ def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
 
 
 class ReportedError(Exception):
-    """A failure that another process has put into words: its line, its exit code and its traceback.
-
-    Args:
-        error: the error itself, if that process has told its parts.
-    """
+    """A failure that another process has put into words, with the error itself if it has told its parts."""
 
     def __init__(
         self, line: str, exit_code: int, details: str = "", error: PtfastError | None = None
@@ -283,11 +275,7 @@ def _cut(text: str) -> str:
 
 
 def is_secret(key: str, *, misspelt: bool = False) -> bool:
-    """Return True if the end of a key holds a word such as token or password (`apiKey`, not `tokenizer`).
-
-    Args:
-        misspelt: count words that only resemble those, too.
-    """
+    """Return True if a key ends in a word such as token (`apiKey`), or with `misspelt` in one like it."""
     words = [word.lower() for word in _WORD.findall(key.rpartition(".")[2])]
     close = misspelt and any(difflib.get_close_matches(word, _SECRET_WORDS, 1, 0.65) for word in words)
     return close or not _SECRET_WORDS.isdisjoint(words)
@@ -374,10 +362,7 @@ def one_line(text: str) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` is most likely a misspelling of, or None if none is near.
-
-    The last part alone of a dotted candidate may match, too.
-    """
+    """The candidate that `word` most likely misspells, whole or in its last part; None if none is near."""
     scored: list[tuple[float, str]] = []
     for candidate in candidates:
         given, whole = (re.sub("[- ]", "_", text.lower()) for text in (word, candidate))

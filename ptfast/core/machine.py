@@ -29,11 +29,7 @@ _watched: tuple[float, float | None, float]
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Cores that this process may use: within its affinity, its container's quota and its SLURM job.
-
-    Args:
-        hyperthreads: count every hyper-thread; by default, those of one core count once.
-    """
+    """Cores (or `hyperthreads`) within this process's affinity, its container's quota and its SLURM job."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
@@ -160,14 +156,14 @@ def processor_time_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
-def machine_times(root: Path | None = None) -> tuple[float, float] | tuple[None, None]:
+def machine_times() -> tuple[float, float] | tuple[None, None]:
     """Busy and stolen seconds so far of this process's CPUs; None if unknown. Cost: about 0.1 ms."""
     try:
         cpus = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         tick = os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return None, None
-    lines = read_setting((root or ROOT) / "proc/stat").splitlines()
+    lines = read_setting(ROOT / "proc/stat").splitlines()
     rows = [list(map(int, line.split()[1:9])) for line in lines if line.split(" ")[0] in cpus]
     if not rows:
         return None, None
@@ -215,28 +211,8 @@ def network_error(error: BaseException | None) -> BaseException | None:
     return found
 
 
-def process_age_s() -> float:
-    """Seconds since this program started, to a hundredth; 0 if unknown. Call it before starting processes.
-
-    The system records when the process was created, which `exec` does not change: the minutes that a shell
-    script ran before it became Python would count. Unlike a fresh program, it has waited for child processes.
-    """
-    try:
-        import resource
-
-        if resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
-            return 0.0
-        started = float(read_setting(ROOT / "proc/self/stat").rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
-    except (AttributeError, ImportError, IndexError, OSError, ValueError):
-        return 0.0
-
-
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, which would otherwise leave it running.
-
-    If the process `parent` is not the parent any more, it has died already, and this one leaves at once.
-    """
+    """Have the kernel kill this process when its parent dies; at once, if that is not `parent` any more."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -249,14 +225,12 @@ def _num_local_ranks() -> int:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and of those around it, of either version of the interface.
-
-    A container often sees its own group as the root while `/proc` names the path outside, which is not there.
-    """
+    """Folders of this process's control group and of those around it, of either version of the interface."""
     for line in read_setting(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
+            # A container may see its own group as the root, while /proc names the path outside.
             group = root / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 
@@ -270,11 +244,7 @@ def read_setting(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where downloads and computed facts are kept: `$PTFAST_CACHE`, or `ptfast` in the user's cache.
-
-    Without a home folder it is a path that cannot be written: facts are computed again, and downloads
-    refused.
-    """
+    """The folder of downloads and computed facts; without a home folder, one that cannot be written."""
     if named := os.environ.get("PTFAST_CACHE"):
         return Path(named).expanduser()
     try:

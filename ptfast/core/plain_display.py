@@ -51,15 +51,20 @@ class Display:
         yield
 
     def start(
-        self, step: int = 0, total_steps: int | None = None, steps_per_epoch: int | None = None
+        self,
+        step: int = 0,
+        total_steps: int | None = None,
+        steps_per_epoch: int | None = None,
+        what: str = "step",
     ) -> None:
         """Training starts after `step` steps already done: the time to finish is estimated from here on.
 
         Args:
             total_steps: optimizer steps of the whole run; None if only time limits it: no bar, no ETA.
             steps_per_epoch: None for data of unknown length.
+            what: word before the number of steps.
         """
-        self._total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
+        self._total_steps, self._steps_per_epoch, self._what = total_steps, steps_per_epoch, what
         epochs = total_steps / steps_per_epoch if total_steps and steps_per_epoch else 99
         self._epoch_width = len(f"{epochs:.1f}")
         self._start_s = self._mark_s = self._now()
@@ -143,7 +148,7 @@ class Display:
         total = self._total_steps
         steps = f"{step}/{total}".ljust(2 * len(str(total)) + 1) if total else f"{step:<6}"
         if not epoch and self._steps_per_epoch is None:
-            return f"step {steps}"
+            return f"{self._what} {steps}"
         epochs = f"{epoch:.1f}".removesuffix(".0")
         return f"step {steps}  epoch {epochs:<{self._epoch_width}}"
 

@@ -179,10 +179,7 @@ class Callback:
         """Before the first step of this process: `run.progress.step` is above 0 if a run is resumed."""
 
     def on_epoch(self, run: Any, epoch: int) -> None:
-        """After the last step of epoch `epoch` (the first is 1), before what is due then is evaluated.
-
-        Never for data of unknown length.
-        """
+        """After the last step of epoch `epoch` (the first is 1), before evaluation; not for endless data."""
 
     def on_step(self, run: Any, step: int) -> None:
         """After optimizer step `step` (the first is 1). On CUDA `run.figures` is then a log line behind."""

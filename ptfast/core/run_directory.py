@@ -12,7 +12,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -117,11 +116,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        MachineError: E002 when the disk is full, E001 when the file cannot be written.
-    """
+    """Write a file whole or not at all; raises as `cannot_write`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, "utf-8")
@@ -158,7 +153,6 @@ def versions() -> dict[str, str | None]:
     """The versions of what a run computes with; None for a package that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    import numpy as np
     import torch
 
     def installed(package: str) -> str | None:
@@ -167,22 +161,15 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             return None
 
-    torchvision = sys.modules.get("torchvision")
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": getattr(torchvision, "__version__", None) or installed("torchvision"),
-        "numpy": np.__version__,
-        "ptfast": installed("ptfast"),
-    }
+    others = {package: installed(package) for package in ("torchvision", "numpy", "ptfast")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **others}
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:
     """What bit-equal results depend on: versions, device, cores, threads, commit, command line."""
     import torch
 
-    models = devices.cpu_facts("model name")
-    processor = models[0] if models else platform.processor() or platform.machine()
+    processor = next(iter(devices.cpu_facts("model name")), platform.processor() or platform.machine())
     commit = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         words = ["git", "rev-parse", "HEAD"]

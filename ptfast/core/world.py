@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from typing import NamedTuple
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ParallelError
@@ -16,37 +14,16 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that every rank needs."""
 
 
-class Starter(NamedTuple):
-    """A program that starts processes without setting any of `WORLD`: its variables, and commands instead.
-
-    Args:
-        size: variable with the number of processes; `rank` and `local_size` likewise.
-        one: the command for a single process here, with the cores of all.
-        each: the command for one process on each of several machines.
-    """
-
-    size: str
-    rank: str
-    local_size: str
-    one: str
-    each: str
-
-
+# SLURM's are those of the step: a batch script and an interactive shell know the tasks of their job.
 STARTERS = {
-    "mpirun": Starter(
-        *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        *("", "mpirun -n {nodes} --map-by ppr:1:node "),
-    ),
-    # Of the step: a batch script and an interactive shell know the tasks of their job, and are none of them.
-    "srun": Starter(
-        *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", ""),
-        *("srun -n 1 -c {cores} ", "srun -N {nodes} -n {nodes} -c {cores} "),
-    ),
-    "mpiexec": Starter("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "", "mpiexec -n {nodes} -ppn 1 "),
+    "WORLD_SIZE": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "PMI_SIZE": "PMI_RANK",
 }
-_ALONE = "nobody has told these processes of each other: each would train by itself"
+"""Variables of engines, mpirun, srun and mpiexec: the number of processes started, and which one this is."""
 _TORCHRUN = (
-    "torchrun --nnodes {} --nproc-per-node {} --rdzv-backend c10d --rdzv-endpoint {}:29500 "
+    "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m ptfast train ... parallel=ddp"
 )
 
@@ -94,29 +71,15 @@ def nodes_from_environment() -> bool:
 
 def _refuse_several() -> None:
     """Refuse to be one of several processes that do not know of each other."""
-    get = os.environ.get
-    if "RANK" in os.environ and get("WORLD_SIZE", "1") != "1":
-        missing = [name for name in WORLD if not get(name)]
-        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-        rank, key, size = get("RANK", ""), "WORLD_SIZE", get("WORLD_SIZE")
-        hint = f"{_TORCHRUN.format('N', 'M', 'HOST')}, or set what is missing"
-    else:
-        started = (name for name, each in STARTERS.items() if each.rank in os.environ)
-        name = next((name for name in started if get(STARTERS[name].size, "1") != "1"), None)
-        if name is None:
-            return
-        starter = STARTERS[name]
-        key, size, rank = starter.size, _number(starter.size), get(starter.rank, "")
-        what = f"{name} has started {size}"
-        nodes = _number("SLURM_STEP_NUM_NODES", "1") if name == "srun" else 1
-        local_size = _number(starter.local_size, str(max(1, size // nodes)))
-        nodes = -(-size // local_size)
-        cores = local_size * _number("SLURM_CPUS_PER_TASK", "1")
-        if nodes == 1:
-            hint = f"{starter.one.format(cores=cores)}ptfast train ... parallel=ddp parallel.nproc={size}"
-        else:
-            torchrun = _TORCHRUN.format(nodes, local_size, socket.gethostname())
-            hint = starter.each.format(nodes=nodes, cores=cores) + torchrun
-    if rank not in ("", "0"):
-        raise SystemExit(ParallelError.exit_code)
-    raise ParallelError("P002", f"{what}, and {_ALONE}", key=key, value=size, suggestion=f"Run {hint}")
+    for size_variable, rank_variable in STARTERS.items():
+        rank, size = os.environ.get(rank_variable), os.environ.get(size_variable, "1")
+        if rank is None or size == "1":
+            continue
+        if rank not in ("", "0"):
+            raise SystemExit(ParallelError.exit_code)
+        missing = ", ".join(name for name in WORLD if not os.environ.get(name))
+        what = f"without {missing}, each of these processes would train by itself"
+        hint = (
+            f"Start one process here, with parallel=ddp parallel.nproc={size}, or one a machine: {_TORCHRUN}"
+        )
+        raise ParallelError("P002", what, key=size_variable, value=size, suggestion=hint)

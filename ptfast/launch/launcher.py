@@ -65,8 +65,7 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
     if config.parallel.nnodes > 1 or nodes_from_environment():
         return _launch_node(config, words)
     num_ranks = resolve_num_ranks(config)
-    accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
-    check_batch(config.batch_size, config.micro_batches, num_ranks, accumulate, first)
+    check_batch(config, num_ranks)
     launched = config.parallel.strategy != "single"
     if launched:
         check_no_secrets(composed)
@@ -253,8 +252,7 @@ def _check_started(config: Config, ranks: Ranks) -> None:
         if asked not in ("auto", 1, number):
             what, hint = f"{number} were started", "Leave it out: the launcher decides"
             raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
-    accumulate, first = config.gradients.accumulate, config.curriculum.batch_size_from
-    check_batch(config.batch_size, config.micro_batches, ranks.num_ranks, accumulate, first)
+    check_batch(config, ranks.num_ranks)
 
 
 def _launch_node(config: Config, words: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.errors import EXIT_INTERRUPTED
-from ptfast.core.machine import die_with_parent, process_age_s, watch_others
+from ptfast.core.machine import die_with_parent, watch_others
 from ptfast.launch.rank_main import STARTED_VARIABLE
 
 PRELOADED = (
@@ -79,7 +79,7 @@ def _main(
     exit_code = EXIT_INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.environ.update({STARTED_VARIABLE: repr(time.monotonic() - process_age_s()), **environment})
+        os.environ.update({STARTED_VARIABLE: repr(time.monotonic()), **environment})
         if output is not None:
             with output.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,12 @@ def test_a_frozen_config_repeats_the_run(resume: str, in_tmp: Path) -> None:
     assert records(again) == records(Path("a"))
 
 
-def test_views_of_the_config(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_views_of_the_config(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import yaml
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
     assert run(["train", "+recipe=resnet_digits", "optimizer.lr=0.5", "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)

@@ -36,35 +36,11 @@ def test_a_whole_config_is_shown_and_tried(in_tmp: Path, capsys: pytest.CaptureF
     tree = yaml.safe_load(capsys.readouterr().out)
     assert (tree["batch_size"], tree["model"]["hidden"], tree["seed"]) == (32, [8], 5)
     assert run(["train", "--config", "config.yaml", "--cfg", "hydra"]) == 2
-    assert "Write --cfg job" in capsys.readouterr().err
+    assert "--cfg (command line): cannot be combined with --config" in capsys.readouterr().err
     assert run(["train", "--config", "config.yaml", "--dry-run"]) == 0
     assert re.search(r"parameters +610\n", capsys.readouterr().out)
     assert run(["train", "--config", "config.yaml", "--config", "other.yaml"]) == 2
     assert "error[C006]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "is_said"),
-    [
-        ((), True),
-        (("optimizer=sgd", "data.val=5%"), True),
-        (("model=mlp",), False),
-        (("data._target_=ptfast.data.sources.digits.Digits",), False),
-        (("+recipe=resnet_digits",), False),
-        (("--config", "config.yaml"), False),
-    ],
-)
-def test_the_default_is_named_where_nothing_was_chosen(
-    words: tuple[str, ...],
-    is_said: bool,
-    in_tmp: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("ptfast.launch.launcher.start", lambda *read: 0)
-    freeze(compose(), Path("config.yaml"))
-    assert run(["train", *words]) == 0
-    assert ("training the default" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize("line", ["recipes now", "schema x", "copy a b c", "completion bash zsh"])

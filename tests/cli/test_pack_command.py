@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from packs import files_of, load, pack, refused, tree
 from running import same_bits, train, weights
 
-from ptfast.cli import pack_command
 from ptfast.cli.command_line import run
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
 from ptfast.data.loaders import PACK_FILES
@@ -35,7 +33,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     line = ["pack", str(tree), str(folder), "--size", "8", "--workers", "1", "--on-corrupt", "skip"]
     assert run(line) == 0
     out = capsys.readouterr().out
-    assert "packing 100%  14/14 images" in out
+    assert "packing 0/14" in out
     assert "packed 13 images" in out
     assert f"skipped {tree / 'train' / 'cat' / '2.jpg'}: is empty (0 bytes)" in out
     assert f"ptfast train data=imagefolder data.root={folder}" in out
@@ -141,41 +139,6 @@ def test_a_pack_of_something_else_says_what_reads_it(tree: Path, tmp_path: Path)
     shutil.rmtree(tree)
     with pytest.raises(PtfastError, match="data=text_file"):
         load(tmp_path / "pack")
-
-
-class Terminal:
-    """A stream that keeps what is written to it."""
-
-    encoding = "utf-8"
-
-    def __init__(self, is_terminal: bool) -> None:
-        self.text, self._is_terminal = "", is_terminal
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None: ...
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_counter_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch, is_terminal: bool):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream, clock = Terminal(is_terminal), [0.0]
-    monkeypatch.setattr(pack_command, "standard_output", lambda: stream)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    counter = pack_command.Counter("packing", "images", 1000)
-    for second in range(11):
-        clock[0] = float(second)
-        counter.show(200 + 80 * second)
-    counter.close()
-    lines = stream.text.replace("\r", "\n").strip().splitlines()
-    assert "36%  360/1,000 images  80 images/s  eta 0:08" in lines[2]
-    assert "100%  1,000/1,000 images" in stream.text
-    assert ("\x1b[K" in stream.text) == ("━" in stream.text) == is_terminal
 
 
 RUN = ("data=imagefolder", "data.val=0", "model=mlp", "model.hidden=[8]", "batch_size=4", "epochs=2")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from test_compose import empty_folder, refusal, write
 
+from ptfast.cli.completion_command import complete
 from ptfast.config.compose import compose
-from ptfast.config.editors.completion import complete
 from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import lineage
 from ptfast.core.errors import ConfigError
@@ -96,7 +96,7 @@ def test_files_that_inherit_each_other_are_named(
     assert f"inherits itself, {circle}" in str(error)
     # What reads the same files without Hydra gets through, too.
     group, _, option = given.lstrip("+").partition("=")
-    assert complete(["train", given, "optimizer."], {}, {}) == []
+    assert complete(["train", given, "optimizer."]) == []
     with pytest.raises(ConfigError):
         lineage(group, paths.recipe_file(option) or paths.options(group)[option])
 

@@ -31,6 +31,7 @@ GOOD = [
     "defaults: [{model: timm}]\nmodel: {name: resnet18, drop_path_rate: 0.1}",
     "defaults: [{model: custom}]\nmodel: {_target_: mine.Net}",
     "schedule: {warmup: 200, end: 0.1}\nsaving: {every: 2 epochs}",
+    "saving: {every: 10m}",
     "run: {max_time: 1h30m, name: 3}\nparallel: {timeout: 90}",
     "epochs: null\nsteps: 100\nlog_every: 5steps",
     "ema: {decay: 0.999}\ngradients: {clip_norm: 1}",

@@ -113,6 +113,13 @@ def test_memory_is_not_pinned_for_a_cpu() -> None:
         assert cannot_run(dataloader__pin=True).key == "dataloader.pin"
 
 
+def cut(batch_size: int, micro_batches: int | None, ranks: int, accumulate: int = 1) -> int:
+    config = check(batch_size=12, gradients={"accumulate": accumulate})
+    return check_batch(
+        config.model_copy(update={"batch_size": batch_size, "micro_batches": micro_batches}), ranks
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -130,7 +137,7 @@ def test_memory_is_not_pinned_for_a_cpu() -> None:
 )
 def test_a_batch_that_does_not_divide(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_batch(*arguments)
+        cut(*arguments)
     assert caught.value.code == "C010"
     assert said in str(caught.value)
 
@@ -140,7 +147,7 @@ def test_a_batch_that_does_not_divide(arguments: tuple[Any, ...], said: str) -> 
     [((64, None, 1), 1), ((64, None, 2, 4), 8), ((64, 8, 2), 8), ((64, 8, 2, 4), 8)],
 )
 def test_a_batch_that_divides(arguments: tuple[Any, ...], micro_batches: int) -> None:
-    assert check_batch(*arguments) == micro_batches
+    assert cut(*arguments) == micro_batches
 
 
 def test_ranks_that_do_not_divide_the_batch() -> None:

@@ -224,20 +224,21 @@ def test_the_right_kind(section: str, path: str, kwargs: dict[str, Any]) -> None
     assert checked(section, path, **kwargs).kwargs == kwargs
 
 
-class HalfLogger:
+class NoClose:
     def open(self, run_dir: Any, config: Any) -> None: ...
-    def log(self, record: Any, more: Any) -> None: ...
-
-
-class NoClose(HalfLogger):
     def log(self, record: Any) -> None: ...
+
+
+class OddLog(NoClose):
+    def log(self, record: Any, more: Any) -> None: ...
+    def close(self) -> None: ...
 
 
 def test_a_logger_is_told_which_method_it_lacks() -> None:
     assert "is not a logger: it has no method close. A logger has open(" in str(
         refused("logger", f"{HERE}.NoClose")
     )
-    assert "log cannot be called as log(self, record)" in str(refused("logger", f"{HERE}.HalfLogger"))
+    assert "log cannot be called as log(self, record)" in str(refused("logger", f"{HERE}.OddLog"))
 
 
 def test_a_module_is_answered_with_its_class() -> None:

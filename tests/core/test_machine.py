@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 
 from ptfast.core import machine
 from ptfast.core.machine import available_memory, memory_of, shared_memory, spare_cores, usable_cores
@@ -102,23 +99,6 @@ def test_what_processes_may_share(system: Path, monkeypatch: pytest.MonkeyPatch)
     facts = SimpleNamespace(f_bavail=1000, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: facts if path == system / "dev/shm" else None)
     assert shared_memory() == 500 * 4096
-
-
-def test_how_long_this_process_has_been_there(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.process_age_s() == 0
-    hundredths = os.sysconf("SC_CLK_TCK") * 7
-    write(system, {"proc/self/stat": f"12 (a (b) c) {' '.join(['0'] * 19)} {hundredths} 0 0"})
-    monkeypatch.setattr(machine.time, "clock_gettime", lambda clock: 9.5)
-    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=0))
-    assert machine.process_age_s() == pytest.approx(2.5)
-
-
-def test_a_shell_that_becomes_this_program_was_not_yet_it() -> None:
-    """As that of `scripts/quickstart`, which installs first."""
-    code = "from ptfast.core.machine import process_age_s; print(process_age_s())"
-    command = ["bash", "-c", 'sleep 1; exec "$@"', "", sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 1
 
 
 def test_ranks_share_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,28 +120,16 @@ def method(name: str) -> type:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("on_train_start", "on_start"),
-        ("on_fit_start", "on_start"),
-        ("on_train_end", "on_end"),
-        ("on_epoch_end", "on_epoch"),
-        ("on_train_epoch_end", "on_epoch"),
-        ("on_train_batch_end", "on_step"),
-        ("on_step_end", "on_step"),
-        ("on_stpe", "on_step"),
-        ("on_validation_epoch_end", "on_evaluation"),
-        ("on_evaluate", "on_evaluation"),
-        ("on_save_checkpoint", "on_save"),
-    ],
+    ("name", "hint"),
+    [("on_fit_start", ""), ("on_validation_epoch_end", ""), ("on_stpe", " Did you mean on_step?")],
 )
 def test_a_method_that_is_never_called_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, nearest: str
+    monkeypatch: pytest.MonkeyPatch, name: str, hint: str
 ) -> None:
     monkeypatch.setattr("toys.Broken", method(name))
     error = refused(callbacks=[{"_target_": "toys.Broken"}])
     assert (error.code, error.key) == ("C009", "callbacks.0._target_")
-    assert f"{name} would never be called. Did you mean {nearest}?" in str(error)
+    assert f"{name} would never be called.{hint}" in str(error)
     assert all(hook in str(error) for hook in HOOKS)
 
 

@@ -98,11 +98,7 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
-    """Check that every `${...}` in a value is an interpolation.
-
-    Raises:
-        ConfigError: C008 at `key` if one is not.
-    """
+    """Refuse (C008) a value in which a `${...}` is no interpolation."""
     try:
         parse(text)
     except GrammarParseError as error:
@@ -124,10 +120,7 @@ OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
 def _too_large(tree: dict[str, Any]) -> str | None:
-    """The key whose value, with all that it refers to, is larger than any config; None if there is none.
-
-    A few lines that each refer twice to the next would take more memory than there is.
-    """
+    """The first key that expands beyond any memory, by lines that each refer twice to the next; or None."""
     sizes: dict[str, int] = {}
     values = flatten(tree)
 
@@ -151,10 +144,7 @@ def _too_large(tree: dict[str, Any]) -> str | None:
 
 
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
-    """`tree` as a file may hold it: values that came from the environment refer to it again.
-
-    Text that holds `${` as it is, not as an interpolation, is written so that it is read back the same.
-    """
+    """`tree` as a file may hold it: references to the environment kept, any other `${` as text."""
     references: list[str] = []
 
     def refer(*arguments: Any) -> str:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 from ptfast.config.catalogue import FAMILIES
 from ptfast.config.schema import Config, RunOptions
 from ptfast.core import devices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown
 from ptfast.core.sections.section import Place, Rule, Section, Unused, call_with
-from ptfast.techniques.curriculum import Curriculum
-from ptfast.techniques.gradients import Gradients
-from ptfast.techniques.parallel import Parallel
 
 _MAX_NAME_CHARS = 100
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
@@ -21,10 +17,7 @@ _PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]]:
-    """The config with one length, and what contradicts itself or cannot run here.
-
-    What the machine lacks is looked up, which may take torch, only where nothing else is wrong.
-    """
+    """The config with one length, and what contradicts itself, or else what this machine cannot run."""
     found: list[PtfastError] = []
     if config.epochs is None and config.steps is None:
         what = "required, but not set"
@@ -42,7 +35,8 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]
             problems = call_with(rule, facts)
             yield from [problems] if isinstance(problems, PtfastError) else problems or []
 
-    found += broken((safe_names, *(rule for family in FAMILIES for rule in family.rules), evenly_cut))
+    found += broken((safe_names, *(rule for family in FAMILIES for rule in family.rules)))
+    found += evenly_cut(config)
     of_machine = (rule for family in FAMILIES for rule in family.machine_rules)
     return config, found or [*broken((device_is_there, *of_machine))]
 
@@ -64,10 +58,7 @@ UNUSED_OF_RUN = (
 
 
 def unused_keys(config: Config, place: Place) -> Iterator[str]:
-    """Warn of each key on the command line that has no effect and is not at its default.
-
-    This is no error: in a sweep over its switch, a key has no effect in some runs.
-    """
+    """Warn of typed keys that have no effect, which is no error: a sweep may be over their switch."""
     facts = dict(config)
     for unused in (*(each for family in FAMILIES for each in family.unused), *UNUSED_OF_RUN):
         if call_with(unused.used, facts):
@@ -111,45 +102,27 @@ def device_is_there(device: str) -> PtfastError | None:
     return devices.cannot_run(devices.lack_of_device(device), "device", device)
 
 
-def evenly_cut(
-    parallel: Parallel,
-    gradients: Gradients,
-    curriculum: Curriculum,
-    batch_size: int,
-    micro_batches: int | None,
-) -> PtfastError | None:
-    """Refuse a batch that ranks and micro-batches cannot share evenly, where their number is known."""
-    ranks = 1
-    if parallel.strategy != "single":
-        if parallel.nproc == "auto":
-            return None
-        ranks = parallel.nproc * parallel.nnodes
+def evenly_cut(config: Config) -> list[ConfigError]:
+    """What is wrong with a batch that ranks and micro-batches share, where their number is known."""
+    parallel = config.parallel
+    nproc, nnodes = (1, 1) if parallel.strategy == "single" else (parallel.nproc, parallel.nnodes)
     try:
-        check_batch(batch_size, micro_batches, ranks, gradients.accumulate, curriculum.batch_size_from)
+        if nproc != "auto":
+            check_batch(config, nproc * nnodes)
     except ConfigError as problem:
-        return problem
-    return None
+        return [problem]
+    return []
 
 
-def check_batch(
-    batch_size: int,
-    micro_batches: int | None,
-    ranks: int,
-    accumulate: int = 1,
-    first: int | Literal["auto"] | None = None,
-) -> int:
-    """The number of micro-batches that a batch is cut into; refuses one that cannot be cut evenly.
-
-    Args:
-        micro_batches: as configured; None for `ranks * accumulate`.
-        first: samples of the first steps, where batches grow.
-    """
+def check_batch(config: Config, ranks: int, known: int = 0) -> int:
+    """The number of micro-batches of a batch (`known` if it is resumed); refuses one that does not divide."""
 
     def nearest(value: int, of: int) -> str:
         below = value // of * of
         found = f"divide are {below} and {below + of}" if below else f"divides is {of}"
         return f"The nearest that {found}"
 
+    micro_batches, accumulate = known or config.micro_batches, 1 if known else config.gradients.accumulate
     parts = micro_batches or ranks * accumulate
     if parts % ranks:
         what, hint = f"cannot be shared evenly by {ranks} ranks", nearest(parts, ranks)
@@ -159,7 +132,8 @@ def check_batch(
         hint = "Give one of the two"
         raise ConfigError("C011", what, key="micro_batches", value=micro_batches, suggestion=hint)
     of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
-    for key, size in {"batch_size": batch_size, "curriculum.batch_size_from": first}.items():
+    sizes = {"batch_size": config.batch_size, "curriculum.batch_size_from": config.curriculum.batch_size_from}
+    for key, size in sizes.items():
         if isinstance(size, int) and size % parts:
             what, hint = f"cannot be cut into {of_what} evenly", nearest(size, parts)
             raise ConfigError("C010", what, key=key, value=size, suggestion=hint)

@@ -193,10 +193,7 @@ def built_in_targets(section: str) -> dict[str, list[str]]:
 
 
 def source_keywords(path: str, section: str) -> list[str] | None:
-    """The names of the `own_parameters` of a built-in target, read from its source; imports nothing.
-
-    Follows imports, base classes and fields of dataclasses. None where only an import can tell (`**kwargs`).
-    """
+    """The `own_parameters` of a built-in target, by its source alone; None where only an import can tell."""
     names = _source_names(path)
     if names is None:
         return None

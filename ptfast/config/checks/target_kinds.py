@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,21 +25,7 @@ _WANTED = {
     "metrics": "a metric (a class with update and compute, or a function of outputs and targets)",
     "task": "a task (a class with the methods of ptfast.core.protocols.Task)",
 }
-_OTHER_HOOKS = {
-    "val": "on_evaluation",
-    "test": "on_evaluation",
-    "eval": "on_evaluation",
-    "batch": "on_step",
-    "step": "on_step",
-    "optimizer": "on_step",
-    "epoch": "on_epoch",
-    "save": "on_save",
-    "checkpoint": "on_save",
-    "begin": "on_start",
-    "start": "on_start",
-    "end": "on_end",
-}
-"""Words of other frameworks' hooks, the telling ones first, and our hook of that kind."""
+_HOOK_CALLS = {name: [*inspect.signature(getattr(Callback, name)).parameters][1:] for name in HOOKS}
 
 
 def check_kind(found: Any, path: str, section: str) -> None:
@@ -64,9 +50,19 @@ def check_kind(found: Any, path: str, section: str) -> None:
     if (getattr(found, "__module__", None) or "").split(".")[0] in sys.stdlib_module_names:
         raise ConfigError("C009", f"is part of Python's standard library, not {_WANTED[section]}")
     if section == "callbacks" and is_class:
-        _check_hooks(found)
+        own = [name for name in dir(found) if inspect.isfunction(inspect.getattr_static(found, name))]
+        for name in own:
+            if name.startswith("on_") and name not in HOOKS:
+                hint = f"{did_you_mean(name, HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
+                raise ConfigError("C009", f"its method {name} would never be called", suggestion=hint.strip())
+        _check_calls(found, _HOOK_CALLS)
     if section == "logger" and is_class:
-        _check_logger(found)
+        for name in LOGGER_METHODS:
+            if not hasattr(found, name):
+                calls = [f"{each}({', '.join(takes)})" for each, takes in LOGGER_METHODS.items()]
+                hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
+                raise ConfigError("C009", f"is not a logger: it has no method {name}", suggestion=hint)
+        _check_calls(found, LOGGER_METHODS)
     if not _fits(found, section):
         raise ConfigError("C009", f"is not {_WANTED[section]}")
 
@@ -112,35 +108,14 @@ def _fits(found: Any, section: str) -> bool:
     return section == "logger" or not is_class or hasattr(found, "__iter__")
 
 
-def _check_hooks(found: type) -> None:
-    """Raise a C009 for a method that is named like a hook but never called, or not with its arguments."""
-    for name in dir(found):
-        method = inspect.getattr_static(found, name)
-        if not name.startswith("on_") or not inspect.isfunction(method):
+def _check_calls(found: type, calls: Mapping[str, Sequence[str]]) -> None:
+    """Raise a C009 for a method that cannot be called with what it is given."""
+    for name, takes in calls.items():
+        method = inspect.getattr_static(found, name, None)
+        if not inspect.isfunction(method):
             continue
-        if name not in HOOKS:
-            ours = next((ours for theirs, ours in _OTHER_HOOKS.items() if theirs in name), name)
-            hint = f"{did_you_mean(ours, HOOKS) or ''} The hooks are {', '.join(HOOKS)}"
-            raise ConfigError("C009", f"its method {name} would never be called", suggestion=hint.strip())
-        _check_call(method, name, list(inspect.signature(getattr(Callback, name)).parameters)[1:])
-
-
-def _check_logger(found: type) -> None:
-    """Raise a C009 for a class that lacks a method of loggers, or has one that takes other arguments."""
-    calls = [f"{name}({', '.join(takes)})" for name, takes in LOGGER_METHODS.items()]
-    for name, takes in LOGGER_METHODS.items():
-        if not hasattr(found, name):
-            hint = f"A logger has {', '.join(calls[:-1])} and {calls[-1]}"
-            raise ConfigError("C009", f"is not a logger: it has no method {name}", suggestion=hint)
-        method = inspect.getattr_static(found, name)
-        if inspect.isfunction(method):
-            _check_call(method, name, takes)
-
-
-def _check_call(method: Callable[..., Any], name: str, takes: Iterable[str]) -> None:
-    """Raise a C009 for a method that cannot be called with `self` and what it is given."""
-    try:
-        inspect.signature(method).bind("self", *takes)
-    except TypeError as error:
-        called = f"{name}({', '.join(['self', *takes])})"
-        raise ConfigError("C009", f"its method {name} cannot be called as {called}: {error}") from error
+        try:
+            inspect.signature(method).bind("self", *takes)
+        except TypeError as error:
+            called = f"{name}({', '.join(['self', *takes])})"
+            raise ConfigError("C009", f"its method {name} cannot be called as {called}: {error}") from error

@@ -91,10 +91,7 @@ def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bo
 
 
 def remember(config_file: Path) -> None:
-    """Note that this user has made the run of a frozen config here, in the cache folder and by its digest.
-
-    Does nothing where the cache folder cannot be written: `trust` is then asked for.
-    """
+    """Note in the cache folder, if it can be written, that this user has made a frozen config's run."""
     marker = _marker(config_file)
     with contextlib.suppress(OSError):
         marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -157,10 +157,7 @@ class _Checker:
     def _target(
         self, given: Any, key: str, section: str = "", fixed: Iterable[str] = (), *, called: bool = False
     ) -> Target:
-        """The target of an import path, or of a mapping with `_target_`, checked; without a path if it fails.
-
-        A function that is itself `called` with a batch or its samples is not called before.
-        """
+        """The checked target of a path or a mapping, without a path if it fails; if `called`, not before."""
         target = {"_target_": given} if isinstance(given, str) else given
         try:
             target = parse_target(target) if isinstance(target, dict) else target

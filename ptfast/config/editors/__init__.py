@@ -1,1 +1,1 @@
-"""Editor support: help, completion and a JSON Schema."""
+"""Editor support: help and a JSON Schema."""

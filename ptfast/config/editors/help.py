@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.files import paths
-from ptfast.core.errors import ConfigError, MachineError, cannot_write, did_you_mean
 from ptfast.core.protocols import TASKS
 
 
@@ -51,34 +50,6 @@ def entries(group: str) -> list[Entry]:
     return found
 
 
-def copy_recipe(name: str, file: Path) -> str:
-    """Copy a recipe to a file of the user's own, whose comment then names that file.
-
-    Returns:
-        What `+recipe=` takes for the copy: its name in `./recipes`, its path elsewhere.
-    """
-    known = paths.options(paths.RECIPES)
-    if name not in known:
-        hint = did_you_mean(name, known) or f"Recipes: {', '.join(known)}"
-        raise ConfigError("C003", "no such recipe", key=name, suggestion=hint)
-    if file.suffix != ".yaml":
-        what = "a recipe's file ends in .yaml"
-        raise ConfigError("C001", what, key=str(file), suggestion=f"Write {file.with_suffix('.yaml')}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as target:
-            copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
-            called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
-            text = known[name].read_text(encoding="utf-8")
-            target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
-    except FileExistsError:
-        what = "exists already and is not overwritten"
-        raise MachineError("E001", what, key=str(file), suggestion="Choose another name") from None
-    except OSError as error:
-        raise cannot_write(error, str(file)) from None
-    return called
-
-
 def _opening_comment(file: Path) -> tuple[str, ...]:
     comment: list[str] = []
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -97,10 +68,7 @@ _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?: *(.*?)(?=^    \S|\
 
 
 def argument_docs(function: Any) -> dict[str, str]:
-    """Argument -> its description in the docstring of a class or function.
-
-    That is what `Args:` says, or else the first paragraph if it names the argument in backquotes.
-    """
+    """Argument -> what `Args:` says of it, or the first paragraph if that names it in backquotes."""
     initialiser = getattr(function, "__init__", None) if inspect.isclass(function) else None
     found: dict[str, str] = {}
     for documented in (initialiser, function):

@@ -26,11 +26,7 @@ _CHOICE = "^(override )?/?{}$"
 
 
 def schema() -> Schema:
-    """The JSON Schema (draft 2020-12) of a recipe: its defaults list, and every key with its type and range.
-
-    Sections with `_target_` take the keywords of the targets that their options name, but not where a recipe
-    names a target of its own.
-    """
+    """The JSON Schema (draft 2020-12) of a recipe: its defaults, and every key with its type and range."""
     docs = field_docs(Config)
     preset = {"description": docs["preset"], "anyOf": _options(PRESETS)}
     properties: Schema = {"defaults": _defaults(), "preset": preset, "hydra": {"type": "object"}}

@@ -27,16 +27,10 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
     if file.exists():
         what, hint = "exists already and is not overwritten", "Choose another name"
         raise MachineError("E001", what, key=flag, value=file, suggestion=hint)
-    if not file.absolute().parent.is_dir():
-        raise MachineError("E001", "its folder does not exist", key=flag, value=file)
 
 
 def check_out(folder: Path | None) -> None:
-    """Check that a folder can be written to, before a command's long part.
-
-    Raises:
-        MachineError: E001 for `--out` if it cannot.
-    """
+    """Refuse (E001) a folder for `--out` that cannot be written to, before a command's long part."""
     if folder is None:
         return
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -60,8 +54,7 @@ def write_overlay(
         found: values by dotted key.
         comment: lines at its head, the first of which `ptfast recipes` shows.
 
-    Returns:
-        What `+recipe=` takes for it.
+    Returns what `+recipe=` takes for it.
     """
     check_overlay(file, flag)
     called = str(file if file.is_absolute() else f"./{file}")
@@ -81,6 +74,7 @@ def write_overlay(
     head = "".join(f"# {line}".rstrip() + "\n" for line in [*comment, "", f"  ptfast train +recipe={called}"])
     choices = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults})) + "\n" if defaults else ""
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as target:
             target.write(head + choices + (OmegaConf.to_yaml(values) if values else ""))
     except OSError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, shorten
+from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, nearest, shorten
 
 # Presets are expanded into overrides before Hydra composes, so Hydra must not see them as a group.
 PRESETS = "preset"
@@ -143,11 +143,7 @@ def check_option(group: str, option: Any, groups: Iterable[str], place: str | No
 
 
 def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None = None) -> Path:
-    """The `recipe_file` of a name.
-
-    Raises:
-        ConfigError: C003 at `place` if there is none, with the nearest name.
-    """
+    """The `recipe_file` of a name, or a C003 at `place` with the nearest one."""
     if file := recipe_file(name, folder):
         return file
     known = list(options(RECIPES))
@@ -159,21 +155,19 @@ def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None
 
 def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> str:
     everything = f"Options of {group}: {', '.join(known)}"
-    if group == "model" and option.startswith(_TORCHVISION):
-        return f"Did you mean model=torchvision model.name={option}? {everything}"
-    if (group, option) in _ELSEWHERE:
-        # The two meanings of the word are the commonest mix-up: say what each is.
-        return (
-            f"Did you mean {_ELSEWHERE[group, option]}? `checkpointing` is activation checkpointing; "
-            f"the state on disk is `saving`. {everything}"
-        )
-    if option.lower() in ("none", "null", "off", "false", "no") and "none" in known:
-        return f"Did you mean {group}=none? {everything}"
     whole = next((name for name in known if option in name.split("_")[1:]), None)
-    near = f"Did you mean {group}={whole}?" if whole else did_you_mean(option, known, f"{group}={{}}")
-    if near:
-        return f"{near} {everything}"
     elsewhere = [f"{other}={option}" for other in groups if other != group and option in options(other)]
-    if elsewhere and option not in ("none", "default", "custom"):
-        return f"Did you mean {shorten(' or '.join(elsewhere))}? {everything}"
-    return everything
+    if group == "model" and option.startswith(_TORCHVISION):
+        meant = f"model=torchvision model.name={option}"
+    elif meant := _ELSEWHERE.get((group, option)):
+        # The two meanings of the word are the commonest mix-up: say what each is.
+        everything = f"`{group}` is activation checkpointing; the state on disk is `saving`. {everything}"
+    elif option.lower() in ("none", "null", "off", "false", "no") and "none" in known:
+        meant = f"{group}=none"
+    elif near := whole or nearest(option, known):
+        meant = f"{group}={near}"
+    elif elsewhere and option not in ("none", "default", "custom"):
+        meant = shorten(" or ".join(elsewhere))
+    else:
+        return everything
+    return f"Did you mean {meant}? {everything}"

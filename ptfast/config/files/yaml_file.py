@@ -85,11 +85,7 @@ class _Text:
         return bisect_right(self._starts, mark.index) - 1
 
     def error(self, mark: Any, problem: str, *, unread: bool = False) -> ConfigError:
-        """The error at a mark, with its column and the line there.
-
-        Where YAML could not be read (`unread`), it looks for a space that YAML does not know, in this line or
-        in the last one with text.
-        """
+        """The error at a mark, or in `unread` YAML at an odd space in its line or the last one with text."""
         if mark is None:
             return ConfigError("C007", problem, place=self.name)
         last, at, column = self.line(mark), self.line(mark), mark.index - self._starts[self.line(mark)]
@@ -107,11 +103,7 @@ class _Text:
 
 
 def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
-    """Read a file that holds one mapping; comments alone count as an empty one if `allow_empty`.
-
-    Raises:
-        ConfigError: C007, with file, line and column.
-    """
+    """Read a file that holds one mapping, or comments alone if `allow_empty`; C007 names line and column."""
     name = paths.shown(path)
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -139,7 +131,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
                 check_grammar(key, value_node.value, file.places[key])
             if surprise := _surprise(value_node):
                 file.warnings.append(f"{key}={value_node.value} ({file.places[key]}): {surprise}")
-        file.data.update(_with_todays_names(loader.construct_document(node)))
+        file.data.update(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         raise _unreadable(text, error) from None
     except RecursionError:
@@ -147,31 +139,6 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError("C007", f"cannot be read as YAML: {shorten(error)}", place=name) from None
     return file
-
-
-_MOVED = {
-    **{f"ptfast.data.{name}": f"ptfast.data.sources.{name}" for name in ("arrays", "cifar", "digits")},
-    "ptfast.data.hf": "ptfast.data.sources.hf_dataset",
-    "ptfast.data.imagefolder": "ptfast.data.sources.imagefolder",
-    "ptfast.data.text": "ptfast.data.sources.text_dataset",
-    "ptfast.data.webdataset": "ptfast.data.sources.webdataset_shards",
-    "ptfast.logger": "ptfast.report.loggers",
-    "ptfast.models.hf": "ptfast.models.transformers",
-    "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
-}
-"""New places of modules whose targets stand in the configs of earlier runs."""
-
-
-def _with_todays_names(value: Any, key: str = "") -> Any:
-    """`value` with targets that have moved under their current import paths."""
-    if isinstance(value, dict):
-        return {name: _with_todays_names(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_with_todays_names(item) for item in value]
-    if key == "_target_" and isinstance(value, str):
-        module, _, name = value.rpartition(".")
-        return f"{_MOVED[module]}.{name}" if module in _MOVED else value
-    return value
 
 
 def _walk(
@@ -205,16 +172,13 @@ def _surprise(node: yaml.Node) -> str | None:
         return None
     value = node.value
     if node.tag == _BOOL and value.lower() not in ("true", "false"):
-        meaning = "true" if value.lower() in ("yes", "on") else "false"
-        return f"YAML reads {value} as {meaning}. Quote it to keep the text"
+        return f"YAML reads {value} as {str(yaml.safe_load(value)).lower()}. Quote it to keep the text"
     if node.tag == _INT and ":" in value:
-        total = 0
-        for part in value.replace("_", "").lstrip("+-").split(":"):
-            total = total * 60 + int(part)
-        sign = "-" if value.startswith("-") else ""
-        return f"YAML reads {value} as the number {sign}{total}. Quote it to keep the text"
+        return f"YAML reads {value} as the number {yaml.safe_load(value)}. Quote it to keep the text"
     if node.tag == _INT and re.fullmatch(r"[-+]?0[0-7_]+", value):
-        return f"YAML reads {value} as the octal number {int(value, 8)}. Write it without the leading 0"
+        return (
+            f"YAML reads {value} as the octal number {yaml.safe_load(value)}. Write it without the leading 0"
+        )
     if node.tag == _STR and re.fullmatch(r"0o[0-7]+", value):
         return f"YAML reads {value} as text. Write {int(value, 8)} for the number"
     return None
@@ -238,10 +202,7 @@ SELF = "_self_"
 
 
 def lineage(group: str, file: Path, heirs: tuple[Path, ...] = ()) -> list[YamlFile]:
-    """The files that `file` is made of, itself included, each laid over those before it.
-
-    It is an option of `group`, or a recipe; `heirs` are the files that inherit it.
-    """
+    """The files that an option of `group` or a recipe is made of, itself included, the last on top."""
     content, chain = read_yaml(file, allow_empty=group != paths.RECIPES), (*heirs, file)
     layers: list[YamlFile] = []
     for index, entry in enumerate(content.defaults):

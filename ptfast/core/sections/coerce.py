@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ptfast.core.durations import NUMBER, Duration, DurationRangeError, Unit, is_finite, read_number
+from ptfast.core.durations import NUMBER, TIME, Duration, DurationRangeError, Unit, is_finite, read_number
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean
 from ptfast.core.sections.targets import Target
 
@@ -245,8 +245,6 @@ def _is_known(annotation: Any) -> bool:
 REFERENCE = {"$ref": "#/$defs/reference"}
 """In JSON Schema, an interpolation in place of a value."""
 TARGET: dict[str, Any] = {"type": "object", "required": ["_target_"]}
-_UNIT_WORDS = {"steps": "steps?", "epochs": "epochs?", "samples": "samples?", "percent": "percent|%"}
-_TIME_WORDS = ("days?|d", "hours?|hrs?|h", "minutes?|mins?|m", "seconds?|secs?|s")
 
 
 def json_types(annotation: Any) -> list[dict[str, Any]]:
@@ -268,12 +266,9 @@ def _json_types(annotation: Any, bounds: Range | None) -> list[dict[str, Any]]:
         return [{"enum": list(arguments)}]
     if kind is Duration:
         # In the grammar of JavaScript's regular expressions.
-        if in_unit.allowed == ("seconds",):
-            times = r"\s*".join(f"(({NUMBER})\\s*({words}))?" for words in _TIME_WORDS)
-            pattern = rf"^\s*(?=\S)({NUMBER}|{times})\s*$"
-        else:
-            words = "|".join(_UNIT_WORDS[unit] for unit in in_unit.allowed if unit in _UNIT_WORDS)
-            pattern = rf"^\s*({NUMBER})\s*({words})?\s*$"
+        units = "|".join("percent|%" if unit == "percent" else f"{unit}?" for unit in in_unit.allowed)
+        time = f"|{TIME}" if "seconds" in in_unit.allowed else ""
+        pattern = rf"^\s*(?=\S)(({NUMBER})\s*({units})?{time})\s*$"
         limits = (bounds or NOT_NEGATIVE).json_limits()
         return [{"type": "number", **limits}, {"type": "string", "pattern": pattern}]
     if kind in _SEQUENCES:

@@ -44,11 +44,7 @@ class Target:
             raise problem.at("_target_", self.path) from problem.__cause__
 
     def build(self, *args: Any, **facts: Any) -> Any:
-        """Call the target with its keywords.
-
-        Args:
-            facts: keywords for those parameters of these names that the config does not set; None is unknown.
-        """
+        """Call the target with its keywords, and with `facts` (None is unknown) for parameters left unset."""
         function = self.resolve()
         takes = keywords(function)
         filled = {name: fact for name, fact in facts.items() if name in takes and fact is not None}
@@ -92,11 +88,7 @@ def parse_value(value: Any, key: str) -> Any:
 
 
 def locate(path: str, visit: Callable[[Any, str], None] | None = None) -> Any:
-    """Import what a dotted path such as `package.module.Class.attribute` names, or raise a C009.
-
-    Args:
-        visit: called with each module or attribute on the way and its path; raises to stop.
-    """
+    """Import what a dotted path names, or raise a C009; `visit` sees each part on the way and its path."""
     parts = path.split(".")
     # A user's own module lies next to where ptfast is called; the installed command does not look there.
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
@@ -150,27 +142,23 @@ def _does_not_exist(parent: Any, before: str, name: str) -> PtfastError:
 def signature(function: Any) -> inspect.Signature | None:
     """The signature with annotations evaluated where they can be; None where Python does not know it."""
     try:
-        return inspect.signature(function, eval_str=True)
+        found = inspect.signature(function)
     except (ValueError, TypeError):
         return None
-    except Exception:
-        # An annotation names something imported for type checkers only: evaluate the others one by one.
+    named = getattr(function, "func", function)  # of a partial one
+    body = inspect.unwrap(named.__init__ if inspect.isclass(named) else named)
+
+    def evaluated(annotation: Any) -> Any:
+        if not isinstance(annotation, str):
+            return annotation
         try:
-            found = inspect.signature(function)
-        except (ValueError, TypeError):
-            return None
-    body = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
-    parameters: list[inspect.Parameter] = []
-    for parameter in found.parameters.values():
-        annotation = parameter.annotation
-        if isinstance(annotation, str):
-            try:
-                # As `typing.get_type_hints` does.
-                annotation = eval(annotation, dict(getattr(body, "__globals__", {})))
-            except Exception:
-                annotation = EMPTY
-        parameters.append(parameter.replace(annotation=annotation))
-    return found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+            # As `typing.get_type_hints` does, but one by one: some name what type checkers alone import.
+            return eval(annotation, dict(getattr(body, "__globals__", {})))
+        except Exception:
+            return EMPTY
+
+    parameters = [each.replace(annotation=evaluated(each.annotation)) for each in found.parameters.values()]
+    return found.replace(parameters=parameters, return_annotation=evaluated(found.return_annotation))
 
 
 def is_torch_scheduler(found: Any) -> bool:
@@ -206,13 +194,9 @@ def swallows_keywords(function: Any) -> bool:
 
 
 def check_constructs(target: Target, facts: dict[str, Any]) -> None:
-    """Build a model on the meta device if only that shows whether its keywords are known.
+    """Build a model on the meta device if a signature with `**kwargs` hides which keywords it knows.
 
-    A signature that ends in `**kwargs` hides a misspelt keyword (C002), or another argument that is refused
-    (C005), until the call, which is late.
-
-    Args:
-        facts: what `Target.build` will be given; published weights are not loaded here.
+    C002 names a misspelt one, C005 another that is refused. `facts` are those of `Target.build`.
     """
     function = target.resolve()
     if not swallows_keywords(function):

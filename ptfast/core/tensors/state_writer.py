@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks, on_all_ranks
-from ptfast.core.machine import available_memory, usable_cores
+from ptfast.core.machine import available_memory
 from ptfast.core.tensors.arrivals import wait_for
 from ptfast.core.tensors.trees import tensors_in
 
@@ -27,8 +27,6 @@ T = TypeVar("T")
 LEAST_BYTES = 4 << 20
 """`saving.background=auto` writes smaller states at once: there is little to gain."""
 
-PIECE_BYTES = 8 << 20
-"""What two threads that copy take at a time."""
 NICENESS = 10
 """By how much the thread that writes gives way to those that train, until they wait for it."""
 
@@ -125,8 +123,7 @@ class StateWriter:
         self.due = False
         """The ranks have agreed that it is time for a state."""
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
-        # No thread: before Python 3.13 one counts as ended once a signal has interrupted `join`.
-        self._written: threading.Event | None = None
+        self._written: Future[Any] | None = None
         self._thread_id: int | None = None
         self._together = False
         self._publish: Callable[[], None] = lambda: None
@@ -143,7 +140,7 @@ class StateWriter:
     @property
     def is_written(self) -> bool:
         """Whether this rank's thread has written all it has to."""
-        return self._written is not None and self._written.is_set()
+        return self._written is not None and self._written.done()
 
     def look(self, *, due: bool, all_written: bool) -> None:
         """Publish the state under way if it is written, and note if the next one is `due`.
@@ -193,10 +190,8 @@ class StateWriter:
         arrived = None
         if background or (on_gpu and fits):
             content, arrived = self._copies.take(content, lasting if background else ())
-        outcome: list[tuple[Any, Exception | None]] = []
-        written = threading.Event()
 
-        def run() -> None:
+        def run() -> Any:
             start_s = time.perf_counter()
             try:
                 if background:
@@ -204,30 +199,21 @@ class StateWriter:
                     _set_niceness(self._thread_id, NICENESS)
                 if arrived is not None:
                     arrived()
-                outcome.append((write(content), None))
-            except Exception as error:
-                outcome.append((None, error))
+                return write(content)
             finally:
                 self.writing_s += time.perf_counter() - start_s
-                written.set()
-
-        def read() -> Any:
-            found, error = outcome[0]
-            if error is not None:
-                raise error
-            return found
 
         self._thread_id = None
         self.states += 1
         self.in_background += background
-        if background:
-            self._together, self._publish = together, lambda: publish(read)
-            # No daemon: one that the interpreter stops inside of torch aborts the process.
-            threading.Thread(target=run, name="ptfast-state-writer").start()
-            self._written = written
-        else:
-            run()
-            publish(read)
+        if not background:
+            publish(run)
+            return
+        # Its thread is no daemon: one that the interpreter stops inside of torch aborts the process.
+        pool = ThreadPoolExecutor(1, "ptfast-state-writer")
+        written = pool.submit(run)
+        pool.shutdown(wait=False)
+        self._together, self._written, self._publish = together, written, lambda: publish(written.result)
 
     def hold(self) -> None:
         """Let the stream that trains wait for copies that still read what it is about to change."""
@@ -258,9 +244,9 @@ class StateWriter:
 
     def _wait(self) -> None:
         assert self._written is not None
-        if self._thread_id is not None and not self._written.is_set():
+        if self._thread_id is not None and not self._written.done():
             _set_niceness(self._thread_id, 0)
-        self._written.wait()
+        wait([self._written])
 
     def figures(self) -> dict[str, float]:
         """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
@@ -280,10 +266,7 @@ def _size_of(content: Any) -> tuple[int, bool]:
 
 
 def _set_niceness(thread_id: int, niceness: int) -> None:
-    """Set by how much a thread gives way to the main one, where the system knows priorities of threads.
-
-    Taking niceness back may need a privilege: without it a busy machine keeps the thread waiting.
-    """
+    """Set by how much a thread gives way to the main one; taking it back may need a privilege."""
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
             os.setpriority(
@@ -292,18 +275,8 @@ def _set_niceness(thread_id: int, niceness: int) -> None:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    if torch.get_num_threads() > 1 or any(source.is_cuda for _, source in pairs) or usable_cores() < 2:
-        for buffer, source in pairs:
-            buffer.copy_(source, non_blocking=source.is_cuda)
-        return
-    # The core that will write is idle so far.
-    pieces = [
-        piece
-        for buffer, source in pairs
-        for piece in zip(buffer.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        deque(pool.map(lambda piece: piece[0].copy_(piece[1]), pieces), maxlen=0)
+    for buffer, source in pairs:
+        buffer.copy_(source, non_blocking=source.is_cuda)
 
 
 def _has_storage(tensor: Any) -> bool:

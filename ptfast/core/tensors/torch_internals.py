@@ -17,21 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import signal_handling as worker_signals
 from torch.utils.data._utils import worker as data_worker
 
-__all__ = [
-    "BatchNorm",
-    "DispatchMode",
-    "InstanceNorm",
-    "OpOverload",
-    "after_backward",
-    "backward",
-    "data_worker",
-    "dump_nccl_trace",
-    "hide_from_compiler",
-    "is_profiling",
-    "set_allocator",
-    "worker_signals",
-]
-
+# Imported for others:
+__all__ = ["BatchNorm", "InstanceNorm", "data_worker", "worker_signals"]
 # BatchNorm, InstanceNorm: the bases of the layers of all dimensions, which have no public name.
 # worker_signals: names the processes of a loader of ours to the handler that tells of one that was killed.
 # data_worker: sets what `torch.utils.data.get_worker_info` gives in a process of ours.

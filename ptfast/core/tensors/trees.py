@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ptfast.core.tensors.dtensors import SavedTensor
 
-__all__ = ["map_tensors", "tensors_in", "tree_leaves", "tree_map"]
+__all__ = ["tree_leaves", "tree_map"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -27,10 +27,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` of every tensor, or saved one, in its place; named tuples stay what they are.
-
-    Objects with a method `to`, such as batches of other libraries, count as tensors.
-    """
+    """`value` with `function` of every tensor, saved one, or object with `to` in its place; types stay."""
     if isinstance(value, (Tensor, SavedTensor)) or hasattr(value, "to"):
         return function(value)
     if isinstance(value, dict):

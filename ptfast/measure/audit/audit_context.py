@@ -201,7 +201,7 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
     """Build the run of `config` in `folder` and train it for some steps to see what they do."""
     ranks = Ranks()
     device = resolve_device(config.device, ranks)
-    micro_batches = check_batch(config.batch_size, config.micro_batches, 1, config.gradients.accumulate)
+    micro_batches = check_batch(config, 1)
     data = load_data(config, ranks, build_choice(config, micro_batches, device))
     run = build(config, ranks=ranks, folder=folder, display=display, data=data)
     try:

@@ -66,13 +66,7 @@ def cut_batch(run: PartialRun) -> None:
         fitting = [str(number) for number in range(1, known + 1) if known % number == 0]
         hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches differently"
         raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
-    run.resolved.micro_batches = check_batch(
-        config.batch_size,
-        known or config.micro_batches,
-        ranks.num_ranks,
-        1 if known else config.gradients.accumulate,
-        config.curriculum.batch_size_from,
-    )
+    run.resolved.micro_batches = check_batch(config, ranks.num_ranks, known)
     for problem in ruled_out_by_ranks(
         config.parallel,
         alone=not ranks.distributed,

@@ -1,12 +1,15 @@
-"""Shell completion of commands, groups, options, recipes and keys, without importing Hydra."""
+"""Shell completion of commands, flags, groups, options, recipes and keys, without importing Hydra."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
+from ptfast.cli.arguments import COMMON
+from ptfast.cli.commands import COMMANDS
 from ptfast.config.files import paths
-from ptfast.core.errors import ConfigError, PtfastError
+from ptfast.core.errors import EXIT_OK, ConfigError, PtfastError
 
 _SCRIPTS = {
     "bash": """\
@@ -46,30 +49,29 @@ complete -c ptfast -a '(__ptfast_complete)'
 }
 
 
-def script(shell: str) -> str:
-    """The completion script to be sourced by `bash`, `zsh` or `fish`."""
+def completion(args: Namespace) -> int:
+    """Print the completion script to be sourced by `bash`, `zsh` or `fish`."""
+    shell = args.words[0] if args.words else "bash"
     if shell not in _SCRIPTS:
         what = "no completion for this shell"
         raise ConfigError("C015", what, key=shell, suggestion="Name bash, zsh or fish")
-    return _SCRIPTS[shell]
+    print(_SCRIPTS[shell])
+    return EXIT_OK
 
 
-def complete(
-    words: Sequence[str], commands: Mapping[str, Iterable[str]], first_words: Mapping[str, Iterable[str]]
-) -> list[str]:
-    """Completions of the last of `words`, which follow `ptfast` on the line; it is empty after a space.
-
-    Args:
-        commands: the program's commands, and the flags of each.
-        first_words: what may follow those commands that take another word before the config.
-    """
+def complete(words: Sequence[str]) -> list[str]:
+    """Completions of the last of `words`, which follow `ptfast` on the line; it is empty after a space."""
     word = words[-1] if words else ""
     if len(words) <= 1:
-        return [name for name in commands if name.startswith(word)]
+        return [name for name in COMMANDS if name.startswith(word)]
+    if (command := COMMANDS.get(words[0])) is None:
+        return []
     if word.startswith("-"):
-        return sorted(flag for flag in commands.get(words[0], ()) if flag.startswith(word))
-    if len(words) == 2 and words[0] in first_words:
-        return [name for name in first_words[words[0]] if name.startswith(word)]
+        # `find lr` has the flags of lr.
+        command = next((command.kinds[each] for each in words if each in command.kinds), command)
+        return sorted(flag.name for flag in (*command.flags, *COMMON) if flag.name.startswith(word))
+    if len(words) == 2 and command.kinds:
+        return [name for name in command.kinds if name.startswith(word)]
     if words[0] == "techniques":
         from ptfast.config.catalogue import CATALOGUE
 
@@ -106,7 +108,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
     return [prefix + name for name in dict.fromkeys(found)]
 
 
-def known_keys(arguments: Sequence[str] = ()) -> list[str]:
+def known_keys(arguments: Sequence[str]) -> list[str]:
     """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
     from ptfast.config.files.yaml_file import lineage, read_yaml
     from ptfast.config.schema import VARIABLES, defaults, flatten
