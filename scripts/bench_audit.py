@@ -125,7 +125,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as name,
         audit_context(read_config(WORDS)[1], Path(name), Display()) as context,
     ):
-        findings = [*run_checks(context, ("model", "data", "loop"))]
+        findings = run_checks(context, ("model", "data", "loop"))
         price_here(findings, budget_s, context.device_type, Display())
     pairs = [Pair(defect, WORDS, (*WORDS, DEFECTS[defect][1])) for defect in asked.defects]
     with Laboratory(budget_s=len(pairs) * budget_s) as laboratory:

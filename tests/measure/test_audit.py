@@ -42,7 +42,7 @@ def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) ->
     chosen = {word.partition("=")[0]: word for word in (*NET, *POINTS, *PLAIN, *words)}
     config = read_config([*chosen.values()])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        return [*run_checks(changed(context, waiting=waiting, **facts), ("model", "data", "loop"))]
+        return run_checks(changed(context, waiting=waiting, **facts), ("model", "data", "loop"))
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +220,7 @@ def test_what_mends_a_finding_in_this_process_is_measured(
     monkeypatch.setattr(audit_run, "SEGMENT_S", 0.0)
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        found = [*run_checks(context, ("loop",))]
+        found = run_checks(context, ("loop",))
         price_here(found, 1.0, "cpu", Display())
         (finding,) = found
         assert finding.price is not None
@@ -233,7 +233,7 @@ def test_what_mends_a_finding_in_this_process_is_measured(
 def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, f"model.defect={defect}"])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        ((finding,),) = [[*run_checks(context, ("model",))]]
+        (finding,) = run_checks(context, ("model",))
     assert finding.trial is not None
     as_it_is, mended = finding.trial()
     as_it_is()

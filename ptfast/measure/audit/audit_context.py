@@ -61,6 +61,14 @@ class Price:
     high_s: float | None = None
     verdict: Verdict | None = None
 
+    def __str__(self) -> str:
+        if self.verdict in ("no difference", "cannot tell"):
+            return self.verdict
+        text = f"{self.seconds * 1e3:.3g} ms a step"
+        if self.low_s is None or self.high_s is None:
+            return text
+        return f"{text} [{self.low_s * 1e3:.3g} to {self.high_s * 1e3:.3g}]"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -81,7 +89,6 @@ class Finding:
     """None if it cannot be tried in this process."""
     handled: bool = False
     """The run mends it itself."""
-    area: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ class AuditContext:
 
         phases = Phases(enter, lambda phase: enter(""))
         try:
-            with watched(self.run, phases), operators.naming_modules(), calls, operators:
+            with watched(self.run, phases), calls, operators:
                 self.take_step()
         except Exception as error:
             if isinstance(error, PtfastError) or is_memory_error(error):

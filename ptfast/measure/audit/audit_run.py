@@ -27,7 +27,7 @@ from ptfast.measure.audit.step_checks import check_data, check_loop, check_machi
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
-from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
+from ptfast.report.terminal.display import Display, build_display, say, table
 
 ORDER = (0, 1, 1, 0)
 """The sides of a round, in the order they are measured: an even drift weighs on both alike."""
@@ -109,10 +109,9 @@ def audit(
     return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
 
 
-def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
-    """Yield what the checks find, area by area."""
-    for area in areas:
-        yield from (replace(finding, area=area) for finding in AREAS[area](context))
+def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> list[Finding]:
+    """What the checks find, area by area."""
+    return [finding for area in areas for finding in AREAS[area](context)]
 
 
 def price_here(findings: list[Finding], budget_s: float, device_type: str, display: Display) -> None:
@@ -127,8 +126,7 @@ def price_here(findings: list[Finding], budget_s: float, device_type: str, displ
         left_s = seconds * (len(tried) - position)
         with display.status(f"measuring {findings[number].check}", left_s):
             results.append((number, *_measure(trial, seconds, device_type)))
-        # Each trial may change the verdicts on those before it.
-        _put(findings, results, judge([effect for _, effect, _ in results]))
+    _put(findings, results, judge([effect for _, effect, _ in results]))
 
 
 def price_by_override(
@@ -203,12 +201,7 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
-    """Print findings, in a table on a terminal and a line each elsewhere."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    """Print findings, those with a price first, and notes."""
     found = [finding for finding in findings if not finding.handled]
     priced = [(each.price.seconds, each) for each in found if each.price is not None]
     groups = {
@@ -216,29 +209,13 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
         "without a price": [finding for finding in found if not finding.price],
         "handled by this config": [finding for finding in findings if finding.handled],
     }
-    look: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
     for title, group in groups.items():
-        ruled = Table(title=f"{len(group)} {title}", title_style="bold", **look)
-        ruled.add_column("area")
-        ruled.add_column("finding, place, fix", overflow="fold")
+        rows: list[list[str]] = []
         for each in group:
             mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend]))
-            cost = ""
-            if (price := each.price) is not None:
-                cost = f"{price.seconds * 1e3:.3g} ms a step"
-                if price.verdict in ("no difference", "cannot tell"):
-                    cost = price.verdict
-                elif price.low_s is not None and price.high_s is not None:
-                    cost += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
-            if is_terminal(standard_output()):
-                costs = (f"{cost}: " if cost else "", "yellow")
-                text = Text.assemble(costs, (each.what, "bold"), "\n", (each.where, "cyan"), "\n", mend)
-                ruled.add_row(each.area, text)
-            else:
-                parts = [each.area, each.check, each.what, f"at {each.where}", cost, f"fix: {mend}"]
-                say("; ".join(filter(None, [*parts, "handled" * each.handled])))
-        if ruled.row_count:
-            Console(highlight=False, markup=False, emoji=False).print(ruled)
+            rows.append([each.check, str(each.price or ""), f"{each.what}; at {each.where}; fix: {mend}"])
+        if rows:
+            table(["check", "costs", "finding"], rows, title=f"{len(group)} {title}")
     for note in notes:
         say(note)
     say(counted(len(found), "finding") if found else "nothing found that costs speed")
