@@ -126,17 +126,15 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
     """Formulas written by hand that torch has a kernel for."""
-    attentions: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
+    attentions: defaultdict[str, list[AttentionShape]] = defaultdict(list)
     for weights in context.operators.softmaxes:
         if weights.shape is not None and not weights.elsewhere:
-            attentions[weights.place].append((weights.module, weights.shape))
+            attentions[weights.place].append(weights.shape)
     for place, calls in attentions.items():
-        modules = list(dict.fromkeys(module for module, _ in calls if module))
         what = f"attention by a softmax between two products, {times(len(calls))} a step"
-        where = f"{place} ({name_some(modules, NAMED)})" if modules else place
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
-        trial = partial(_sides, _attention, [shape for _, shape in calls], context.run.device)
-        yield Finding("attention by hand", what, where, mend, kind="reordered", trial=trial)
+        trial = partial(_sides, _attention, calls, context.run.device)
+        yield Finding("attention by hand", what, place, mend, kind="reordered", trial=trial)
     for place, calls in context.operators.gelus.items():
         what = f"GELU in single operators, {times(len(calls))} a step"
         mend = 'F.gelu(x, approximate="tanh")' if calls[0].approximate == "tanh" else "F.gelu(x)"

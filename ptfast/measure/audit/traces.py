@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -247,7 +246,6 @@ class AttentionWeights:
 
     place: str
     depth: int
-    module: str = ""
     shape: AttentionShape | None = None
     """Once it was multiplied with values."""
     elsewhere: bool = False
@@ -264,9 +262,7 @@ class OperatorTrace(DispatchMode):
 
     def __init__(self, model: nn.Module, calls: CallTrace) -> None:
         super().__init__()
-        self._names = {module: name for name, module in model.named_modules()}
         self._calls = calls
-        self._stack: list[str] = []
         self._roles: Any = WeakIdKeyDictionary()
         """`parameter`, `_Scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor."""
         for tensor in (*model.parameters(), *model.buffers()):
@@ -279,20 +275,6 @@ class OperatorTrace(DispatchMode):
         """Operators that return a float64 tensor; both are by place."""
         self.normalises, self.weighted = False, 0
         """Whether an operator normalises, and the number of products and convolutions with a parameter."""
-
-    @contextlib.contextmanager
-    def naming_modules(self) -> Iterator[None]:
-        """Keep track of the running module."""
-
-        def enter(module: nn.Module, inputs: Any) -> None:
-            self._stack.append(self._names.get(module, ""))
-
-        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            self._stack.pop()
-
-        leaving = register_module_forward_hook(leave, always_call=True)
-        with register_module_forward_pre_hook(enter), leaving:
-            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -326,7 +308,6 @@ class OperatorTrace(DispatchMode):
                 weights.elsewhere = True
                 return None
             queries, keys = args[0].shape[-2:]
-            weights.module = self._stack[-1] if self._stack else ""
             # Torch may have merged the sizes of the weights before the last two.
             whole = next(tensors_in(self._calls.current[1]), args[0])
             shape = whole.shape if whole.numel() == args[0].numel() else args[0].shape
