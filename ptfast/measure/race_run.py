@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,28 +16,24 @@ from ptfast.config.overrides import merge, parse, quoted
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.errors import (
-    COMMAND_LINE,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    ConfigError,
-    MachineError,
-    NumericsError,
-    ReportedError,
-)
-from ptfast.core.machine import die_with_parent
+from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, NumericsError, ReportedError
 from ptfast.core.units import clock, duration
 from ptfast.measure.experiment.verdicts import judge
-from ptfast.measure.outputs import check_outputs, label, make_folder, picture, write_figures
+from ptfast.measure.outputs import (
+    OWN_KEYS,
+    check_free,
+    check_new,
+    label,
+    make_folder,
+    picture,
+    run_ptfast,
+    write_figures,
+)
 from ptfast.measure.race_leads import Finish, Lead, RaceTarget, lead, read_finish
-from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say, table, terminal_display
 
 PICTURE = "race.png"
 _WORDS = {"faster": "sooner", "slower": "later"}
-_OWN = {"seed": "--seeds", "run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
-"""Keys that a race sets for each run, and the flag for it."""
 _RATE = "optimizer.lr"
 
 
@@ -63,10 +56,7 @@ def race(
     Raises:
         PtfastError, ReportedError: a run or a search for a rate fails. A loss may diverge.
     """
-    check_outputs(out)
-    if out is not None and out.exists() and any(out.iterdir()):
-        what, hint = "is not empty", "Choose a new one"
-        raise MachineError("E001", what, key="--out", value=out, suggestion=hint)
+    check_new(out)
     folder = make_folder("race", out, arms[0].config)
     say(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
     code, racing = EXIT_OK, Race(arms, target, num_seeds, folder)
@@ -88,11 +78,7 @@ def race(
         "arms": [{"name": arm.name, "overrides": redact(arm.words), "lr": arm.lr} for arm in racing.arms],
         "runs": [asdict(finish) for finish in racing.finishes],
         "sooner": {
-            name: [
-                each and {"ratio": each.ratio, "low": each.low, "high": each.high}
-                for each in racing.leads(name)
-            ]
-            for name in ("train_s", "steps")
+            name: [each and asdict(each) for each in racing.leads(name)] for name in ("train_s", "steps")
         },
     }
     draw(folder / PICTURE, racing, f"{label(arms[0].config)}: {target}")
@@ -106,25 +92,23 @@ class Race:
     def __init__(self, arms: Sequence[Arm], target: RaceTarget, num_seeds: int, folder: Path) -> None:
         self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
         self.finishes: list[Finish] = []
-        self._wall_s: list[float] = []
-        """Of the runs so far; the arms take turns."""
 
     def run(self) -> None:
         """Train seed by seed, and print how each run ended."""
         display, total = terminal_display(), len(self.arms) * self.num_seeds
+        start_s, left_s = time.monotonic(), None
         for seed, (number, arm) in itertools.product(range(self.num_seeds), enumerate(self.arms)):
-            start_s, done = time.monotonic(), len(self.finishes) + 1
-            left_s = self._left_s() if self.finishes else None
+            done = len(self.finishes) + 1
             with display.status(f"run {done} of {total}: {arm.name}", left_s):
                 finish = self._train(number, arm, seed)
-            self._wall_s.append(time.monotonic() - start_s)
             self.finishes.append(finish)
+            left_s = (time.monotonic() - start_s) / done * (total - done)
             if finish.steps is not None and finish.train_s is not None:
                 how = f"{self.target} after {finish.steps:,} steps, {duration(finish.train_s)}"
             else:
                 best = "" if finish.best is None else f", best {finish.best:.4g}"
                 how = ("diverged" if finish.ended == "diverged" else "missed it") + best
-            eta = f"  eta {clock(self._left_s())}" if done < total else ""
+            eta = f"  eta {clock(left_s)}" if done < total else ""
             say(f"{done}/{total}  seed {seed}  {arm.name}: {how}{eta}")
 
     def leads(self, figure: str) -> list[Lead | None]:
@@ -140,60 +124,31 @@ class Race:
         run_dir = self.folder / f"arm{number + 1}-seed{seed}"
         log, metric = run_dir.with_suffix(".log"), self.target.metric
         words = [*arm.words, f"seed={seed}", f"stop.metric={metric}", "stop.patience=null"]
-        code = _ptfast(["train", *words, f"run.dir={quoted(run_dir.absolute())}"], log)
+        code, said = run_ptfast(["train", *words, f"run.dir={quoted(run_dir.absolute())}"], log)
         diverged = code == NumericsError.exit_code
         if code and not diverged:
-            lines = log.read_text(errors="replace").splitlines()
-            line = next((line for line in reversed(lines) if "error[" in line), "")
-            if "stop.metric=" in line and "no such figure" in line:
-                hint = line.partition("no such figure. ")[2].rstrip(".")
+            if "stop.metric=" in said and "no such figure" in said:
+                hint = said.partition("no such figure. ")[2].rstrip(".")
                 raise ConfigError("C005", "no such figure", key="--target", value=metric, suggestion=hint)
-            raise ReportedError(line or f"ptfast: {run_dir.name} left with {code}; see {log}", max(code, 1))
+            raise ReportedError(said, max(code, 1))
         finish = read_finish(run_dir, self.target, number, seed, "diverged" if diverged else "finished")
         if finish.best is None and not diverged:
             what, hint = "the runs evaluate no validation split", "Leave out data.val=0"
             raise ConfigError("C011", what, key="--target", value=metric, suggestion=hint)
         return finish
 
-    def _left_s(self) -> float:
-        """Seconds left, estimated from earlier runs of the same arm, or of any."""
-        by_arm = [self._wall_s[number :: len(self.arms)] for number in range(len(self.arms))]
-        return sum((self.num_seeds - len(own)) * statistics.fmean(own or self._wall_s) for own in by_arm)
-
 
 def _tuned(arm: Arm, folder: Path) -> Arm:
     """The arm at the learning rate that `find lr` chooses for it."""
     log = folder.with_suffix(".log")
-    code = _ptfast(["find", "lr", *arm.words, "--out", str(folder)], log)
+    code, said = run_ptfast(["find", "lr", *arm.words, "--out", str(folder)], log)
+    if code:
+        raise ReportedError(said, max(code, 1))
     found = run_directory.read_json(folder / "lr.json")
-    if code or found.get("chosen") is None:
-        lines = log.read_text(errors="replace").splitlines()
-        raise ReportedError(lines[-1] if lines else f"ptfast: find lr left with {code}", max(code, 1))
     lr = float(f"{found['chosen'] / found['lr_scale']:.3g}")
     say(f"{arm.name}: learning rate {lr:g} by find lr")
     words = merge(arm.words, [f"{_RATE}={lr:g}"])
     return Arm(words, arm.own, read_config(words)[1])
-
-
-def _ptfast(words: Sequence[str], log: Path) -> int:
-    """Run a command of ptfast with its output in a file, and return its exit code."""
-    # The lines of its log are read by people, and by us.
-    unset = (STARTED_VARIABLE, json_lines.VARIABLE)
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ptfast", *words],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,
-        )
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # The process gets Ctrl-C as well, saves and leaves.
-            process.wait()
-            raise
 
 
 def _show(racing: Race, note: str) -> None:
@@ -281,10 +236,8 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     separate overrides and semicolons separate arms.
     """
     given = parse(arguments, sweep=True)
+    check_free(given, {**OWN_KEYS, "seed": "--seeds"}, "a race")
     for argument in given:
-        if flag := _OWN.get(argument.key):
-            what, hint = "differs between the runs of a race", f"Leave it out; {flag} says it"
-            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
         if argument.is_interval:
             hint = "List the values: key=a,b"
             raise ConfigError("C014", "an interval has no arms", key=argument.key, suggestion=hint)
@@ -300,13 +253,9 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
 
 
 def describe_rates(arms: Sequence[Arm]) -> str:
-    """A remark on the arms' learning rates where none was tuned."""
-    key = f"{_RATE}="
-    sets = [arm.name for arm in arms if any(word.lstrip("+").startswith(key) for word in arm.own)]
+    """A remark on the arms' learning rates where none was tuned; empty if each arm sets its own."""
+    if all(any(word.lstrip("+").startswith(f"{_RATE}=") for word in arm.own) for arm in arms):
+        return ""
+    rates = ", ".join("none" if arm.lr is None else f"{arm.lr:g}" for arm in arms)
     tuned = "ptfast race --tune-lr gives each arm its own by find lr"
-    if sets and len(sets) < len(arms):
-        return f"only {', '.join(sets)} has a learning rate of its own, which favours it; {tuned}"
-    rates = {arm.lr for arm in arms}
-    if len(rates) == 1 and not sets and (lr := rates.pop()) is not None:
-        return f"all arms train at a learning rate of {lr:g}, which may suit one better; {tuned}"
-    return f"the learning rates are as configured; {tuned}" if len(rates) > 1 and not sets else ""
+    return f"learning rates as configured ({rates}), which may suit one arm better; {tuned}"
