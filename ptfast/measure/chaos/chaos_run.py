@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import parse, quoted
@@ -15,18 +19,26 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import ReportedError, SavedStateError
 from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import SUMMARY, read_json, write_json
+from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.chaos.bit_comparison import TOLERANCE, compare_runs
-from ptfast.measure.chaos.kill_plan import Kill, RunShape, draw_kills
-from ptfast.measure.chaos.struck_run import MODULE, PLAN, SHAPE, STRIKES, VARIABLE
+from ptfast.measure.chaos.kills import MODULE, PLAN, SHAPE, STRIKES, VARIABLE, Kill, RunShape, draw_kills
 from ptfast.measure.outputs import OWN_KEYS, check_free, check_new, make_folder, run_ptfast, write_figures
-from ptfast.report.loggers import Record, read_records
+from ptfast.report.loggers import METRICS_FILE, USAGE, Record, read_records
 from ptfast.report.terminal.display import say, terminal_display
 
 EXIT_DIFFERENT = SavedStateError.exit_code
 LEAST_LIMIT_S, LIMIT_FACTOR = 120.0, 3.0
 """An attempt may take so many times as long as the undisturbed run, and at least so long."""
+_FREE = ("samples_per_s", "step_s", "timed_steps", "timed_samples", "timed_s", "peak_memory_bytes", *USAGE)
+"""Figures of the clock and the machine."""
+TOLERANCE = 1e-6
+"""Relative, for training losses of several ranks: an interruption changes the order of their sums."""
+_SUMS = {
+    *("loss", "window_loss", "epoch_loss", "best_value"),
+    *("recent_losses", "best_states", "largest_spike", "best_figures"),
+}
 
 
 def chaos(
@@ -141,3 +153,51 @@ class ChaosTest:
         code, said = run_ptfast(command, log, module=MODULE, limit_s=limit_s, **variables)
         facts = {"wall_s": time.monotonic() - start_s, "exit_code": code, "log": log, "said": said}
         return facts | {"kills": list(range(done, len(self.strikes)))}
+
+
+def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[list[str], list[str]]:
+    """What differs between two runs, and, if it `tolerates` any, training losses that nearly agree."""
+    states = [read_state(run / "saved" / "last") for run in (left, right)]
+    logs = [read_records(run / METRICS_FILE) for run in (left, right)]
+    close: list[str] | None = [] if tolerates else None
+    found = list(differences(states[0].model, states[1].model, "model"))
+    found += differences(states[0].training, states[1].training, "training")
+    for name in ("progress", "best_figures", "stream"):
+        one, other = (state.facts.get(name) for state in states)
+        found += differences(one, other, name, close)
+    one, other = ((run / "saved" / "best").resolve().name for run in (left, right))
+    found += differences(one, other, "saved.best")
+    for split in ("train", "val", "test"):
+        one, other = ([line for line in log if line["split"] == split] for log in logs)
+        found += differences(one, other, f"{METRICS_FILE}.{split}", close if split == "train" else None)
+    return found, close or []
+
+
+def differences(left: Any, right: Any, place: str, close: list[str] | None = None) -> Iterator[str]:
+    """Where two nests differ in any bit; sums of losses that nearly agree are added to `close`, if given."""
+    left, right = whole(left), whole(right)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            yield f"{place}: {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+        elif count := int((_bytes(left) != _bytes(right)).any(-1).sum()):
+            yield f"{place}: {count:,} of {left.numel():,} values differ"
+    elif isinstance(left, dict) and isinstance(right, dict):
+        for name in dict.fromkeys(name for name in (*left, *right) if name not in _FREE):
+            if (name in left) != (name in right):
+                yield f"{place}.{name} is missing"
+            else:
+                yield from differences(left[name], right[name], f"{place}.{name}", close)
+    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        yield from differences(dict(enumerate(left)), dict(enumerate(right)), place, close)
+    elif type(left) is not type(right) or repr(left) != repr(right):
+        pair: Any = left, right
+        text = f"{place}: {left!r} and {right!r}"
+        are_sums = not _SUMS.isdisjoint(place.split(".")) and all(isinstance(each, float) for each in pair)
+        if close is not None and are_sums and math.isclose(*pair, rel_tol=TOLERANCE):
+            close.append(text)
+        else:
+            yield text
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(tensor.numel(), 1).view(torch.uint8)
