@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,13 @@ from ptfast.measure.find.range_test import (
 )
 from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
 from ptfast.optim.parameter_groups import reference_lr
-from ptfast.report.terminal.display import build_display, say, standard_output, table
+from ptfast.report.terminal.display import build_display, say, table
 from ptfast.training.build import build
 
 PICTURE = "lr.png"
 LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
-LEAST_WIDTH, LEAST_HEIGHT = 20, 5
+CURVE_ROWS, CURVE_WIDTH = 16, 40
+"""Size of the curve in a terminal."""
 
 
 def find_lr(
@@ -67,7 +67,12 @@ def find_lr(
     _show(facts, name)
     folder = write_figures("find-lr", out, config, facts, "lr.json")
     if chosen is None:
-        print(_advice(facts), file=sys.stderr)
+        what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss fall"
+        hint = "widen the range with --from, --to and --steps"
+        if facts["trials"]:
+            what = f"the loss diverges within {trial_steps} steps at each rate tried"
+            hint = "clip gradients (gradients=clip), or begin lower with --to"
+        say(f"ptfast: {what}. Look at labels, loss and inputs, {hint}", sys.stderr)
         return EXIT_FINDINGS
     draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
     if write is not None:
@@ -128,38 +133,22 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
 
 
 def _show(facts: dict[str, Any], name: str) -> None:
-    stream = standard_output()
-    lrs, smoothed, found = facts["lrs"], facts["smoothed"], facts["suggestions"]
-    columns, lines = shutil.get_terminal_size((80, 24))
-    encoding = (getattr(stream, "encoding", None) or "ascii").lower()
-    size = {"width": min(columns, 100), "height": min(max(lines - 14, 10), 18)}
-    letters = {rule[0]: lr for rule, lr in found.items()}
-    drawn = chart(lrs[: len(smoothed)], smoothed, letters, **size, plain=not encoding.startswith("utf"))
-    print("\n".join(["", "loss, smoothed", *drawn, ""]), file=stream)
-    rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}", "") for rule, lr in found.items()]
+    lrs, smoothed = facts["lrs"], facts["smoothed"]
+    lowest, spread = min(smoothed), (max(smoothed) - min(smoothed)) or 1.0
+    rows: list[tuple[str, ...]] = []
+    for step in range(0, len(smoothed), -(-len(smoothed) // CURVE_ROWS)):
+        length = round(CURVE_WIDTH * (smoothed[step] - lowest) / spread)
+        rows.append((f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)))
+    say()
+    table(["rate", "loss, smoothed", "curve"], rows)
+    rows = [(rule, f"{lr:.2g}", "") for rule, lr in facts["suggestions"].items()]
     for lr, loss in facts["trials"]:
         what = "trial, chosen" if lr == facts["chosen"] else "trial"
         rows.append((what, f"{lr:.2g}", LOSS_DIVERGED if loss is None else f"{loss:.4g}"))
     rows.append(("as configured", f"{facts['lr']:.2g}", ""))
+    say()
     table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows)
-    seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
-    say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}")
-    if facts["epochs"] and facts["epochs"] > 2:
-        say("samples were reused more than twice, so the end of this curve is optimistic")
-
-
-def _advice(facts: dict[str, Any]) -> str:
-    """The advice if no rate makes the loss fall, or none trains."""
-    advice = "Look at labels, loss and inputs"
-    if facts["trials"]:
-        rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
-        what = f"the loss diverges within {facts['trial_steps']} steps at each of {rates}"
-        return f"ptfast: {what}. {advice}, clip gradients (gradients=clip) or begin lower with --to"
-    lrs, lowest, first = facts["lrs"], min(facts["smoothed"]), facts["smoothed"][0]
-    what = f"no learning rate of {lrs[0]:.0e} to {lrs[-1]:.0e} makes the loss fall"
-    seen = f"smoothed it began at {first:.4g} and was {lowest:.4g} at best"
-    more = f", try --steps {2 * len(lrs)}" if len(lrs) < NUM_STEPS else ""
-    return f"ptfast: {what}: {seen}. {advice}, widen the range with --from and --to{more}"
+    say(f"{len(lrs)} steps of {facts['batch_size']} samples: {facts['ended']}")
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
@@ -184,43 +173,3 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
         axes.set_ylabel("loss")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9, loc="lower left")
-
-
-def chart(
-    lrs: Sequence[float],
-    losses: Sequence[float],
-    marks: Mapping[str, float],
-    *,
-    width: int,
-    height: int,
-    plain: bool,
-) -> list[str]:
-    """Lines that draw finite losses over the logarithm of rising rates, in ASCII alone if `plain`.
-
-    The letters of `marks` stand beneath their rates; the whole takes 20 characters by 5 lines at least.
-    """
-    low, high = min(losses), max(losses)
-    top, bottom = f"{high:.4g}", f"{low:.4g}"
-    margin = max(len(top), len(bottom)) + 1
-    columns = max(width, LEAST_WIDTH) - margin - 1
-    rows = max(height, LEAST_HEIGHT) - 3
-    first, last = math.log(lrs[0]), math.log(lrs[-1])
-    shares = {lr: (math.log(lr) - first) / ((last - first) or 1.0) for lr in (*lrs, *marks.values())}
-    column = {lr: min(max(round(share * (columns - 1)), 0), columns - 1) for lr, share in shares.items()}
-    dot, bar, corner, line = ("*", "|", "+", "-") if plain else ("•", "│", "└", "─")
-    canvas = [[" "] * columns for _ in range(rows)]
-    for lr, loss in zip(lrs, losses, strict=True):
-        share = (high - loss) / (high - low) if high > low else 0.5
-        canvas[round(share * (rows - 1))][column[lr]] = dot
-    sides = [top, *[""] * (rows - 2), bottom]
-    drawn = zip(sides, map("".join, canvas), strict=True)
-    lines = [f"{side:>{margin}}{bar}{cells}".rstrip() for side, cells in drawn]
-    letters = [" "] * columns
-    for letter, lr in marks.items():
-        letters[column[lr]] = letter
-    left, right = f"{lrs[0]:.0e}", f"{lrs[-1]:.0e}"
-    room = columns - len(left) - len(right)
-    lines.append(" " * margin + corner + line * columns)
-    lines += [" " * (margin + 1) + "".join(letters).rstrip()] if marks else []
-    lines.append(" " * (margin + 1) + left + "learning rate".center(room)[:room] + right)
-    return lines

@@ -46,8 +46,6 @@ class RangeTest:
     """Mean item loss of each step over all ranks, before the step changed anything."""
     ended: str
     """`at the highest rate`, `the loss diverged` or `the data ended`."""
-    epochs: float | None
-    """None for data without a length."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
@@ -102,9 +100,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
                 ended = LOSS_DIVERGED
                 break
-    plan = run.train_loader.plan
-    epochs = None if plan.size is None else plan.epoch_at(first + len(losses)) - plan.epoch_at(first)
-    return RangeTest(taken, losses, ended, epochs)
+    return RangeTest(taken, losses, ended)
 
 
 @contextlib.contextmanager
