@@ -190,7 +190,6 @@ def test_steps_samples_and_time_to_the_same_loss(tmp_path: Path) -> None:
     steps = {16: 150, 32: 90, 64: 60, 128: 45}
     assert {size: round(row["steps"]) for size, row in rows.items()} == steps
     assert rows[64]["samples"] == pytest.approx(1920 * 2)
-    assert rows[128]["low"] < 45 < rows[128]["high"]
     assert [rows[size]["time_s"] for size in (16, 32, 64)] == [None, 2.88, pytest.approx(2.743, abs=1e-3)]
     advised = forecast.advise(search)
     assert advised is not None

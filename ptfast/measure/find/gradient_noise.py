@@ -205,15 +205,13 @@ class Critical:
             return f"> {grouped(self.at_least)}" if self.at_least else "swamped"
         return f"{grouped(self.batch)} +- {grouped(self.error or 0.0)}"
 
-    def steps_ratio(self, batch: float, reference: float, errors: float = 0.0) -> float:
+    def steps_ratio(self, batch: float, reference: float) -> float:
         """Steps to the same loss with `batch`, to those with `reference`: S = S_min (1 + B_crit / B).
 
-        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse. The critical batch is taken larger
-        by so many standard `errors`.
+        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse.
         """
         assert self.batch is not None
-        critical = max(self.batch + errors * (self.error or 0.0), 0.0)
-        return (1 + critical / batch) / (1 + critical / reference)
+        return (1 + self.batch / batch) / (1 + self.batch / reference)
 
 
 def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[float]) -> Critical | None:
@@ -263,7 +261,6 @@ class NoiseForecast:
     critical: Critical | None = None
     points: list[dict[str, Any]] = field(default_factory=list)
     """Steps, loss and noise scale of parts of the training."""
-    loss: float | None = None
 
     def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
         """For each size, steps and samples to the loss at the end, and the time if the size was measured."""
@@ -272,11 +269,9 @@ class NoiseForecast:
             return []
         found = []
         for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
-            ratios = (critical.steps_ratio(size, own, errors) for errors in (-1, 0, 1))
-            low, steps, high = sorted(num_steps * ratio for ratio in ratios)
+            steps = num_steps * critical.steps_ratio(size, own)
             took_s = steps * size / search.median(size) if size in search.seen else None
-            row = {"size": size, "steps": steps, "low": low, "high": high}
-            found.append(row | {"samples": steps * size, "time_s": took_s})
+            found.append({"size": size, "steps": steps, "samples": steps * size, "time_s": took_s})
         return found
 
     def advise(self, search: BatchSearch) -> tuple[int, float] | None:
@@ -324,9 +319,9 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     for part in range(POINTS):
         start, stop = (count * end // POINTS for end in (part, part + 1))
         if stop > start:
-            forecast.loss = sum(moments["loss"][start:stop]) / (stop - start)
+            loss = sum(moments["loss"][start:stop]) / (stop - start)
             found = estimate(*(moments[name][start:stop] for name in MOMENTS[:3]))
-            forecast.points.append({"steps": (start + 1, stop), "loss": forecast.loss, "scale": found})
+            forecast.points.append({"steps": (start + 1, stop), "loss": loss, "scale": found})
     _show(forecast, search, ended)
     return forecast
 
@@ -351,24 +346,15 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         say(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
     say(f"critical batch: {critical} samples over the first {num_steps:,} of {forecast.total_steps:,} steps")
-    advised, cells, times = forecast.advise(search), list[list[str]](), dict[int, Any]()
-    say(f"\npredicted, to the loss of {forecast.loss:.4g}:")
+    advised, cells = forecast.advise(search), list[list[str]]()
     for row in forecast.rows(search):
-        size, took_s = row["size"], row["time_s"]
-        name = f"{size:,}" + (" *" if advised and size == advised[0] else "")
-        spread = f"{row['low']:,.0f} to {row['high']:,.0f}" if size != forecast.batch_size else "as seen"
-        took = "-" if took_s is None else duration(took_s)
-        cells.append([name, f"{row['steps']:,.0f}", spread, f"{row['samples']:,.0f}", took])
-        times[size] = took_s
-    table(["batch", "steps", "spread", "samples", "time"], cells)
-    if advised is None:
-        say("none of these sizes was measured")
-        return
-    size, lr_ratio = advised
-    say(f"first at that loss: batch_size={size} in {duration(times[size])}")
-    if (quickest := search.best()) != size:
-        how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
-        say(f"{quickest:,}, with the most samples/s, is there {how}")
-    if size != search.config.batch_size:
-        say(f"SGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}")
-    say("assumed: the best rate at every batch, and noise as in these steps: later ones have more")
+        name = f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else "")
+        took = "-" if row["time_s"] is None else duration(row["time_s"])
+        cells.append([name, f"{row['steps']:,.0f}", f"{row['samples']:,.0f}", took])
+    say(f"\npredicted, to the loss of {forecast.points[-1]['loss']:.4g}:")
+    table(["batch", "steps", "samples", "time"], cells)
+    if advised is not None:
+        size, lr_ratio = advised
+        say(f"first at that loss: batch_size={size}")
+        if size != search.config.batch_size:
+            say(f"SGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}")
