@@ -16,7 +16,6 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
 from ptfast.measure.find import batch_finder, batch_search
-from ptfast.measure.find.batch_finder import limit_of
 from ptfast.measure.find.batch_search import BatchSearch
 
 SMALL = ("model=mlp", "model.hidden=[8]")
@@ -94,19 +93,6 @@ def test_a_size_without_room_to_spare_gives_way(tmp_path: Path, monkeypatch: pyt
     roomy.measure([8, 16])
     roomy.measure = None  # type: ignore[assignment,method-assign]
     assert roomy.confirm() == 16
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("[enforce fail at alloc_cpu.cpp:127] you tried to allocate 16777216 bytes. Error code 12", "16 MiB"),
-        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of", "2.50 GiB"),
-    ],
-)
-def test_what_found_no_room(said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = search_among({}, tmp_path, monkeypatch)
-    search.too_large = {"size": 128, "no_room": said}
-    assert limit_of(search).endswith(f"(a tensor of {shown} found no room)")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,8 +24,6 @@ TRIED = ("full", "selective", "every_n")
 """Modes of activation checkpointing; a model without the first supports none."""
 WORTH = 1.02
 """Least gain in throughput for which recomputing activations is worth it."""
-LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
-"""The suggestion where not even the smallest batch fits."""
 
 
 def find_batch(
@@ -34,7 +31,7 @@ def find_batch(
     config: Config,
     arguments: Sequence[str],
     *,
-    smallest: int | None = None,
+    smallest: int = SMALLEST,
     largest: int = LARGEST,
     seconds: float = 2.0,
     checkpointing: bool = False,
@@ -67,7 +64,7 @@ def find_batch(
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         search = BatchSearch(composed, config, Path(name), seconds)
-        first = search.multiple(smallest or SMALLEST)
+        first = search.multiple(smallest)
         say(f"measuring batches of {first} samples and more, {seconds:g} s each")
         search.ascend(first, largest)
         if search.refused and not search.seen and search.too_large is None:
@@ -82,8 +79,8 @@ def find_batch(
             searches += _with_checkpointing(search, first, largest)
         best = _choose(searches)
         if best is None:
-            hint = LESS_MEMORY if smallest is None else f"Begin with a smaller size (--from). {LESS_MEMORY}"
-            raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
+            hint = "Try a smaller --from, precision=amp, checkpointing=full or gradients.accumulate=2"
+            raise MachineError("E002", limit_of(config), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
         _show(searches, search, chosen)
         forecast = forecast_noise(search, num_steps) if noise else None
@@ -179,21 +176,14 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
             table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
         if search.too_large is not None:
             spare = " with room to spare" if search.too_large.get("checked_fully") else ""
-            say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
+            say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search.config)}")
     mode = f" checkpointing={best.mode}" if several else ""
     say(f"\nbest: batch_size={chosen}{mode} at {most:,.0f} samples/s")
     if chosen == max(best.seen) and best.too_large is None and not best.refused:
         say("the largest that was tried: --to goes further")
 
 
-def limit_of(search: BatchSearch) -> str:
-    """The memory limit, and the error when it was exceeded."""
-    assert search.too_large is not None
-    limit, name = memory_limit(search.config.device)
-    said = search.too_large["no_room"]
-    # Only the size matters of the allocator's message.
-    if found := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
-        number, unit = found.groups()
-        size = num_bytes(int(number)) if unit == "bytes" else f"{number} {unit}"
-        said = f"a tensor of {size} found no room"
-    return f"{name} leaves {num_bytes(limit)} ({said})"
+def limit_of(config: Config) -> str:
+    """What limits the memory, and the limit."""
+    limit, name = memory_limit(config.device)
+    return f"{name} leaves {num_bytes(limit)}"
