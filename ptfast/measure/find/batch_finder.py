@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.compose import Composed
+from ptfast.config.overrides import merge
 from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
 from ptfast.core.machine import memory_limit
@@ -153,8 +154,7 @@ def _write(
             found["optimizer.reference_batch"] = own
             comment.append(f"The learning rate is scaled from that of batch {own}.")
     if search.checkpointing is not None:
-        others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
-        arguments = [*others, f"checkpointing={search.checkpointing}"]
+        arguments = merge(arguments, [f"checkpointing={search.checkpointing}"])
     write_recipe(file, arguments, found, comment)
 
 
