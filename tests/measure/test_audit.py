@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,7 +243,8 @@ def test_overrides_are_measured_and_written(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def priced(findings: list[Finding], *others: Any) -> dict[str, Any]:
-        findings[:] = [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
+        for found in findings:
+            found.price = Price(0.002, 0.001, 0.003, "faster")
         return {"budget_s": others[1], "comparisons": []}
 
     monkeypatch.setattr(audit_run, "price_by_override", priced)

@@ -70,7 +70,7 @@ class Price:
         return f"{text} [{self.low_s * 1e3:.3g} to {self.high_s * 1e3:.3g}]"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """Something that costs speed."""
 
@@ -87,8 +87,6 @@ class Finding:
     price: Price | None = None
     trial: Trial | None = None
     """None if it cannot be tried in this process."""
-    handled: bool = False
-    """The run mends it itself."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def audit(
 
     Args:
         budget_s: for measuring what findings cost; 0 measures none.
-        strict: return 8 if something is found that the run does not mend itself.
+        strict: return 8 if something is found.
         fix: file of the recipe.
     """
     check_outputs(out, fix, FIX)
@@ -78,7 +78,7 @@ def audit(
                 notes.append(f"operators could not be traced: {context.untraced}")
             if budget_s:
                 price_here(findings, budget_s, context.device_type, display)
-        if budget_s and any(finding.overrides and not finding.handled for finding in findings):
+        if budget_s and any(finding.overrides for finding in findings):
             trials = price_by_override(findings, arguments, budget_s, display)
             if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
                 notes.append(f"{NOT_REACHED}, for the overrides of {', '.join(missed)}")
@@ -106,7 +106,7 @@ def audit(
     write_figures("audit", out, config, {**facts, "notes": notes, "findings": receipts})
     if fix is not None:
         _write_fix(fix, config, arguments, findings)
-    return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
+    return EXIT_FINDINGS if strict and findings else EXIT_OK
 
 
 def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> list[Finding]:
@@ -114,47 +114,43 @@ def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> list[Find
     return [finding for area in areas for finding in AREAS[area](context)]
 
 
-def price_here(findings: list[Finding], budget_s: float, device_type: str, display: Display) -> None:
-    """Measure in this process what findings with a trial cost, and put the prices into `findings`.
+def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, display: Display) -> None:
+    """Measure in this process what findings with a trial cost, and set their prices.
 
     Both sides of a trial share a process with its memory and threads, so no A/A run is needed.
     """
-    tried = [(number, finding.trial) for number, finding in enumerate(findings) if finding.trial is not None]
+    tried = [(finding, finding.trial) for finding in findings if finding.trial is not None]
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
-    results: list[tuple[int, Effect | None, float]] = []
-    for position, (number, trial) in enumerate(tried):
-        left_s = seconds * (len(tried) - position)
-        with display.status(f"measuring {findings[number].check}", left_s):
-            results.append((number, *_measure(trial, seconds, device_type)))
-    _put(findings, results, judge([effect for _, effect, _ in results]))
+    results: list[tuple[Finding, Effect | None, float]] = []
+    for position, (finding, trial) in enumerate(tried):
+        with display.status(f"measuring {finding.check}", seconds * (len(tried) - position)):
+            results.append((finding, *_measure(trial, seconds, device_type)))
+    _set_prices(results, judge([effect for _, effect, _ in results]))
 
 
 def price_by_override(
-    findings: list[Finding], arguments: Sequence[str], budget_s: float, display: Display
+    findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
-    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
-    tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
-    pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
+    """Measure in other processes what overrides gain, set the prices of findings, and return the receipt."""
+    tried = [finding for finding in findings if finding.overrides]
+    pairs = [Pair(each.check, list(arguments), merge(arguments, each.overrides)) for each in tried]
     status = display.status("measuring what overrides gain", budget_s)
     with Laboratory(budget_s=budget_s) as laboratory, status:
         measure_pairs(laboratory, pairs)
     effects, verdicts = judge_pairs(pairs)
     steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
-    _put(findings, list(zip(tried, effects, steps_s, strict=True)), verdicts)
+    _set_prices(list(zip(tried, effects, steps_s, strict=True)), verdicts)
     receipts = [pair.receipt(effect) for pair, effect in zip(pairs, effects, strict=True)]
     receipts = [each | {"verdict": verdict} for each, verdict in zip(receipts, verdicts, strict=True)]
     return {"budget_s": budget_s, "comparisons": receipts}
 
 
-def _put(
-    findings: list[Finding], results: Sequence[tuple[int, Effect | None, float]], verdicts: Sequence[Verdict]
-) -> None:
-    """Put prices into findings: what an effect saves of a step of so many seconds."""
-    for (number, effect, step_s), verdict in zip(results, verdicts, strict=True):
+def _set_prices(results: Sequence[tuple[Finding, Effect | None, float]], verdicts: Sequence[Verdict]) -> None:
+    """Set the prices of findings: what an effect saves of a step of so many seconds."""
+    for (finding, effect, step_s), verdict in zip(results, verdicts, strict=True):
         if effect is not None:
             ratios = effect.ratio, *effect.interval()
-            price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
-            findings[number] = replace(findings[number], price=price)
+            finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
 
 
 def _measure(trial: Trial, seconds: float, device_type: str) -> tuple[Effect | None, float]:
@@ -187,7 +183,7 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
     kept: list[Finding] = []
     left: list[Finding] = []
     for finding in findings:
-        if finding.overrides and not finding.handled:
+        if finding.overrides:
             gains = finding.price is None or finding.price.verdict in (None, "faster")
             (kept if gains and finding.kind in ("exact", "reordered") else left).append(finding)
     if not kept:
@@ -201,21 +197,17 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
-    """Print findings, those with a price first, and notes."""
-    found = [finding for finding in findings if not finding.handled]
-    priced = [(each.price.seconds, each) for each in found if each.price is not None]
-    groups = {
-        "with a measured price": [each for _, each in sorted(priced, key=lambda pair: -pair[0])],
-        "without a price": [finding for finding in found if not finding.price],
-        "handled by this config": [finding for finding in findings if finding.handled],
-    }
-    for title, group in groups.items():
-        rows: list[list[str]] = []
-        for each in group:
-            mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend]))
-            rows.append([each.check, str(each.price or ""), f"{each.what}; at {each.where}; fix: {mend}"])
-        if rows:
-            table(["check", "costs", "finding"], rows, title=f"{len(group)} {title}")
+    """Print findings, the most expensive first and those without a price last, and notes."""
+
+    def cost_s(finding: Finding) -> float:
+        return finding.price.seconds if finding.price else -math.inf
+
+    rows: list[list[str]] = []
+    for each in sorted(findings, key=cost_s, reverse=True):
+        mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend]))
+        rows.append([each.check, str(each.price or "-"), f"{each.what}; at {each.where}; fix: {mend}"])
+    if rows:
+        table(["check", "costs", "finding"], rows)
     for note in notes:
         say(note)
-    say(counted(len(found), "finding") if found else "nothing found that costs speed")
+    say(counted(len(findings), "finding") if findings else "nothing found that costs speed")

@@ -40,12 +40,10 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     yield from _check_biases(context)
     yield from _check_widths(context)
     yield from _check_formulas(context)
-    if norms := context.run.resolved.fused_norms or [*find_rms_norms(context.run.model)]:
-        what = f"{counted(len(norms), 'RMS norm')} in single operators"
+    if not context.config.rewrites.fused_rms_norm and (norms := [*find_rms_norms(context.run.model)]):
+        what, where = f"{counted(len(norms), 'RMS norm')} in single operators", name_some(norms, NAMED)
         mend, overrides = "torch.nn.RMSNorm", ("rewrites.fused_rms_norm=true",)
-        handled = context.config.rewrites.fused_rms_norm
-        where = name_some(norms, NAMED)
-        yield Finding("rms norm by hand", what, where, mend, overrides, "reordered", handled=handled)
+        yield Finding("rms norm by hand", what, where, mend, overrides, "reordered")
     run, operators = context.run, context.operators
     modules = dict(run.model.named_modules())
     dropouts = {name: module for name, module in modules.items() if isinstance(module, _DROPOUTS)}
@@ -83,22 +81,21 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:
-    run, config = context.run, context.config
-    dropped = run.resolved.dropped_biases or {}
-    handled = bool(dropped)
-    if not handled and config.rewrites.bias_before_norm and not takes_own_steps(run.task):
+    run = context.run
+    if not context.config.rewrites.bias_before_norm or takes_own_steps(run.task):
+        return
 
-        def forward() -> object:
-            with run.precision.autocast:
-                return run.task.loss(run.model, context.batch)
+    def forward() -> object:
+        with run.precision.autocast:
+            return run.task.loss(run.model, context.batch)
 
-        with run.uncompiled():
-            dropped = find_cancelled_biases(run.model, forward)
-    if dropped:
-        count = "1 bias" if len(dropped) == 1 else f"{len(dropped)} biases"
-        what, where = f"{count} that the BatchNorm behind subtracts again", name_some([*dropped], NAMED)
+    with run.uncompiled():
+        found = [*find_cancelled_biases(run.model, forward)]
+    if found:
+        count = "1 bias" if len(found) == 1 else f"{len(found)} biases"
+        what, where = f"{count} that the BatchNorm behind subtracts again", name_some(found, NAMED)
         mend, overrides = "bias=False in these layers", ("rewrites.bias_before_norm=false",)
-        yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=handled)
+        yield Finding("bias before a norm", what, where, mend, overrides, "reordered")
 
 
 def _check_widths(context: AuditContext) -> Iterator[Finding]:
