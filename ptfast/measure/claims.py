@@ -37,7 +37,7 @@ class Claim:
     Args:
         says: the promise in the source's figures.
         source: who makes it, and for what.
-        workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for data made for it.
+        workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for made data.
         without, with_it: overrides of the run without the technique, and of that with it.
         least, most: the range in which the ratio has to lie: of samples per second, or of memory saved
             (without over with); above 1 is better. A gain above the claimed range confirms it.
@@ -165,9 +165,10 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
     ):
+        paths = make_data(Path(scratch))
         for claim in (claim for claim in CLAIMS if not lacks[claim]):
-            data = ["preset=plain", *filled_in(claim.workload, Path(scratch))]
-            without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
+            workload = ["preset=plain", *(word.format(**paths) for word in claim.workload)]
+            without, with_it = (merge(workload, own.split()) for own in (claim.without, claim.with_it))
             pairs[claim] = Pair(claim.technique, without, with_it)
         try:
             with terminal_display().status(f"comparing {len(pairs)} pairs of configs", laboratory.left_s):
@@ -212,34 +213,23 @@ LENGTHS = (8, 256)
 """Shortest and longest text in characters; most are short, as people's texts are."""
 
 
-def filled_in(words: Words, folder: Path) -> Words:
-    """Replace the placeholders of a workload by paths of data in `folder`, which is made on first use."""
-    for name in ("images", "files", "texts"):
-        if any(f"{{{name}}}" in word for word in words):
-            if not list(folder.glob(f"{name}*")):
-                _make_data(name, folder / name)
-            (found,) = folder.glob(f"{name}*")
-            words = tuple(word.replace(f"{{{name}}}", str(found)) for word in words)
-    return words
-
-
-def _make_data(name: str, path: Path) -> None:
+def make_data(folder: Path) -> dict[str, Path]:
+    """Make the data of the workloads, and return its paths by placeholder. Cost: some seconds."""
+    images_file, files, texts = folder / "images.npz", folder / "files", folder / "texts.txt"
     chance = np.random.default_rng(0)
-    if name == "images":
-        images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
-        np.savez(path.with_suffix(".npz"), train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
-    elif name == "files":
-        # JPEG files of 256 x 256 that take about as long to decode as photographs of that size.
-        for number in range(NUM_FILES):
-            pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-            file = path / f"class_{number % 2}" / f"{number:04d}.jpg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
-    else:
-        lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
-        letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
-        lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
-        path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
+    images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
+    np.savez(images_file, train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
+    # JPEG files of 256 x 256 that take about as long to decode as photographs of that size.
+    for number in range(NUM_FILES):
+        pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        file = files / f"class_{number % 2}" / f"{number:04d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
+    lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
+    lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
+    texts.write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
+    return {"images": images_file, "files": files, "texts": texts}
 
 
 class ZeroedResNet(ResNetCifar):
