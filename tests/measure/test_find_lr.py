@@ -17,8 +17,7 @@ from running import build_run, same_bits, train
 from ptfast.cli import command_line
 from ptfast.config.files.overlay import write_overlay
 from ptfast.config.read import read_config
-from ptfast.measure.find.lr_finder import measure
-from ptfast.measure.find.range_test import descend, range_test, run_trials, smooth, suggestions
+from ptfast.measure.find.lr_finder import descend, measure, range_test, run_trials, smooth, suggestions
 
 LRS = [1e-6 * 10 ** (step / 20) for step in range(140)]
 SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")

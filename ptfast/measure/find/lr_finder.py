@@ -1,38 +1,56 @@
-"""`ptfast find lr`: the learning rate range test on any recipe, its curve, and the rate it advises."""
+"""`ptfast find lr`: a range test, whose rate rises until the loss diverges, and trials at single rates."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
+from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.measure.experiment.trial import TrialRank, measure_once
-from ptfast.measure.find.range_test import (
-    FACTOR,
-    LOSS_DIVERGED,
-    range_test,
-    run_trials,
-    smooth,
-    suggestions,
-)
 from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
+from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, say, table
+from ptfast.run import Run
+from ptfast.techniques.precision.number_formats import ScaledSteps
+from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.build import build
+from ptfast.training.loss_window import sum_and_read
+from ptfast.training.step import Trainer
 
-PICTURE = "lr.png"
-LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
 CURVE_ROWS, CURVE_WIDTH = 16, 40
 """Size of the curve in a terminal."""
+LOSS_DIVERGED = "the loss diverged"
+SMOOTHING = 0.85
+"""Weight of a step in the smoothed loss, relative to its neighbour's."""
+START_STEPS = 10
+"""Steps at the lowest rates, which hardly change anything; no curve is judged before they are over."""
+EXPLODED = 1.5
+"""The curve ends at the first loss above so many times that of the start."""
+LEAST_FALL = 0.01
+"""Smallest fall of the loss, as a part, that is not taken for noise."""
+DIVERGED = 4.0
+"""Training has diverged where the smoothed loss is so many times its lowest."""
+FACTOR = math.sqrt(10)
+"""Ratio of neighbouring trials: half a decade, within which the loss hardly depends on the rate."""
+MOST_TRIALS = 6
+REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "figures", "best_figures")
+"""Attributes of a run that are replaced during a trial."""
 
 
 def find_lr(
@@ -40,10 +58,10 @@ def find_lr(
     config: Config,
     arguments: Sequence[str],
     *,
-    lowest: float = LOWEST,
-    highest: float = HIGHEST,
-    num_steps: int = NUM_STEPS,
-    trial_steps: int = TRIAL_STEPS,
+    lowest: float = 1e-6,
+    highest: float = 10.0,
+    num_steps: int = 140,
+    trial_steps: int = 100,
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
@@ -74,7 +92,7 @@ def find_lr(
             hint = "clip gradients (gradients=clip), or begin lower with --to"
         say(f"ptfast: {what}. Look at labels, loss and inputs, {hint}", sys.stderr)
         return EXIT_FINDINGS
-    draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
+    draw(folder / "lr.png", facts, f"{name}: {facts['ended']}")
     if write is not None:
         # A rate for a reference batch is scaled to the batch again.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
@@ -130,6 +148,177 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
             "trial_steps": trial_steps,
         }
     )
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    lrs: list[float]
+    losses: list[float]
+    """Mean item loss of each step over all ranks, before the step changed anything."""
+    ended: str
+    """`at the highest rate`, `the loss diverged` or `the data ended`."""
+
+
+def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
+    """Train with rates that rise from `lowest` to `highest` by a constant factor; the run is left as it was.
+
+    Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
+    Losses are summed over ranks, so that all of them end at the same step.
+
+    Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
+    """
+    growth = (highest / lowest) ** (1 / (num_steps - 1))
+    return train_at(run, [lowest * growth**step for step in range(num_steps)])
+
+
+def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
+    """Train one step at each rate, until the loss diverges, and leave the run as it was."""
+    # Inputs that grow during training have their full size in the last steps.
+    first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
+    taken, losses, means = list[float](), list[float](), list[float]()
+    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest rate"
+    with preserving_state(run):
+        base = reference_lr(run.optimizer, "initial_lr")
+        run.schedule = LrSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
+        run.progress.step = first
+        trainer = Trainer(run)
+        batches = trainer.warm_up(run.train_loader.steps(first, first + len(lrs)))
+        run.display.start(0, len(lrs), None)
+        for step in range(len(lrs)):
+            batch = next(batches, None)
+            if batch is None:
+                ended = "the data ended"
+                break
+            lr = lrs[step - (trainer.fp16.held_steps if trainer.fp16 is not None else 0)]
+            trainer.train(iter([batch]), first + step + 1)
+            loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
+            trainer.window.clear()
+            skipped_in_a_row = 0 if items else skipped_in_a_row + 1
+            if not items and skipped_in_a_row < ScaledSteps.limit:
+                continue
+            loss = loss_sum / items if items else math.nan
+            if not math.isfinite(loss):
+                ended = LOSS_DIVERGED
+                break
+            taken.append(lr)
+            losses.append(loss)
+            # The mean with exponentially falling weights.
+            total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+            means.append(total / weight)
+            run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
+            low, now = min(means), means[-1]
+            # Near 0, four times the lowest loss is little.
+            if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
+                ended = LOSS_DIVERGED
+                break
+    return RangeTest(taken, losses, ended)
+
+
+@contextlib.contextmanager
+def preserving_state(run: Run) -> Iterator[None]:
+    """Train inside without callbacks; weights, optimizer, progress and random states are restored afterwards.
+
+    Cost: a copy of weights and optimizer state on the device.
+    """
+    model, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    scaler = run.precision.scaler
+    scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    replaced = {name: getattr(run, name) for name in REPLACED}
+    run.progress = replace(run.progress)
+    run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
+    run.ema, run.callbacks, run.debug_aids = None, [], []
+    was_training = run.model.training
+    try:
+        on_device = torch.random.fork_rng([run.device] if run.device.type == "cuda" else [])
+        with on_device, OwnGenerators().in_place():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in run.model.state_dict().items():
+                value.copy_(model[name])
+        run.optimizer.zero_grad(set_to_none=True)
+        run.optimizer.state.clear()
+        load_optimizer(run.optimizer, optimizer)
+        if scaler is not None:
+            scaler.load_state_dict(scaling)
+        for name, value in replaced.items():
+            setattr(run, name, value)
+        run.model.train(was_training)
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Two-sided exponential means, which unlike running ones do not lag behind.
+
+    The curve ends before the first loss far above those of the start, which would hide its neighbours.
+    """
+    limit = EXPLODED * statistics.median(losses[:START_STEPS])
+    losses = losses[: next((step for step, loss in enumerate(losses) if loss > limit), len(losses))]
+    steps = np.arange(len(losses))
+    weights = SMOOTHING ** np.abs(np.subtract.outer(steps, steps))
+    return (weights @ losses / weights.sum(axis=1)).tolist()
+
+
+def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, float]:
+    """Learning rates that a curve suggests, by the rule that finds them; empty where it never falls.
+
+    `steepest` is where the loss falls fastest by the logarithm of the rate. `valley` is the middle between
+    where a quarter of the fall is done for good and where the loss is lowest. `minimum/10` is a tenth of the
+    rate at which it is lowest, just before it rises again. `smoothed` may end before the rates.
+    """
+    end = min(range(len(smoothed)), key=smoothed.__getitem__)
+    fall = smoothed[0] - smoothed[end]
+    if end < 2 or fall < LEAST_FALL * smoothed[0]:
+        return {}
+    slopes = [smoothed[i + 1] - smoothed[i - 1] for i in range(1, end)]
+    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
+    above = [i for i in range(end) if smoothed[i] > smoothed[0] - fall / 4]
+    return {
+        "steepest": lrs[steepest],
+        "valley": math.sqrt(lrs[above[-1]] * lrs[end]),
+        "minimum/10": lrs[end] / 10,
+    }
+
+
+def run_trials(
+    run: Run, start: float, *, lowest: float, highest: float, num_steps: int
+) -> dict[float, float]:
+    """Losses by rate of short runs at single rates, from `start` on until those beside the best are worse.
+
+    A range test takes few steps at each rate, with a model that lower rates have trained: it finds the
+    decade. Trials train at one rate from the start, on the same batches, so small differences count. A loss
+    that diverged is infinite. The run is left as it was.
+
+    Cost: 3 to 6 trials of `num_steps` optimizer steps.
+    """
+
+    def loss_at(lr: float) -> float:
+        test = train_at(run, [lr] * num_steps)
+        diverged = test.ended == LOSS_DIVERGED or not test.losses
+        loss = math.inf if diverged else statistics.mean(test.losses[-max(len(test.losses) // 4, 1) :])
+        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else LOSS_DIVERGED}")
+        return loss
+
+    run.display.note(f"trials of {num_steps} steps each")
+    return descend(loss_at, start, lowest, highest)
+
+
+def descend(
+    loss_at: Callable[[float], float], start: float, lowest: float, highest: float
+) -> dict[float, float]:
+    """Losses by rate, from `start` towards the better neighbour until none is better."""
+    losses = {start: loss_at(start)}
+    # Rates above one that diverges are not tried.
+    for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
+        here = start
+        while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:
+            beside = here * factor
+            losses[beside] = loss_at(beside)
+            if losses[beside] >= losses[here] and not math.isinf(losses[here]):
+                break
+            here = beside
+        if here != start:
+            break
+    return losses
 
 
 def _show(facts: dict[str, Any], name: str) -> None:
