@@ -148,9 +148,13 @@ class LoaderSearch:
         self.measure(PLAIN, *self._other_kinds(), *self.named.values())
         if PLAIN not in self.seen:
             self.blocks[0][0][1].raise_failure()
-        if self.figure(PLAIN, "waiting") > NOTHING:
+        if (share := self.figure(PLAIN, "waiting")) > NOTHING:
             self._ascend()
             self._refine()
+        else:
+            self.notes.append(
+                f"without workers {share:.1%} of the time goes to reading, and no more can be saved"
+            )
         for _ in range(ROUNDS - 1):
             near = [loader for loader, ratio in self.ratios(self.best).items() if ratio >= NEAR]
             self._measure_block(near[:FINALISTS])
@@ -235,7 +239,6 @@ class LoaderSearch:
     def _other_kinds(self) -> Iterator[LoaderSetup]:
         """Kinds without workers besides `plain` that may suit this data and device."""
         if self.data["iterable"]:
-            self.notes.append("iterable data is read by this process or by workers")
             return
         memory, read_s = LoaderSetup("memory"), self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
@@ -324,28 +327,15 @@ def _show(search: LoaderSearch) -> None:
     say()
     table(headers, rows, optional=["waiting"])
     failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
-    for line in [*failed, *search.notes, *_remarks(search)]:
+    for line in [*failed, *search.notes]:
         say(line)
-    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.chosen.values.items())
-    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
-
-
-def _remarks(search: LoaderSearch) -> Iterator[str]:
-    chosen = search.chosen
-    if chosen != search.best:
-        quickest = f"{search.label(search.best)}, which is the quickest"
-        yield f"{search.label(chosen)} is as quick as {quickest}, and takes fewer processes or less memory"
     if search.rivals:
         names = ", ".join(map(search.label, search.rivals))
-        yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
+        say(f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer")
     if search.data["num_ranks"] > 1:
-        yield f"workers of each of {search.data['num_ranks']} ranks; samples of all together"
-    if (share := search.figure(PLAIN, "waiting")) <= NOTHING:
-        share = max(share, 0.001)
-        yield f"without workers {share:.1%} of the time goes to reading: no loader can save more than that"
-    if chosen.kind in ("memory", "device") and not search.data["in_memory"]:
-        took = duration(search.data["read_s"])
-        yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
+        say(f"workers of each of {search.data['num_ranks']} ranks; samples of all together")
+    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.chosen.values.items())
+    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
 
 
 def _write(file: Path, search: LoaderSearch) -> None:
