@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
@@ -41,15 +40,12 @@ from ptfast.training.user_code import naming_user_code
 
 LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
 """Steps that are timed: as many as `STEPS_S` takes, within these bounds."""
-CALL_STEPS = 2
-"""Steps whose calls are traced."""
+CALL_STEPS, NUM_SAMPLES = 2, 32
+"""Steps and samples whose calls are traced."""
 ENDLESS = 2**31
-NUM_SAMPLES = 32
 
 Sides = tuple[Callable[[], object], Callable[[], object]]
 """A step as it is, and mended."""
-Trial = Callable[[], Sides]
-"""Builds both when the price of a finding is measured."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,8 @@ class Finding:
     kind: Kind = "exact"
     """What mending it does to the result."""
     price: Price | None = None
-    trial: Trial | None = None
-    """None if it cannot be tried in this process."""
+    trial: Callable[[], Sides] | None = None
+    """Builds what is timed in this process; None if it cannot be tried there."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class AuditContext:
         self.batch: Any = None
         """A micro-batch as the task takes it."""
         self.shapes: set[Any] = set()
-        """Of the inputs in all steps but the first."""
+        """Shapes of the inputs in all steps but the first."""
         self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
         with _noting_gradchecks(switches.found):
             self._batches = trainer.warm_up(self._batches)
@@ -206,8 +202,8 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
     """Build the run of `config` in `folder` and train it for some steps to see what they do."""
     ranks = Ranks()
     device = resolve_device(config.device, ranks)
-    micro_batches = check_batch(config.batch_size, config.micro_batches, 1, config.gradients.accumulate)
-    data = load_data(config, ranks, build_choice(config, micro_batches, device))
+    choice = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
+    data = load_data(config, ranks, choice)
     run = build(config, ranks=ranks, folder=folder, display=display, data=data)
     try:
         with naming_user_code(run), display.status("training for some steps"):

@@ -21,7 +21,7 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.core.units import counted
 from ptfast.launch.rank_main import out_of_memory
-from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Trial, audit_context
+from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Sides, audit_context
 from ptfast.measure.audit.model_checks import check_model
 from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
@@ -124,7 +124,7 @@ def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, d
     results: list[tuple[Finding, Effect | None, float]] = []
     for position, (finding, trial) in enumerate(tried):
         with display.status(f"measuring {finding.check}", seconds * (len(tried) - position)):
-            results.append((finding, *_measure(trial, seconds, device_type)))
+            results.append((finding, *_measure(trial(), seconds, device_type)))
     _set_prices(results, judge([effect for _, effect, _ in results]))
 
 
@@ -153,9 +153,8 @@ def _set_prices(results: Sequence[tuple[Finding, Effect | None, float]], verdict
             finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
 
 
-def _measure(trial: Trial, seconds: float, device_type: str) -> tuple[Effect | None, float]:
+def _measure(sides: Sides, seconds: float, device_type: str) -> tuple[Effect | None, float]:
     """The effect of a trial, and the seconds of a step that its first side takes."""
-    sides = trial()
 
     def segment(side: Callable[[], object], count: int) -> float:
         start = time.perf_counter()

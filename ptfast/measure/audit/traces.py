@@ -22,18 +22,24 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ptfast.core.errors import PACKAGE
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves
 
-_PACKAGE = Path(__file__).parents[2]
-_PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
+_PARTS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
 """Code of ours that takes the place of a user's."""
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_VALUES = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero")
-_PRINTS = ("__repr__", "__format__")
-_COPIES = ("cpu", "numpy", "__array__")
-_SIZES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose")
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_HIDDEN = ("<", f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
+_READS = {
+    **dict.fromkeys(("item", "tolist", "__int__", "__float__", "__index__", "__complex__"), "item"),
+    **dict.fromkeys(("__bool__", "is_nonzero"), "if or while on a tensor"),
+    **dict.fromkeys(("__repr__", "__format__"), "print of a tensor"),
+    **dict.fromkeys(("cpu", "numpy", "__array__"), "cpu"),
+    **dict.fromkeys(("nonzero", "argwhere"), "nonzero"),
+    **{name: name for name in ("masked_select", "unique", "unique_consecutive", "equal", "allclose")},
+}
+"""What calls read on the host whatever their arguments, in words."""
 _MAKERS = (
     *("zeros", "ones", "empty", "full", "eye", "tensor", "as_tensor", "arange", "linspace", "logspace"),
     *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "normal"),
@@ -46,12 +52,10 @@ _DEVICES = (Tensor, str, torch.device, int)
 def code_place() -> str | None:
     """The calling line of a user, a library or a model of ours, as `file.py:12`."""
     frame = sys._getframe(1)
-    while frame is not None:
-        if not _is_framework(frame.f_code.co_filename):
-            file = _shown(frame.f_code.co_filename)
-            return f"{file}:{frame.f_lineno}" if file else None
+    while frame is not None and _is_framework(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    file = None if frame is None else _shown(frame.f_code.co_filename)
+    return None if frame is None or file is None else f"{file}:{frame.f_lineno}"
 
 
 def source_place(thing: Any) -> str:
@@ -66,18 +70,15 @@ def source_place(thing: Any) -> str:
 @cache
 def _is_framework(file: str) -> bool:
     """True for a file of torch, of Python's own library, or of this folder."""
-    path = Path(file)
-    ours = Path(__file__).parent, Path(torch.__file__).parent
-    standard = any(map(path.is_relative_to, _STANDARD)) and not any(map(path.is_relative_to, _LIBRARIES))
-    return file.startswith("<") or standard or any(map(path.is_relative_to, ours))
+    return file.startswith(_HIDDEN) or (file.startswith(_STANDARD) and not file.startswith(_LIBRARIES))
 
 
 @cache
 def _shown(file: str) -> str | None:
     """The name to show for a file of code; None for files of this package that are no part of a run."""
     path = Path(file)
-    if path.is_relative_to(_PACKAGE):
-        return str(path.relative_to(_PACKAGE.parent)) if any(map(path.is_relative_to, _PARTS)) else None
+    if file.startswith(f"{PACKAGE}/"):
+        return str(path.relative_to(Path(PACKAGE).parent)) if file.startswith(_PARTS) else None
     for folder in (*_LIBRARIES, Path.cwd()):
         if path.is_relative_to(folder):
             return str(path.relative_to(folder))
@@ -120,7 +121,7 @@ class CallTrace(TorchFunctionMode):
         self.with_gradients: str | None = None
         """The first place of an operation that records gradients."""
         self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
-        """Name, arguments and keywords of the running call."""
+        """The running call: name, arguments and keywords."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,16 +159,14 @@ class CallTrace(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device.type != self._device_type:
             return None
-        if name in _VALUES:
-            return "if or while on a tensor" if name in ("__bool__", "is_nonzero") else "item"
-        if name in _PRINTS:
-            return "print of a tensor"
-        targets = (*args[1:2], kwargs.get("device")) if name == "to" else ()
-        to_cpu = any(isinstance(each, (str, torch.device)) and str(each) == "cpu" for each in targets)
-        if name in _COPIES or to_cpu:
-            return "cpu"
-        if name in _SIZES or (name == "where" and len(args) == 1 and not kwargs):
-            return "nonzero" if name in ("nonzero", "argwhere", "where") else name
+        if name in _READS:
+            return _READS[name]
+        if name == "to":
+            targets = *args[1:2], kwargs.get("device")
+            to_cpu = any(isinstance(each, (str, torch.device)) and str(each) == "cpu" for each in targets)
+            return "cpu" if to_cpu else None
+        if name == "where":
+            return "nonzero" if len(args) == 1 and not kwargs else None
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             repeats = args[1] if len(args) > 1 else kwargs.get("repeats", first)
             return "repeat_interleave" if isinstance(repeats, Tensor) else None
