@@ -11,7 +11,7 @@ import torch
 from ptfast.core import devices
 from ptfast.core.machine import shared_memory, spare_cores, usable_cores
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.core.units import counted, duration, num_bytes
+from ptfast.core.units import counted, num_bytes, short_time
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, Finding, Price, SampleTrace
 from ptfast.measure.audit.model_checks import times
@@ -69,18 +69,16 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
     """Samples that steps wait for, and arrays of samples that are copied."""
     run, count = context.run, samples.num_samples
     per_step = run.batch_size / count
-
-    def each(seconds: float) -> str:
-        return duration(seconds / count) if seconds > 1 else f"{seconds / count * 1e3:.2g} ms"
-
     if context.waiting >= WAITING:
         in_here = run.train_loader.kind in ("plain", "packed")
         if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
-            waits = f"{context.waiting:.0%} of a step waits for samples of {each(samples.seconds)}"
+            waits = (
+                f"{context.waiting:.0%} of a step waits for samples of {short_time(samples.seconds / count)}"
+            )
             what = f"{waits}, and no worker reads ahead"
             yield Finding("no workers", what, reader, "", ("dataloader=workers",))
         if samples.decoding_s >= DECODING * samples.seconds:
-            what = f"decoding takes {each(samples.decoding_s)} a sample, anew in every epoch"
+            what = f"decoding takes {short_time(samples.decoding_s / count)} a sample, anew in every epoch"
             mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
             yield Finding("decoding in every epoch", what, reader, mend)
         mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
