@@ -29,13 +29,11 @@ from ptfast.training.step import Trainer
 
 PARTS = 4
 """Fewest micro-batches of a step: with two, the estimate would rest on a single product."""
-READS, NUM_STEPS = 10, 200
+READS, NUM_STEPS = 5, 200
 LEAST_STEPS = 10
 """Fewest steps that tell their own spread."""
 NUM_SEGMENTS = 20
 """About how many segments a run is cut into; within each, gradients are taken to be equally long."""
-POINTS = 5
-"""Parts of the training whose noise is shown separately, since it grows."""
 MOMENTS = ("signal", "noise", "square", "loss")
 
 
@@ -260,7 +258,7 @@ class NoiseForecast:
     """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
     critical: Critical | None = None
     points: list[dict[str, Any]] = field(default_factory=list)
-    """Steps, loss and noise scale of parts of the training."""
+    """The last step, the loss and the noise scale of parts of the training: the noise grows."""
 
     def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
         """For each size, steps and samples to the loss at the end, and the time if the size was measured."""
@@ -301,8 +299,10 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
             for name in MOMENTS:
                 moments[name] += result[name]
             forecast.total_steps = result["total_steps"]
-            loss = sum(result["loss"]) / len(result["loss"])
-            search.display.note(f"  {len(moments['loss']):>6,}  loss {loss:.4g}")
+            count, loss = len(moments["loss"]), sum(result["loss"]) / len(result["loss"])
+            scale = estimate(*(result[name] for name in MOMENTS[:3]))
+            forecast.points.append({"steps": count, "loss": loss, "scale": scale})
+            search.display.note(f"  {count:>6,}  loss {loss:.4g}  noise scale {scale or 'unknown'}")
 
     try:
         cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
@@ -316,12 +316,6 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     if ended is None and count < min(num_steps, forecast.total_steps or num_steps):
         ended = f"the loss diverged or the data ended after {count} steps"
     forecast.critical = estimate(*(moments[name] for name in MOMENTS[:3]))
-    for part in range(POINTS):
-        start, stop = (count * end // POINTS for end in (part, part + 1))
-        if stop > start:
-            loss = sum(moments["loss"][start:stop]) / (stop - start)
-            found = estimate(*(moments[name][start:stop] for name in MOMENTS[:3]))
-            forecast.points.append({"steps": (start + 1, stop), "loss": loss, "scale": found})
     _show(forecast, search, ended)
     return forecast
 
@@ -330,13 +324,6 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
     num_steps, critical = len(forecast.moments["loss"]), forecast.critical
     if ended is not None:
         say(f"the training for it ended early: {ended}")
-    if forecast.points:
-        say()
-        rows = [
-            ["{:,} to {:,}".format(*steps), f"{loss:.4g}", str(scale or "too few steps")]
-            for steps, loss, scale in (point.values() for point in forecast.points)
-        ]
-        table(["steps", "loss", "noise scale"], rows)
     if critical is None:
         say(f"{num_steps} steps are too few to tell the gradient noise from chance")
         return
