@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import merge, parse, quoted
@@ -17,8 +18,8 @@ from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, NumericsError, ReportedError
-from ptfast.core.units import clock, duration
-from ptfast.measure.experiment.verdicts import judge
+from ptfast.core.units import better_mode, clock, duration
+from ptfast.measure.experiment.verdicts import ALPHA, Effect, estimate, judge
 from ptfast.measure.outputs import (
     OWN_KEYS,
     check_free,
@@ -29,7 +30,8 @@ from ptfast.measure.outputs import (
     run_ptfast,
     write_figures,
 )
-from ptfast.measure.race_leads import Finish, Lead, RaceTarget, lead, read_finish
+from ptfast.report.html.run_files import training_times
+from ptfast.report.loggers import METRICS_FILE, read_records
 from ptfast.report.terminal.display import say, table, terminal_display
 
 PICTURE = "race.png"
@@ -111,12 +113,13 @@ class Race:
             eta = f"  eta {clock(left_s)}" if done < total else ""
             say(f"{done}/{total}  seed {seed}  {arm.name}: {how}{eta}")
 
+    def figures(self, number: int, name: str) -> list[Any]:
+        """A figure of each run of an arm, by seed; `steps` and `train_s` are None for a run that missed."""
+        return [getattr(finish, name) for finish in self.finishes if finish.arm == number]
+
     def leads(self, figure: str) -> list[Lead | None]:
         """Each further arm against the first, by `train_s` or `steps`."""
-        by_arm = [
-            [getattr(finish, figure) for finish in self.finishes if finish.arm == number]
-            for number in range(len(self.arms))
-        ]
+        by_arm = [self.figures(number, figure) for number in range(len(self.arms))]
         # An interrupted race has more runs of the first arms.
         return [lead(by_arm[0][: len(other)], other[: len(by_arm[0])]) for other in by_arm[1:]]
 
@@ -151,8 +154,129 @@ def _tuned(arm: Arm, folder: Path) -> Arm:
     return Arm(words, arm.own, read_config(words)[1])
 
 
+@dataclass(frozen=True)
+class RaceTarget:
+    """The value that a figure of the validation split has to reach."""
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> RaceTarget:
+        """Read `accuracy:0.9`."""
+        metric, _, number = text.rpartition(":")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not metric or not math.isfinite(value):
+            hint = "Write metric:value, such as accuracy:0.9 or loss:0.5"
+            raise ConfigError("C005", "no target", key="--target", value=text, suggestion=hint)
+        return cls(metric.removeprefix("val."), value)
+
+    def better(self, value: float, than: float) -> bool:
+        """Return True if `value` is at least as good."""
+        return value >= than if better_mode(self.metric) == "max" else value <= than
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """One run of a race, at its end."""
+
+    arm: int
+    seed: int
+    steps: int | None
+    """To the target; None if it was not reached."""
+    train_s: float | None
+    """To the target, without evaluation, saving and start-up."""
+    total_steps: int
+    total_train_s: float
+    best: float | None
+    """Of any evaluation; None without one."""
+    ended: str = "finished"
+
+
+def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: str = "finished") -> Finish:
+    """Read when the run in a folder reached the target."""
+    lines = read_records(folder / METRICS_FILE)
+    train_s = training_times(lines)
+    total_steps = max(train_s)
+    reached: int | None = None
+    best: float | None = None
+    for line in lines:
+        if line["split"] != "val" or target.metric not in line:
+            continue
+        value = line[target.metric]
+        if best is None or target.better(value, best):
+            best = value
+        if reached is None and target.better(value, target.value):
+            reached = line["step"]
+    time_s = None if reached is None else train_s[reached]
+    return Finish(arm, seed, reached, time_s, total_steps, train_s[total_steps], best, ended)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How many times sooner an arm reaches the target than the first one."""
+
+    ratio: float
+    """Median over the seeds: above 1 if it is sooner, infinite if the first arm mostly misses."""
+    low: float | None
+    """Bounds of the 95 % interval; 0 and infinity if too few runs give a bound, None for one pair."""
+    high: float | None
+    effect: Effect | None
+    """The same, if both reached the target with every seed and the ratios differ."""
+
+    def __str__(self) -> str:
+        figures = (each for each in (self.ratio, self.low, self.high) if each is not None)
+        ratio, *bounds = (f"{each:.2f}" if each < 99 else "99+" for each in figures)
+        text = f"{ratio}x" if self.ratio else "never"
+        return f"{text} [{'-'.join(bounds)}]" if bounds else text
+
+
+def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead | None:
+    """Compare what runs took to the target, paired by seed; None marks a miss.
+
+    A run that missed took longer than one that did not, so the ratio of such a pair is infinite or 0. If both
+    missed, the ratio could be anything and widens the interval to both sides. If none missed, the ratio is
+    the median of the means of all pairs of seeds, in logarithms, with the error of a bootstrap over seeds and
+    Student's t; otherwise, or if all ratios are equal, the median, with order statistics as its interval.
+
+    Returns:
+        None if every pair missed.
+    """
+    known: list[float] = []
+    for mine, theirs in zip(first, other, strict=True):
+        if mine is None and theirs is None:
+            continue
+        known.append(math.inf if mine is None else 0.0 if theirs is None else mine / theirs)
+    count, unknown = len(first), len(first) - len(known)
+    if not known:
+        return None
+    if count == 1:
+        return Lead(known[0], None, None, None)
+    if not unknown and 0 < min(known) < max(known) < math.inf:
+        effect = estimate([math.log(ratio) for ratio in known])
+        return Lead(effect.ratio, *effect.interval(), effect)
+    # A value lies below the median with probability 1/2, so the number that do is binomial: with fewer than
+    # six values even the smallest and the largest do not enclose the median in 95 % of cases.
+    tail, place = 0.0, None
+    for below in range(count // 2):
+        tail += math.comb(count, below) / 2**count
+        if tail > ALPHA / 2:
+            break
+        place = below
+    low, high = 0.0, math.inf
+    if place is not None:
+        low = sorted([*known, *[0.0] * unknown])[place]
+        high = sorted([*known, *[math.inf] * unknown])[-1 - place]
+    return Lead(statistics.median(known), low, high, None)
+
+
 def _show(racing: Race, note: str) -> None:
-    target, finishes = racing.target, racing.finishes
     say()
     by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
     verdicts = [_WORDS.get(each, each) for each in judge([each and each.effect for each in by_time])]
@@ -162,23 +286,12 @@ def _show(racing: Race, note: str) -> None:
         if number:
             leads = (str(found[number - 1] or "-") for found in (by_steps, by_time))
             against_first = [*leads, verdicts[number - 1]]
-        runs = [finish for finish in finishes if finish.arm == number]
-        reached = [run for run in runs if run.steps is not None]
-        took = ["", ""]
-        if reached:
-            steps, times = [run.steps or 0 for run in reached], [run.train_s or 0.0 for run in reached]
-            took = [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))]
-        rows.append([arm.name, f"{len(reached)} of {len(runs)}", *took, *against_first])
+        steps, times = (list(filter(None, racing.figures(number, name))) for name in ("steps", "train_s"))
+        took = [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))] if steps else ["", ""]
+        reached = f"{len(steps)} of {len(racing.figures(number, 'steps'))}"
+        rows.append([arm.name, reached, *took, *against_first])
     table(["arm", "reached", "steps", "time", "by steps", "by time", "verdict"], rows)
-    if all(finish.steps is None for finish in finishes):
-        bests = [finish.best for finish in finishes if finish.best is not None]
-        best = max(bests) if target.better(1, 0) else min(bests) if bests else math.nan
-        say(f"no run reached {target}; best seen {best:.4g}")
     say(f"by steps, by time: how many times sooner than {racing.arms[0].name}, with its 95 % interval")
-    if (missed := sum(finish.steps is None for finish in finishes)) and missed < len(finishes):
-        say(f"{missed} of {len(finishes)} runs missed it and count as later than any that did not")
-    if diverged := sum(finish.ended == "diverged" for finish in finishes):
-        say(f"{diverged} of {len(finishes)} runs diverged")
     if racing.num_seeds == 1:
         say("one seed gives no interval: another may turn the order around; --seeds 5 says")
     if note:
@@ -191,15 +304,14 @@ def draw(path: Path, racing: Race, title: str) -> None:
     with picture(path, title, 10, 4.5) as drawn:
         for axes, (x_label, figure) in zip(drawn.subplots(1, 2, sharey=True), panels, strict=True):
             for number, arm in enumerate(racing.arms):
-                runs = [finish for finish in racing.finishes if finish.arm == number]
-                reached = sorted(value for run in runs if (value := getattr(run, figure)) is not None)
-                ends = [getattr(run, f"total_{figure}") for run in runs]
-                shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
+                taken, ends = racing.figures(number, figure), racing.figures(number, f"total_{figure}")
+                reached = sorted(value for value in taken if value is not None)
+                shares = [count / max(len(taken), 1) for count in range(len(reached) + 1)]
                 xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
                 # Curves that coincide stay visible: those below are wider.
                 width, color = 2 + 2 * min(len(racing.arms) - 1 - number, 4), f"C{number}"
                 axes.step(xs, [*shares, shares[-1]], where="post", color=color, lw=width, label=arm.name)
-                missed = [end for run, end in zip(runs, ends, strict=True) if getattr(run, figure) is None]
+                missed = [end for value, end in zip(taken, ends, strict=True) if value is None]
                 axes.plot(missed, [shares[-1]] * len(missed), "|", color=color, markersize=12, mew=2)
             axes.set_xlabel(x_label)
             axes.set_xlim(left=0)

@@ -14,8 +14,7 @@ from ptfast.cli import command_line
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError
 from ptfast.measure import outputs, race_run
-from ptfast.measure.race_leads import RaceTarget, lead, read_finish
-from ptfast.measure.race_run import build_arms, describe_rates
+from ptfast.measure.race_run import RaceTarget, build_arms, describe_rates, lead, read_finish
 
 SMALL = ("model.hidden=[8]", "steps=12", "epochs=null", "eval.every=4steps", "log_every=2steps")
 
