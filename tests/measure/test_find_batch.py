@@ -48,8 +48,7 @@ def search_among(
         return results, None
 
     monkeypatch.setattr(batch_search, "measure_once", measure_once)
-    composed, config = read_config([*SMALL])
-    return BatchSearch(composed, config, folder, 0.1)
+    return BatchSearch(SMALL, *read_config(SMALL), folder, 0.1)
 
 
 def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +127,10 @@ def test_checkpointing_where_it_buys_a_quicker_batch(
 def test_the_recipe_written_has_the_checkpointing_it_was_found_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = search_among({}, tmp_path, monkeypatch)
-    search.checkpointing = "every_n"
     file = tmp_path / "found.yaml"
-    words = ["+recipe=resnet_digits", "checkpointing=full", "optimizer=sgd", "batch_size=64"]
-    batch_finder._write(file, words, search, 128, lr_ratio=1.5)
+    words = ["+recipe=resnet_digits", "checkpointing=every_n", "optimizer=sgd", "batch_size=64"]
+    search = BatchSearch(words, *read_config(words), tmp_path, 0.1)
+    batch_finder._write(file, search, 128, lr_ratio=1.5)
     _, config = read_config([f"+recipe={file}"])
     assert (config.batch_size, config.checkpointing.mode, config.checkpointing.every) == (128, "every_n", 2)
     given = search.config.optimizer.target.kwargs["lr"]

@@ -175,8 +175,7 @@ def test_a_loss_that_diverges_ends_it(tmp_path: Path) -> None:
 
 
 def measured(rates: dict[int, float], folder: Path) -> BatchSearch:
-    composed, config = read_config([*SMALL])
-    search = BatchSearch(composed, config, folder, 0.1)
+    search = BatchSearch(SMALL, *read_config(SMALL), folder, 0.1)
     search.seen = {size: [{"samples_per_s": rate}] for size, rate in rates.items()}
     return search
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from ptfast.config.compose import Composed
 from ptfast.config.overrides import merge
+from ptfast.config.read import read_config
 from ptfast.config.schema import Config
-from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
+from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, PtfastError, ReportedError
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import num_bytes
 from ptfast.measure.find.batch_search import BatchSearch
@@ -64,7 +65,7 @@ def find_batch(
         raise ConfigError("C011", what, key="--noise", suggestion=hint)
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        search = BatchSearch(composed, config, Path(name), seconds)
+        search = BatchSearch(arguments, composed, config, Path(name), seconds)
         first = search.multiple(smallest)
         say(f"measuring batches of {first} samples and more, {seconds:g} s each")
         search.ascend(first, largest)
@@ -95,7 +96,7 @@ def find_batch(
         facts["noise"] = asdict(forecast)
     write_figures("find-batch", out, config, facts, "batch.json")
     if write is not None:
-        _write(write, arguments, search, chosen, lr_ratio)
+        _write(write, search, chosen, lr_ratio)
     return EXIT_OK
 
 
@@ -107,12 +108,13 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
     for mode in TRIED if start <= largest else ():
         if mode == search.mode:
             continue
-        tried = BatchSearch(search.composed, search.config, search.folder, search.seconds, mode)
         say(f"with checkpointing={mode}:")
+        words = merge(search.arguments, [f"checkpointing={mode}"])
         try:
+            tried = BatchSearch(words, *read_config(words), search.folder, search.seconds)
             tried.ascend(start, largest)
             found.append(tried)
-        except ReportedError as error:
+        except (PtfastError, ReportedError) as error:
             say(f"left out: {error}")
             if not found:
                 break
@@ -136,9 +138,7 @@ def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
     return best
 
 
-def _write(
-    file: Path, arguments: Sequence[str], search: BatchSearch, chosen: int, lr_ratio: float | None
-) -> None:
+def _write(file: Path, search: BatchSearch, chosen: int, lr_ratio: float | None) -> None:
     """Write a recipe of the size, its checkpointing, and a rate; `lr_ratio` is that of SGD's best rate."""
     config, own = search.config, search.config.batch_size
     found: dict[str, Any] = {"batch_size": chosen}
@@ -153,9 +153,7 @@ def _write(
             found["optimizer.lr_scaling"] = "sqrt" if adapts else "linear"
             found["optimizer.reference_batch"] = own
             comment.append(f"The learning rate is scaled from that of batch {own}.")
-    if search.checkpointing is not None:
-        arguments = merge(arguments, [f"checkpointing={search.checkpointing}"])
-    write_recipe(file, arguments, found, comment)
+    write_recipe(file, search.arguments, found, comment)
 
 
 def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:

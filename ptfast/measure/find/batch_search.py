@@ -37,32 +37,14 @@ SPARE = 0.05
 
 
 class BatchSearch:
-    """Measures batch sizes in processes that may run out of memory.
-
-    Args:
-        seconds: how long a size is measured.
-        checkpointing: mode to measure with, in place of the config's.
-    """
+    """Measures batch sizes, each for some `seconds`, in processes that may run out of memory."""
 
     def __init__(
-        self,
-        composed: Composed,
-        config: Config,
-        folder: Path,
-        seconds: float,
-        checkpointing: str | None = None,
+        self, arguments: Sequence[str], composed: Composed, config: Config, folder: Path, seconds: float
     ) -> None:
-        section = config.checkpointing
-        if checkpointing is not None:
-            # What the option of that name sets.
-            every = section.every or 2 if checkpointing == "every_n" else None
-            changes = {"mode": checkpointing, "every": every, "memory_budget": None}
-            section = section.model_copy(update=changes)
-            config = config.model_copy(update={"checkpointing": section})
-        self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
+        self.arguments, self.composed, self.config = arguments, composed, config
+        self.folder, self.seconds, self.mode = folder, seconds, config.checkpointing.mode
         self.parts = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
-        self.checkpointing = checkpointing
-        self.mode = section.mode
         self.seen: dict[int, list[dict[str, Any]]] = {}
         """Results by size."""
         self.refused: dict[int, str] = {}
@@ -143,14 +125,15 @@ class BatchSearch:
         return min(size for size in self.seen if self.median(size) >= least)
 
     def _show(self, result: dict[str, Any]) -> None:
-        how = f"  checkpointing={self.checkpointing}" if self.checkpointing else ""
-        if why := result.get("refused") or ("does not fit" if "no_room" in result else None):
-            why = f"{why} with room to spare" if result.get("checked_fully") else why
-            self.display.note(f"  {result['size']:>6,}  {why}{how}")
-            return
-        rate, memory = grouped(result["samples_per_s"]), num_bytes(result["memory_bytes"])
-        checked = ", fits with room to spare" if result.get("checked_fully") else how
-        self.display.note(f"  {result['size']:>6,}  {rate:>8} samples/s  {memory}{checked}")
+        spare = " with room to spare" if result.get("checked_fully") else ""
+        if "no_room" in result:
+            said = f"does not fit{spare}"
+        elif "refused" in result:
+            said = result["refused"]
+        else:
+            rate, memory = grouped(result["samples_per_s"]), num_bytes(result["memory_bytes"])
+            said = f"{rate:>8} samples/s  {memory}{spare and f', fits{spare}'}"
+        self.display.note(f"  {result['size']:>6,}  {said}")
 
 
 @contextlib.contextmanager
