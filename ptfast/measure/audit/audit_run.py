@@ -98,8 +98,7 @@ def audit(
     budget = f"--budget={budget_s:g}s" if budget_s else "--budget=0"
     command = redact(["ptfast", "audit", *arguments, budget, *["--strict"] * strict])
     receipts = [
-        {name: value for name, value in vars(each).items() if name != "trial"}
-        | {"price": each.price and asdict(each.price)}
+        vars(each) | {"price": each.price and asdict(each.price), "trial": each.trial is not None}
         for each in findings
     ]
     facts = {"command": command, "environment": run_directory.environment(command), **trials}

@@ -42,11 +42,7 @@ def find_batch(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Measure the throughput of batch sizes, each in a child process, and say which is best.
-
-    Sizes double until one does not fit or two in a row lose to the best; then sizes beside the best are
-    tried, and the best of all are measured again, in turns. Near the memory limit, the best also has to
-    evaluate and save with some memory to spare.
+    """Measure the throughput of batch sizes, and say which is best and fits with some memory to spare.
 
     Args:
         smallest, largest: bounds of the sizes, which are multiples of the parts that a batch is cut into.

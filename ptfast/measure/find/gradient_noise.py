@@ -135,19 +135,17 @@ class NoiseTrainer(Trainer):
 
     def read(self) -> dict[str, list[float]]:
         """Moments of the steps since the last call, over all ranks; makes the host wait for the device."""
-        found: dict[str, list[float]] = {name: [] for name in MOMENTS}
         if not self.rows:
-            return found
+            return {name: [] for name in MOMENTS}
         rows = torch.stack([row for row, _ in self.rows]).to(devices.sum_dtype(self.run.device))
         rows = sum_over_ranks(rows, self.run.ranks).tolist()
         of_steps = torch.stack([square for _, square in self.rows]).tolist()
-        for (*parts, loss, items), square in zip(rows, of_steps, strict=True):
-            signal, noise = moments(square, *parts, num_train=self.run.info.num_train)
-            figures = signal, noise, square, loss / max(items, 1)
-            for name, figure in zip(MOMENTS, figures, strict=True):
-                found[name].append(figure)
+        figures = [
+            (*moments(square, *parts, num_train=self.run.info.num_train), square, loss / max(items, 1))
+            for (*parts, loss, items), square in zip(rows, of_steps, strict=True)
+        ]
         self.rows.clear()
-        return found
+        return dict(zip(MOMENTS, map(list, zip(*figures, strict=True)), strict=True))
 
     def _square(self) -> Tensor:
         """The squared norm of the current gradients, without fp16's scale; on the device."""

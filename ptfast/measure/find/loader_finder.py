@@ -48,6 +48,11 @@ class LoaderSetup(NamedTuple):
     read_ahead: bool = False
 
     @property
+    def words(self) -> list[str]:
+        """The overrides that set it."""
+        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
+
+    @property
     def values(self) -> dict[str, Any]:
         """Config values by key, those that this kind uses."""
         found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
@@ -72,8 +77,6 @@ def find_workers(
     """Train with one loader beside another, each in a process of its own, and say which is the quickest.
 
     What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
-    Worker processes double until more gain nothing; then variants of the best are tried, and the best of all
-    are measured again in blocks of fresh processes.
 
     Args:
         most: worker processes of each rank.
@@ -193,9 +196,8 @@ class LoaderSearch:
         self.best = next(iter(self.ratios(PLAIN)))
 
     def _words(self, loader: LoaderSetup) -> list[str]:
-        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
         # Inputs that grow during training are measured at their full size.
-        return merge(self.arguments, ["curriculum=none", *own])
+        return merge(self.arguments, ["curriculum=none", *loader.words])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than `base`."""
@@ -334,8 +336,8 @@ def _show(search: LoaderSearch) -> None:
         say(f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer")
     if search.data["num_ranks"] > 1:
         say(f"workers of each of {search.data['num_ranks']} ranks; samples of all together")
-    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.chosen.values.items())
-    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
+    rate = search.figure(search.chosen, "samples_per_s")
+    say(f"\nchosen: {' '.join(search.chosen.words)} at {rate:,.0f} samples/s")
 
 
 def _write(file: Path, search: LoaderSearch) -> None:

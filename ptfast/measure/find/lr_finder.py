@@ -284,9 +284,8 @@ def run_trials(
 ) -> dict[float, float]:
     """Losses by rate of short runs at single rates, from `start` on until those beside the best are worse.
 
-    A range test takes few steps at each rate, with a model that lower rates have trained: it finds the
-    decade. Trials train at one rate from the start, on the same batches, so small differences count. A loss
-    that diverged is infinite. The run is left as it was.
+    A range test, whose model lower rates have trained, finds the decade; trials, all on the same batches,
+    tell small differences. A loss that diverged is infinite. The run is left as it was.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """
