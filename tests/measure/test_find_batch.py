@@ -43,7 +43,7 @@ def search_among(
             if size > room * more:
                 return [*results, {"size": size, "no_room": "out of memory"}], None
             rate = rates.get(size, 1.0) * (1 if mode is None else 0.9)
-            facts = {"rates": [rate], "step_s": size / rate, "memory_bytes": size}
+            facts = {"rates": [rate], "memory_bytes": size}
             results.append({"size": size, "samples_per_s": rate, **facts})
         return results, None
 

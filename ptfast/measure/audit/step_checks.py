@@ -186,13 +186,8 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
 @contextmanager
 def _without_anomaly_detection() -> Iterator[None]:
     """Keep anomaly detection off inside."""
-    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    torch.set_anomaly_enabled(False)
-    try:
-        with mock.patch.object(torch, "set_anomaly_enabled"):
-            yield
-    finally:
-        torch.set_anomaly_enabled(*before)
+    with torch.autograd.set_detect_anomaly(False), mock.patch.object(torch, "set_anomaly_enabled"):
+        yield
 
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:

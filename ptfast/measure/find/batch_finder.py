@@ -165,9 +165,9 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
             speed = f"{rate:,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}", f"{rate / most:.2f}"
             # In a child that tried larger sizes before, the peak is theirs.
             memory = num_bytes(min(each["memory_bytes"] for each in results))
-            rows.append([name, *speed, f"{1e3 * search.median(size, 'step_s'):,.1f}", memory])
+            rows.append([name, *speed, memory])
         if rows:
-            table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
+            table(["batch", "samples/s", "spread", "of the best", "memory at peak"], rows)
         if search.too_large is not None:
             spare = " with room to spare" if search.too_large.get("checked_fully") else ""
             say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search.config)}")

@@ -52,8 +52,9 @@ class BatchSearch:
         self.too_large: dict[str, Any] | None = None
         self.display = build_display()
 
-    def median(self, size: int, figure: str = "samples_per_s") -> float:
-        return statistics.median(result[figure] for result in self.seen[size])
+    def median(self, size: int) -> float:
+        """Samples per second."""
+        return statistics.median(result["samples_per_s"] for result in self.seen[size])
 
     def multiple(self, size: int) -> int:
         """The largest multiple of a batch's parts up to `size`, at least one of them."""
@@ -199,8 +200,6 @@ def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, An
     return {
         "samples_per_s": statistics.median(rates),
         "rates": rates,
-        "step_s": statistics.median(window["step_s"] for window in windows),
-        "waiting": statistics.fmean(window["waiting"] for window in windows),
         "memory_bytes": max(first_peak, *(window["peak_memory_bytes"] for window in windows)),
         "micro_batches": run.micro_batches,
     }
