@@ -96,11 +96,8 @@ def find_lr(
     if write is not None:
         # A rate for a reference batch is scaled to the batch again.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
-        comment = [
-            f"Learning rate {rate:g} for {name}, found by ptfast find lr",
-            f"Best of {len(facts['trials'])} trials of {trial_steps} steps; of the curve: "
-            + ", ".join(f"{rule} {lr:.2g}" for rule, lr in facts["suggestions"].items()),
-        ]
+        comment = [f"Learning rate {rate:g} for {name}, found by ptfast find lr"]
+        comment += [f"Best of {len(facts['trials'])} trials of {trial_steps} steps at one rate each."]
         write_recipe(write, arguments, {"optimizer.lr": rate}, comment)
     return EXIT_OK
 
@@ -128,18 +125,15 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
         stack.callback(run.close)
         test = range_test(run, num_steps=num_steps, **bounds)
         smoothed = smooth(test.losses)
-        found, trials = suggestions(test.lrs, smoothed), dict[float, float]()
-        if found:
-            # Short runs did best half a decade below the lowest point of the curve: with SGD, AdamW and
-            # LAMB, on images, text and digits.
-            trials = run_trials(run, FACTOR * found["minimum/10"], num_steps=trial_steps, **bounds)
+        start, trials = start_rate(test.lrs, smoothed), dict[float, float]()
+        if start is not None:
+            trials = run_trials(run, start, num_steps=trial_steps, **bounds)
     actual = reference_lr(run.optimizer, "initial_lr")
     finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
     trial.report(
         {
             **asdict(test),
             "smoothed": smoothed,
-            "suggestions": found,
             "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
             "chosen": min(finite, key=finite.__getitem__) if finite else None,
             "lr": actual,
@@ -258,25 +252,15 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return (weights @ losses / weights.sum(axis=1)).tolist()
 
 
-def suggestions(lrs: Sequence[float], smoothed: Sequence[float]) -> dict[str, float]:
-    """Learning rates that a curve suggests, by the rule that finds them; empty where it never falls.
+def start_rate(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
+    """The rate half a decade below the lowest point of a curve; None where it never falls.
 
-    `steepest` is where the loss falls fastest by the logarithm of the rate. `valley` is the middle between
-    where a quarter of the fall is done for good and where the loss is lowest. `minimum/10` is a tenth of the
-    rate at which it is lowest, just before it rises again. `smoothed` may end before the rates.
+    Short runs did best there: with SGD, AdamW and LAMB, on images, text and digits.
     """
-    end = min(range(len(smoothed)), key=smoothed.__getitem__)
-    fall = smoothed[0] - smoothed[end]
-    if end < 2 or fall < LEAST_FALL * smoothed[0]:
-        return {}
-    slopes = [smoothed[i + 1] - smoothed[i - 1] for i in range(1, end)]
-    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
-    above = [i for i in range(end) if smoothed[i] > smoothed[0] - fall / 4]
-    return {
-        "steepest": lrs[steepest],
-        "valley": math.sqrt(lrs[above[-1]] * lrs[end]),
-        "minimum/10": lrs[end] / 10,
-    }
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if lowest < 2 or smoothed[0] - smoothed[lowest] < LEAST_FALL * smoothed[0]:
+        return None
+    return FACTOR * (lrs[lowest] / 10)
 
 
 def run_trials(
@@ -329,7 +313,7 @@ def _show(facts: dict[str, Any], name: str) -> None:
         rows.append((f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)))
     say()
     table(["rate", "loss, smoothed", "curve"], rows)
-    rows = [(rule, f"{lr:.2g}", "") for rule, lr in facts["suggestions"].items()]
+    rows = []
     for lr, loss in facts["trials"]:
         what = "trial, chosen" if lr == facts["chosen"] else "trial"
         rows.append((what, f"{lr:.2g}", LOSS_DIVERGED if loss is None else f"{loss:.4g}"))
@@ -340,14 +324,12 @@ def _show(facts: dict[str, Any], name: str) -> None:
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
-    """Write a PNG of the loss over the learning rate, with the suggested rates and the trials."""
+    """Write a PNG of the loss over the learning rate, with the trials."""
     with picture(path, title, 8, 4.5) as figure:
         axes = figure.add_subplot()
         lrs, losses, smoothed, chosen = facts["lrs"], facts["losses"], facts["smoothed"], facts["chosen"]
         axes.plot(lrs, losses, ".", color="0.75", markersize=4, label="loss of a step")
         axes.plot(lrs[: len(smoothed)], smoothed, color="C0", lw=2, label="smoothed")
-        for index, (rule, lr) in enumerate(facts["suggestions"].items(), 1):
-            axes.axvline(lr, color=f"C{index}", ls=":", lw=1.4, label=f"{rule}: {lr:.2g}")
         trials = [(lr, loss) for lr, loss in facts["trials"] if loss is not None]
         after = f"after {facts['trial_steps']} steps at it"
         axes.plot(*zip(*trials, strict=True), "ks", markersize=5, label=after)
