@@ -82,7 +82,7 @@ def find_lr(
     keywords = {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps}
     facts = measure(composed, config, keywords)
     name, chosen = label(config), facts["chosen"]
-    _show(facts, name)
+    _show(facts)
     folder = write_figures("find-lr", out, config, facts, "lr.json")
     if chosen is None:
         what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss fall"
@@ -304,23 +304,18 @@ def descend(
     return losses
 
 
-def _show(facts: dict[str, Any], name: str) -> None:
+def _show(facts: dict[str, Any]) -> None:
     lrs, smoothed = facts["lrs"], facts["smoothed"]
     lowest, spread = min(smoothed), (max(smoothed) - min(smoothed)) or 1.0
-    rows: list[tuple[str, ...]] = []
+    rows: list[list[str]] = []
     for step in range(0, len(smoothed), -(-len(smoothed) // CURVE_ROWS)):
         length = round(CURVE_WIDTH * (smoothed[step] - lowest) / spread)
-        rows.append((f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)))
+        rows.append([f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)])
     say()
     table(["rate", "loss, smoothed", "curve"], rows)
-    rows = []
-    for lr, loss in facts["trials"]:
-        what = "trial, chosen" if lr == facts["chosen"] else "trial"
-        rows.append((what, f"{lr:.2g}", LOSS_DIVERGED if loss is None else f"{loss:.4g}"))
-    rows.append(("as configured", f"{facts['lr']:.2g}", ""))
-    say()
-    table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows)
     say(f"{len(lrs)} steps of {facts['batch_size']} samples: {facts['ended']}")
+    if (chosen := facts["chosen"]) is not None:
+        say(f"\nchosen {chosen:.2g} by {len(facts['trials'])} trials; as configured: {facts['lr']:.2g}")
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
