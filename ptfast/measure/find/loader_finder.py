@@ -97,7 +97,7 @@ def find_workers(
         **{name: loader._asdict() for name, loader in search.named.items()},
         "best": search.best._asdict(),
         "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in effects.items()],
-        "rivals": [one._asdict() for one in search.rivals],
+        "notes": search.notes,
         "blocks": [
             [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
             for block in search.blocks
@@ -127,8 +127,6 @@ class LoaderSearch:
         self.named: dict[str, LoaderSetup] = {}
         """The loader that `auto` selects here, and that of the config."""
         self.data: dict[str, Any] = {}
-        self.rivals: list[LoaderSetup] = []
-        """Loaders that may be faster than the chosen one by more than `CLOSE`, as far as the figures tell."""
         self.notes: list[str] = []
         self.best = self.chosen = PLAIN
 
@@ -165,7 +163,14 @@ class LoaderSearch:
         effects = self.effects(self.chosen)
         # Each of them had a chance to look slower than it is.
         level = 1 - ALPHA / max(len(effects), 1)
-        self.rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
+        rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
+        if rivals:
+            names = ", ".join(map(self.label, rivals))
+            self.notes.append(
+                f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
+            )
+        if (num_ranks := self.data["num_ranks"]) > 1:
+            self.notes.append(f"workers of each of {num_ranks} ranks; samples of all together")
 
     def workers(self, count: int) -> LoaderSetup:
         """`count` worker processes with the config's prefetch; for 0, this process reads."""
@@ -331,11 +336,6 @@ def _show(search: LoaderSearch) -> None:
     failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
     for line in [*failed, *search.notes]:
         say(line)
-    if search.rivals:
-        names = ", ".join(map(search.label, search.rivals))
-        say(f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer")
-    if search.data["num_ranks"] > 1:
-        say(f"workers of each of {search.data['num_ranks']} ranks; samples of all together")
     rate = search.figure(search.chosen, "samples_per_s")
     say(f"\nchosen: {' '.join(search.chosen.words)} at {rate:,.0f} samples/s")
 
