@@ -18,12 +18,8 @@ from ptfast.measure.audit.model_checks import times
 from ptfast.measure.audit.traces import source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
-WAITING = 0.1
-"""Smallest part of a step spent waiting for data that is worth a change."""
-PADDING = 0.1
-"""Smallest part of the tokens in padding that is worth a change."""
-DECODING = 0.3
-"""Smallest part of a sample's time in decoders that counts as decoding."""
+WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
+"""Smallest parts that count: of a step spent waiting, of tokens in padding, of a sample's time in decoders."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 """Inputs are not normalised where means lie `FAR` deviations from 0, or deviations beyond the others."""
 OTHERS = 0.25
