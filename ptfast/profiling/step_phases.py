@@ -29,12 +29,11 @@ class Phases(Callback):
     """Follows the phases of a step: `data`, `forward`, `backward` and `optimizer`, None between steps.
 
     Args:
-        enter: called with the name of a phase when it begins.
-        leave: called with its name when it ends.
+        enter, leave: called with the name of a phase when it begins, and when it ends.
     """
 
-    enter: Callable[[str], Any]
-    leave: Callable[[str], Any]
+    enter: Callable[[str], Any] = lambda name: None
+    leave: Callable[[str], Any] = lambda name: None
     name: str | None = None
 
     def to(self, name: str | None) -> None:

@@ -140,11 +140,9 @@ class AuditContext:
         """Parameters that train and got no gradient in any step."""
         self.evaluation, metrics = CallTrace(run.device.type), run.task.metrics().to(run.device)
         run.forward.eval()
-        try:
-            with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
-                run.task.evaluate(run.model, self.batch, metrics)
-        finally:
-            run.forward.train()
+        with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
+            run.task.evaluate(run.model, self.batch, metrics)
+        run.forward.train()
         self.samples: SampleTrace | None = None
         """None for data in memory, and for a stream, which reading would consume."""
         if isinstance(source, MapSource) and source.storage != "memory":
@@ -177,24 +175,17 @@ class AuditContext:
         self.throttled = count > count_before or is_slowed
 
     def _trace_operators(self) -> None:
-        calls = CallTrace(self.run.device.type)
-        self.operators = operators = OperatorTrace(self.run.model, calls)
+        calls, phases = CallTrace(self.run.device.type), Phases()
+        self.operators = OperatorTrace(self.run.model, calls, phases)
         self.untraced: str | None = None
         """Why operators could not be traced, if the model forbids it."""
-
-        def enter(phase: str) -> None:
-            operators.recording = phase == "forward"
-
-        phases = Phases(enter, lambda phase: enter(""))
         try:
-            with watched(self.run, phases), calls, operators:
+            with watched(self.run, phases), calls, self.operators:
                 self.take_step()
         except Exception as error:
             if isinstance(error, PtfastError) or is_memory_error(error):
                 raise
             self.untraced = f"{type(error).__name__}: {one_line(str(error))}"
-        finally:
-            operators.recording = False
 
 
 @contextmanager

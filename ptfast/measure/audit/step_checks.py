@@ -19,7 +19,7 @@ from ptfast.measure.audit.traces import source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
 WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
-"""Smallest parts that count: of a step spent waiting, of tokens in padding, of a sample's time in decoders."""
+"""Least parts that count: of a step spent waiting, of tokens in padding, of a sample's time in decoders."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 """Inputs are not normalised where means lie `FAR` deviations from 0, or deviations beyond the others."""
 OTHERS = 0.25
