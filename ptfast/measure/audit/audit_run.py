@@ -6,7 +6,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.core.units import counted
 from ptfast.launch.rank_main import out_of_memory
-from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Sides, audit_context
+from ptfast.measure.audit.audit_context import Finding, Price, Sides, audit_context
 from ptfast.measure.audit.model_checks import check_model
 from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
@@ -38,13 +38,8 @@ SHARE = 0.2
 MOST_ROUNDS = 20
 FIX = "--fix"
 
-AREAS: dict[str, Callable[[AuditContext], Iterator[Finding]]] = {
-    "model": check_model,
-    "data": check_data,
-    "loop": check_loop,
-    "machine": check_machine,
-}
-"""By area, the function that looks at it; docs/audit.md says what its checks find."""
+CHECKS = check_model, check_data, check_loop, check_machine
+"""docs/audit.md says what each finds."""
 
 
 def audit(
@@ -73,7 +68,7 @@ def audit(
             tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
             audit_context(config, Path(scratch), display) as context,
         ):
-            findings += run_checks(context)
+            findings += [finding for check in CHECKS for finding in check(context)]
             if context.untraced:
                 notes.append(f"operators could not be traced: {context.untraced}")
             if budget_s:
@@ -106,11 +101,6 @@ def audit(
     if fix is not None:
         _write_fix(fix, config, arguments, findings)
     return EXIT_FINDINGS if strict and findings else EXIT_OK
-
-
-def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> list[Finding]:
-    """What the checks find, area by area."""
-    return [finding for area in areas for finding in AREAS[area](context)]
 
 
 def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, display: Display) -> None:
