@@ -151,56 +151,51 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     They share `budget_s` evenly. Intervals hold all true ratios together in 95 % of cases.
     """
     check_out(out)
-    machine, code = ThisMachine(), EXIT_OK
-    lacks = {
-        claim: claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS
-    }
-    pairs: dict[Claim, Pair] = {}
+    machine, code, pairs = ThisMachine(), EXIT_OK, list[Pair]()
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
     ):
         paths = make_data(Path(scratch))
-        for claim in (claim for claim in CLAIMS if not lacks[claim]):
+        for claim in CLAIMS:
             workload = ["preset=plain", *(word.format(**paths) for word in claim.workload)]
             without, with_it = (merge(workload, own.split()) for own in (claim.without, claim.with_it))
-            pairs[claim] = Pair(claim.technique, without, with_it)
+            lack = claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "")
+            pairs.append(Pair(claim.technique, without, with_it, lack))
+        num_tried = sum(not pair.why for pair in pairs)
         try:
-            with terminal_display().status(f"comparing {len(pairs)} pairs of configs", laboratory.left_s):
-                measure_pairs(laboratory, [*pairs.values()])
+            with terminal_display().status(f"comparing {num_tried} pairs of configs", laboratory.left_s):
+                measure_pairs(laboratory, pairs)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
-    cells: list[list[str]] = []
+    rows: list[list[str]] = []
     receipts: list[dict[str, Any]] = []
-    for claim in CLAIMS:
-        finding: Finding = "not testable here"
-        ratio, why, measured = "", lacks[claim], dict[str, Any]()
-        if (pair := pairs.get(claim)) is not None:
-            (effect,), _ = judge_pairs([pair])
-            finding, ratio, why = _compare(claim, pair, effect, len(pairs))
-            measured = pair.receipt(effect)
-        cells.append([claim.technique, claim.says, claim.without, ratio or why, finding])
+    for claim, pair in zip(CLAIMS, pairs, strict=True):
+        (effect,), _ = judge_pairs([pair])
+        finding, here = _compare(claim, pair, effect, num_tried)
+        rows.append([claim.technique, claim.says, claim.without, here, finding])
         facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
-        facts |= {"finding": finding, "measured": ratio, "range": [claim.least, claim.most]}
-        receipts.append({**facts, **measured, "why": why})
-    table(["technique", "claim", "against", "here", "finding"], cells)
+        facts |= {"finding": finding, "here": here, "range": [claim.least, claim.most]}
+        receipts.append(facts | pair.receipt(effect))
+    table(["technique", "claim", "against", "here", "finding"], rows)
     command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
     facts = {"command": command, "environment": run_directory.environment([]), "claims": receipts}
     write_figures("claims", out, None, facts)
     return code
 
 
-def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str, str]:
-    """The finding of a pair on a claim, the ratio it shows, and the reason if it shows none."""
+def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str]:
+    """The finding of a pair on a claim, and the ratio it shows, or the reason if it shows none."""
     if effect is None:
-        return "cannot tell", "", pair.why or NOT_REACHED
+        why = pair.why or NOT_REACHED
+        return "cannot tell" if why == NOT_REACHED else "not testable here", why
     if claim.quantity == "memory":
         # Of training beyond that of a built run.
         taken = [pair.median("peak_memory_bytes", of) - pair.median("built_bytes", of) for of in (0, 1)]
         ratio = taken[0] / max(taken[1], 1)
-        return judge(claim, ratio, ratio), f"{ratio:.2f}x", ""
+        return judge(claim, ratio, ratio), f"{ratio:.2f}x"
     low, high = effect.interval(1 - ALPHA / num_pairs)
-    return judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]", ""
+    return judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]"
 
 
 NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
