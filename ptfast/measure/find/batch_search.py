@@ -20,7 +20,7 @@ from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.trial import Segments, TrialRank, measure_once
-from ptfast.report.terminal.display import build_display
+from ptfast.report.terminal.display import say
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
 
@@ -50,7 +50,6 @@ class BatchSearch:
         self.refused: dict[int, str] = {}
         """By size, why the data cannot be cut into such batches."""
         self.too_large: dict[str, Any] | None = None
-        self.display = build_display()
 
     def median(self, size: int) -> float:
         """Samples per second."""
@@ -126,15 +125,11 @@ class BatchSearch:
         return min(size for size in self.seen if self.median(size) >= least)
 
     def _show(self, result: dict[str, Any]) -> None:
+        said = "does not fit" if "no_room" in result else result.get("refused", "")
+        if "samples_per_s" in result:
+            said = f"{grouped(result['samples_per_s']):>8} samples/s  {num_bytes(result['memory_bytes'])}"
         spare = " with room to spare" if result.get("checked_fully") else ""
-        if "no_room" in result:
-            said = f"does not fit{spare}"
-        elif "refused" in result:
-            said = result["refused"]
-        else:
-            rate, memory = grouped(result["samples_per_s"]), num_bytes(result["memory_bytes"])
-            said = f"{rate:>8} samples/s  {memory}{spare and f', fits{spare}'}"
-        self.display.note(f"  {result['size']:>6,}  {said}")
+        say(f"  {result['size']:>6,}  {said}{spare}")
 
 
 @contextlib.contextmanager

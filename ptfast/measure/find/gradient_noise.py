@@ -300,7 +300,7 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
             count, loss = len(moments["loss"]), sum(result["loss"]) / len(result["loss"])
             scale = estimate(*(result[name] for name in MOMENTS[:3]))
             forecast.points.append({"steps": count, "loss": loss, "scale": scale})
-            search.display.note(f"  {count:>6,}  loss {loss:.4g}  noise scale {scale or 'unknown'}")
+            say(f"  {count:>6,}  loss {loss:.4g}  noise scale {scale or 'unknown'}")
 
     try:
         cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
