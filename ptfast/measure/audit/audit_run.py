@@ -37,7 +37,6 @@ SHARE = 0.2
 """Largest part of the budget for one finding in this process."""
 MOST_ROUNDS = 20
 FIX = "--fix"
-
 CHECKS = check_model, check_data, check_loop, check_machine
 """docs/audit.md says what each finds."""
 
@@ -68,7 +67,8 @@ def audit(
             tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
             audit_context(config, Path(scratch), display) as context,
         ):
-            findings += [finding for check in CHECKS for finding in check(context)]
+            for check in CHECKS:
+                findings += check(context)
             if context.untraced:
                 notes.append(f"operators could not be traced: {context.untraced}")
             if budget_s:
