@@ -114,9 +114,8 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
             say(f"left out: {error}")
             if not found:
                 break
-    best = max(found, key=lambda tried: max(map(tried.median, tried.seen), default=0.0), default=search)
-    to_beat = WORTH * search.median(search.best()) if search.seen else 0.0
-    if best.seen and best.median(best.best()) > to_beat:
+    best = max(found, key=lambda tried: tried.rate, default=search)
+    if best.rate > WORTH * search.rate:
         best.refine(start, largest)
     return found
 
@@ -127,7 +126,7 @@ def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
     for search in searches:
         # The first one is the config as given; others have to be clearly quicker.
         to_beat = WORTH * best[0].median(best[1]) if best is not None else 0.0
-        if search.seen and search.median(search.best()) > to_beat:
+        if search.rate > to_beat:
             chosen = search.confirm()
             if chosen is not None and search.median(chosen) > to_beat:
                 best = search, chosen

@@ -55,6 +55,11 @@ class BatchSearch:
         """Samples per second."""
         return statistics.median(result["samples_per_s"] for result in self.seen[size])
 
+    @property
+    def rate(self) -> float:
+        """Samples per second of the best size; 0 if none fits."""
+        return self.median(self.best()) if self.seen else 0.0
+
     def multiple(self, size: int) -> int:
         """The largest multiple of a batch's parts up to `size`, at least one of them."""
         return max(size // self.parts, 1) * self.parts
