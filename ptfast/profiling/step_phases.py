@@ -29,11 +29,12 @@ class Phases(Callback):
     """Follows the phases of a step: `data`, `forward`, `backward` and `optimizer`, None between steps.
 
     Args:
-        enter, leave: called with the name of a phase when it begins, and when it ends.
+        enter: called with the name of a phase when it begins.
+        leave: called with its name when it ends.
     """
 
-    enter: Callable[[str], Any] = lambda name: None
-    leave: Callable[[str], Any] = lambda name: None
+    enter: Callable[[str], Any]
+    leave: Callable[[str], Any]
     name: str | None = None
 
     def to(self, name: str | None) -> None:

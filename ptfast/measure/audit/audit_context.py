@@ -29,7 +29,6 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.traces import CallTrace, OperatorTrace, code_place, cuda_syncs
 from ptfast.measure.experiment.verdicts import Verdict
-from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -175,12 +174,12 @@ class AuditContext:
         self.throttled = count > count_before or is_slowed
 
     def _trace_operators(self) -> None:
-        calls, phases = CallTrace(self.run.device.type), Phases()
-        self.operators = OperatorTrace(self.run.model, calls, phases)
+        calls = CallTrace(self.run.device.type)
+        self.operators = OperatorTrace(self.run, calls)
         self.untraced: str | None = None
         """Why operators could not be traced, if the model forbids it."""
         try:
-            with watched(self.run, phases), calls, self.operators:
+            with calls, self.operators:
                 self.take_step()
         except Exception as error:
             if isinstance(error, PtfastError) or is_memory_error(error):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ptfast.core.errors import PACKAGE
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves
-from ptfast.profiling.step_phases import Phases
+from ptfast.run import Run
 
 _PARTS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
 """Code of ours that takes the place of a user's."""
@@ -253,19 +253,19 @@ class AttentionWeights:
 
 
 class OperatorTrace(DispatchMode):
-    """Records the operators of the forward pass, while `calls` is entered and `phases` watches as well.
+    """Records the operators of the forward pass of a run, while `calls` is entered as well.
 
     Formulas written by hand are followed from operator to operator: attention by its chain of product,
     softmax and product of activations, if nothing else reads the weights; GELU by its values, once erf or
     tanh was shifted by one and multiplied. Cost: about 20 us for each operator.
     """
 
-    def __init__(self, model: nn.Module, calls: CallTrace, phases: Phases) -> None:
+    def __init__(self, run: Run, calls: CallTrace) -> None:
         super().__init__()
-        self._calls, self._phases = calls, phases
+        self._clock, self._calls = run.clock, calls
         self._roles: Any = WeakIdKeyDictionary()
         """`parameter`, `_Scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor."""
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*run.model.parameters(), *run.model.buffers()):
             self._roles[tensor] = "parameter"
         self.softmaxes: list[AttentionWeights] = []
         """Softmaxes by hand of products of activations, with what became of them."""
@@ -279,7 +279,7 @@ class OperatorTrace(DispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name, first = func.overloadpacket.__name__, next(tensors_in(result), None)
-        if self._phases.name != "forward" or first is None:
+        if self._clock.cause != "forward" or first is None:
             return result
         self.normalises |= "norm" in name or name == "rsqrt"
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
