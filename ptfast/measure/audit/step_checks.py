@@ -68,10 +68,8 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
     if context.waiting >= WAITING:
         in_here = run.train_loader.kind in ("plain", "packed")
         if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
-            waits = (
-                f"{context.waiting:.0%} of a step waits for samples of {short_time(samples.seconds / count)}"
-            )
-            what = f"{waits}, and no worker reads ahead"
+            each = short_time(samples.seconds / count)
+            what = f"{context.waiting:.0%} of a step waits for samples of {each}, and no worker reads ahead"
             yield Finding("no workers", what, reader, "", ("dataloader=workers",))
         if samples.decoding_s >= DECODING * samples.seconds:
             what = f"decoding takes {short_time(samples.decoding_s / count)} a sample, anew in every epoch"
