@@ -259,24 +259,23 @@ class NoiseForecast:
     """The last step, the loss and the noise scale of parts of the training: the noise grows."""
 
     def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
-        """For each size, steps and samples to the loss at the end, and the time if the size was measured."""
-        critical, own, num_steps = self.critical, self.batch_size, len(self.moments["loss"])
-        if critical is None or critical.batch is None:
+        """Steps, samples and seconds to the loss at the end, for each size that was measured."""
+        if self.critical is None or self.critical.batch is None:
             return []
         found = []
-        for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
-            steps = num_steps * critical.steps_ratio(size, own)
-            took_s = steps * size / search.median(size) if size in search.seen else None
+        for size in sorted(search.seen):
+            steps = len(self.moments["loss"]) * self.critical.steps_ratio(size, self.batch_size)
+            took_s = steps * size / search.median(size)
             found.append({"size": size, "steps": steps, "samples": steps * size, "time_s": took_s})
         return found
 
     def advise(self, search: BatchSearch) -> tuple[int, float] | None:
         """The measured size that should reach the loss first, and SGD's best rate there to the config's."""
-        timed = [row for row in self.rows(search) if row["time_s"] is not None]
-        if not timed or self.critical is None:
+        rows = self.rows(search)
+        if not rows or self.critical is None:
             return None
-        least = min(row["time_s"] for row in timed)
-        size = next(row["size"] for row in timed if row["time_s"] <= (1 + TIE) * least)
+        least = min(row["time_s"] for row in rows)
+        size = next(row["size"] for row in rows if row["time_s"] <= (1 + TIE) * least)
         return size, 1 / self.critical.steps_ratio(size, search.config.batch_size)
 
 
@@ -334,8 +333,7 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
     advised, cells = forecast.advise(search), list[list[str]]()
     for row in forecast.rows(search):
         name = f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else "")
-        took = "-" if row["time_s"] is None else duration(row["time_s"])
-        cells.append([name, f"{row['steps']:,.0f}", f"{row['samples']:,.0f}", took])
+        cells.append([name, f"{row['steps']:,.0f}", f"{row['samples']:,.0f}", duration(row["time_s"])])
     say(f"\npredicted, to the loss of {forecast.points[-1]['loss']:.4g}:")
     table(["batch", "steps", "samples", "time"], cells)
     if advised is not None:
