@@ -7,7 +7,7 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,10 @@ class RaceTarget:
             raise ConfigError("C005", "no target", key="--target", value=text, suggestion=hint)
         return cls(metric.removeprefix("val."), value)
 
-    def better(self, value: float, than: float) -> bool:
-        """Return True if `value` is at least as good."""
-        return value >= than if better_mode(self.metric) == "max" else value <= than
+    @property
+    def best_of(self) -> Callable[..., float | None]:
+        """`max` or `min`, whichever is better for the figure."""
+        return max if better_mode(self.metric) == "max" else min
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:g}"
@@ -202,20 +203,16 @@ class Finish:
 def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: str = "finished") -> Finish:
     """Read when the run in a folder reached the target."""
     lines = read_records(folder / METRICS_FILE)
-    train_s = training_times(lines)
+    train_s, metric = training_times(lines), target.metric
     total_steps = max(train_s)
-    reached: int | None = None
-    best: float | None = None
-    for line in lines:
-        if line["split"] != "val" or target.metric not in line:
-            continue
-        value = line[target.metric]
-        if best is None or target.better(value, best):
-            best = value
-        if reached is None and target.better(value, target.value):
-            reached = line["step"]
-    time_s = None if reached is None else train_s[reached]
-    return Finish(arm, seed, reached, time_s, total_steps, train_s[total_steps], best, ended)
+    # A figure that is not finite is null there.
+    lines = [line for line in lines if line["split"] == "val" and line.get(metric) is not None]
+    values = {line["step"]: line[metric] for line in lines}
+    best = target.best_of(values.values(), default=None)
+    reached = (step for step, value in values.items() if target.best_of(value, target.value) == value)
+    steps = next(reached, None)
+    time_s = None if steps is None else train_s[steps]
+    return Finish(arm, seed, steps, time_s, total_steps, train_s[total_steps], best, ended)
 
 
 @dataclass(frozen=True)
