@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RECEIPT = "measure.json"
 """File of all figures of a command, in its folder."""
-OWN_KEYS = dict.fromkeys(("run.dir", "run.resume", "run.name"), "--out")
+OWN_KEYS = {"run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
 """Keys that a command sets for each of its runs, and the flag for it."""
 
 

@@ -82,6 +82,8 @@ class Finding:
     price: Price | None = None
     trial: Callable[[], Sides] | None = None
     """Builds what is timed in this process; None if it cannot be tried there."""
+    handled: bool = False
+    """The run mends it itself."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def audit(
 
     Args:
         budget_s: for measuring what findings cost; 0 measures none.
-        strict: return 8 if something is found.
+        strict: return 8 if something is found that the run does not mend itself.
         fix: file of the recipe.
     """
     check_outputs(out, fix, FIX)
@@ -73,7 +73,7 @@ def audit(
                 notes.append(f"operators could not be traced: {context.untraced}")
             if budget_s:
                 price_here(findings, budget_s, context.device_type, display)
-        if budget_s and any(finding.overrides for finding in findings):
+        if budget_s and any(finding.overrides and not finding.handled for finding in findings):
             trials = price_by_override(findings, arguments, budget_s, display)
             if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
                 notes.append(f"{NOT_REACHED}, for the overrides of {', '.join(missed)}")
@@ -100,7 +100,7 @@ def audit(
     write_figures("audit", out, config, {**facts, "notes": notes, "findings": receipts})
     if fix is not None:
         _write_fix(fix, config, arguments, findings)
-    return EXIT_FINDINGS if strict and findings else EXIT_OK
+    return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
 
 
 def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, display: Display) -> None:
@@ -121,7 +121,7 @@ def price_by_override(
     findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
     """Measure in other processes what overrides gain, set the prices of findings, and return the receipt."""
-    tried = [finding for finding in findings if finding.overrides]
+    tried = [finding for finding in findings if finding.overrides and not finding.handled]
     pairs = [Pair(each.check, list(arguments), merge(arguments, each.overrides)) for each in tried]
     status = display.status("measuring what overrides gain", budget_s)
     with Laboratory(budget_s=budget_s) as laboratory, status:
@@ -171,7 +171,7 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
     kept: list[Finding] = []
     left: list[Finding] = []
     for finding in findings:
-        if finding.overrides:
+        if finding.overrides and not finding.handled:
             gains = finding.price is None or finding.price.verdict in (None, "faster")
             (kept if gains and finding.kind in ("exact", "reordered") else left).append(finding)
     if not kept:
@@ -192,10 +192,12 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
 
     rows: list[list[str]] = []
     for each in sorted(findings, key=cost_s, reverse=True):
-        mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend]))
+        handled = "handled by this config" * each.handled
+        mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend, handled]))
         rows.append([each.check, str(each.price or "-"), f"{each.what}; at {each.where}; fix: {mend}"])
     if rows:
         table(["check", "costs", "finding"], rows)
     for note in notes:
         say(note)
-    say(counted(len(findings), "finding") if findings else "nothing found that costs speed")
+    count = sum(not finding.handled for finding in findings)
+    say(counted(count, "finding") if count else "nothing found that costs speed")

@@ -38,10 +38,11 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     yield from _check_biases(context)
     yield from _check_widths(context)
     yield from _check_formulas(context)
-    if not context.config.rewrites.fused_rms_norm and (norms := [*find_rms_norms(context.run.model)]):
+    if norms := context.run.resolved.fused_norms or [*find_rms_norms(context.run.model)]:
         what, where = f"{counted(len(norms), 'RMS norm')} in single operators", name_some(norms, NAMED)
         mend, overrides = "torch.nn.RMSNorm", ("rewrites.fused_rms_norm=true",)
-        yield Finding("rms norm by hand", what, where, mend, overrides, "reordered")
+        handled = context.config.rewrites.fused_rms_norm
+        yield Finding("rms norm by hand", what, where, mend, overrides, "reordered", handled=handled)
     run, operators = context.run, context.operators
     modules = dict(run.model.named_modules())
     if names := [name for name, each in modules.items() if isinstance(each, _DROPOUTS) and each.p == 0]:
@@ -77,21 +78,21 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:
-    run = context.run
-    if not context.config.rewrites.bias_before_norm or takes_own_steps(run.task):
-        return
+    run, kept = context.run, context.config.rewrites.bias_before_norm
+    found = [*(run.resolved.dropped_biases or ())]
+    if kept and not takes_own_steps(run.task):
 
-    def forward() -> object:
-        with run.precision.autocast:
-            return run.task.loss(run.model, context.batch)
+        def forward() -> object:
+            with run.precision.autocast:
+                return run.task.loss(run.model, context.batch)
 
-    with run.uncompiled():
-        found = [*find_cancelled_biases(run.model, forward)]
+        with run.uncompiled():
+            found = [*find_cancelled_biases(run.model, forward)]
     if found:
         count = "1 bias" if len(found) == 1 else f"{len(found)} biases"
         what, where = f"{count} that the BatchNorm behind subtracts again", name_some(found, NAMED)
         mend, overrides = "bias=False in these layers", ("rewrites.bias_before_norm=false",)
-        yield Finding("bias before a norm", what, where, mend, overrides, "reordered")
+        yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=not kept)
 
 
 def _check_widths(context: AuditContext) -> Iterator[Finding]:
