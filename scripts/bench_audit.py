@@ -1,6 +1,6 @@
-"""Compare the prices of five findings of `ptfast audit` with the gain of mending them by hand.
+"""Compare the prices of four findings of `ptfast audit` with the gain of mending them by hand.
 
-    python scripts/bench_audit.py [--budget 2m] [gelu attention dropout copies single]
+    python scripts/bench_audit.py [--budget 2m] [gelu attention copies single]
 
 Each defect is one of `Encoder` or `Waves` below, which have a keyword for each that mends it. The price is
 what the audit says, the gain that of a paired trial of mended code against code as it is, in processes of
@@ -26,7 +26,6 @@ from torch.utils.data import Dataset
 DEFECTS = {
     "gelu": ("gelu by hand", "model.gelu=true"),
     "attention": ("attention by hand", "model.attention=true"),
-    "dropout": ("dropout of zero", "model.dropout=false"),
     "copies": ("arrays copied", "data.shared=true"),
     "single": ("work on single samples", "data.single=false"),
 }
@@ -51,7 +50,6 @@ class Encoder(nn.Module):
         depth: int = 2,
         gelu: bool = False,
         attention: bool = False,
-        dropout: bool = True,
     ) -> None:
         super().__init__()
         self.gelu, self.attention = gelu, attention
@@ -60,7 +58,6 @@ class Encoder(nn.Module):
         self.widening = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
         self.narrowing = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth))
-        self.drops = nn.ModuleList(nn.Dropout(0.0) if dropout else nn.Identity() for _ in range(20 * depth))
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs.unflatten(1, (-1, 8)))
@@ -69,8 +66,6 @@ class Encoder(nn.Module):
             wide = self.widening[index](self.norms[2 * index + 1](hidden))
             wide = F.gelu(wide) if self.gelu else 0.5 * wide * (1 + torch.erf(wide / math.sqrt(2)))
             hidden = hidden + self.narrowing[index](wide)
-        for drop in self.drops:
-            hidden = drop(hidden)
         return self.last(hidden.mean(1))
 
     def _attend(self, mixed: Tensor) -> Tensor:
@@ -108,7 +103,7 @@ def main() -> None:
     from ptfast.config.read import read_config
     from ptfast.core.durations import Duration
     from ptfast.measure.audit.audit_context import audit_context
-    from ptfast.measure.audit.audit_run import price_here, run_checks
+    from ptfast.measure.audit.audit_run import CHECKS, price_here
     from ptfast.measure.experiment.laboratory import Laboratory, Pair, judge_pairs, measure_pairs
     from ptfast.report.terminal.display import Display, table
 
@@ -125,7 +120,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as name,
         audit_context(read_config(WORDS)[1], Path(name), Display()) as context,
     ):
-        findings = [*run_checks(context, ("model", "data", "loop"))]
+        findings = [finding for check in CHECKS[:3] for finding in check(context)]
         price_here(findings, budget_s, context.device_type, Display())
     pairs = [Pair(defect, WORDS, (*WORDS, DEFECTS[defect][1])) for defect in asked.defects]
     with Laboratory(budget_s=len(pairs) * budget_s) as laboratory:

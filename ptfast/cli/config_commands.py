@@ -146,8 +146,7 @@ def audit(args: Namespace) -> int:
 
 
 def race(args: Namespace) -> int:
-    from ptfast.measure.race_leads import RaceTarget
-    from ptfast.measure.race_run import build_arms, race
+    from ptfast.measure.race_run import RaceTarget, build_arms, race
 
     if args.target is None:
         hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"

@@ -37,12 +37,11 @@ class Claim:
     Args:
         says: the promise in the source's figures.
         source: who makes it, and for what.
-        workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for data made for it.
+        workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for made data.
         without, with_it: overrides of the run without the technique, and of that with it.
         least, most: the range in which the ratio has to lie: of samples per second, or of memory saved
             (without over with); above 1 is better. A gain above the claimed range confirms it.
         takes: what a test would need beyond a trial of seconds; there is no workload then.
-        against: the baseline, where that is not an override.
     """
 
     technique: str
@@ -56,7 +55,6 @@ class Claim:
     least: float = 1.0
     most: float = math.inf
     takes: str = ""
-    against: str = ""
 
 
 def judge(claim: Claim, low: float, high: float) -> Finding:
@@ -75,7 +73,6 @@ CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174"
 PADDING = "Benesty 2020, CamemBERT-base on X-NLI, RTX 2080 Ti"
 REPEATED = "often repeated; first source not found"
 ONE_CYCLE = "Smith, Topin 2018, arXiv:1708.07120: ResNet-56 on CIFAR-10"
-ZEROED = "ptfast.measure.claims.ZeroedResNet"
 
 RESNET: Words = ("data=arrays", "data.path={images}", "model=resnet20", "optimizer=sgd")
 WIDE: Words = (*RESNET, "model.width=32")
@@ -101,8 +98,8 @@ RECOMPUTED_LARGE: Comparison = (LARGE, *RECOMPUTED[1:])
 ACCUMULATED: Comparison = (LARGE, "gradients.accumulate=1", "gradients.accumulate=4", ())
 PADDED: Comparison = (TEXTS, "batching=none", "batching=longest", ())
 BUCKETS: Comparison = (TEXTS, "batching=longest", "batching=buckets", ())
-NO_GRADIENTS: Comparison = (RESNET, f"model._target_={ZEROED}", "", ())
-COMPILED: Comparison = (TEXTS, "compile=none", "compile=model", ("compiler",))
+NO_GRADIENTS: Comparison = (RESNET, "model._target_=ptfast.measure.claims.ZeroedResNet", "", ())
+POINTWISE: Comparison = (TEXTS, "compile=none", "compile=pointwise", ("compiler",))
 
 CLAIMS = (
     Claim("mixed precision", "1.5 to 5.5 times float32", AMP, *AUTOCAST, least=1.5),
@@ -128,11 +125,9 @@ CLAIMS = (
     Claim("dynamic padding", "1.17 to 4.7 times padding to one length", PADDING, *PADDED, least=1.17),
     Claim("uniform-length batches", "1.17 to 1.6 times dynamic padding", PADDING, *BUCKETS, least=1.17),
     Claim(
-        *("gradients set to None", "a write and a read of all gradients less", TUNING_GUIDE),
-        *NO_GRADIENTS,
-        against="filled with zeros",
+        *("gradients set to None", "a write and a read of all gradients less", TUNING_GUIDE), *NO_GRADIENTS
     ),
-    Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *COMPILED),
+    Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *POINTWISE),
     Claim(
         *("one cycle", "10 times fewer steps than in steps", ONE_CYCLE),
         takes="hours of training: ptfast race, see docs/race.md",
@@ -156,55 +151,51 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     They share `budget_s` evenly. Intervals hold all true ratios together in 95 % of cases.
     """
     check_out(out)
-    machine, code = ThisMachine(), EXIT_OK
-    lacks = {
-        claim: claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "") for claim in CLAIMS
-    }
-    pairs: dict[Claim, Pair] = {}
+    machine, code, pairs = ThisMachine(), EXIT_OK, list[Pair]()
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
     ):
-        for claim in (claim for claim in CLAIMS if not lacks[claim]):
-            data = ["preset=plain", *filled_in(claim.workload, Path(scratch))]
-            without, with_it = (merge(data, own.split()) for own in (claim.without, claim.with_it))
-            pairs[claim] = Pair(claim.technique, without, with_it)
+        paths = make_data(Path(scratch))
+        for claim in CLAIMS:
+            workload = ["preset=plain", *(word.format(**paths) for word in claim.workload)]
+            without, with_it = (merge(workload, own.split()) for own in (claim.without, claim.with_it))
+            lack = claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "")
+            pairs.append(Pair(claim.technique, without, with_it, lack))
+        num_tried = sum(not pair.why for pair in pairs)
         try:
-            with terminal_display().status(f"comparing {len(pairs)} pairs of configs", laboratory.left_s):
-                measure_pairs(laboratory, [*pairs.values()])
+            with terminal_display().status(f"comparing {num_tried} pairs of configs", laboratory.left_s):
+                measure_pairs(laboratory, pairs)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
-    cells: list[list[str]] = []
+    rows: list[list[str]] = []
     receipts: list[dict[str, Any]] = []
-    for claim in CLAIMS:
-        finding: Finding = "not testable here"
-        ratio, why, measured = "", lacks[claim], dict[str, Any]()
-        if (pair := pairs.get(claim)) is not None:
-            (effect,), _ = judge_pairs([pair])
-            finding, ratio, why = _compare(claim, pair, effect, len(pairs))
-            measured = pair.receipt(effect)
-        cells.append([claim.technique, claim.says, claim.against or claim.without, ratio or why, finding])
+    for claim, pair in zip(CLAIMS, pairs, strict=True):
+        (effect,), _ = judge_pairs([pair])
+        finding, here = _compare(claim, pair, effect, num_tried)
+        rows.append([claim.technique, claim.says, claim.without, here, finding])
         facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
-        facts |= {"finding": finding, "measured": ratio, "range": [claim.least, claim.most]}
-        receipts.append({**facts, **measured, "why": why})
-    table(["technique", "claim", "against", "here", "finding"], cells)
+        facts |= {"finding": finding, "here": here, "range": [claim.least, claim.most]}
+        receipts.append(facts | pair.receipt(effect))
+    table(["technique", "claim", "against", "here", "finding"], rows)
     command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
     facts = {"command": command, "environment": run_directory.environment([]), "claims": receipts}
     write_figures("claims", out, None, facts)
     return code
 
 
-def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str, str]:
-    """The finding of a pair on a claim, the ratio it shows, and the reason if it shows none."""
+def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str]:
+    """The finding of a pair on a claim, and the ratio it shows, or the reason if it shows none."""
     if effect is None:
-        return "cannot tell", "", pair.why or NOT_REACHED
+        why = pair.why or NOT_REACHED
+        return "cannot tell" if why == NOT_REACHED else "not testable here", why
     if claim.quantity == "memory":
         # Of training beyond that of a built run.
         taken = [pair.median("peak_memory_bytes", of) - pair.median("built_bytes", of) for of in (0, 1)]
         ratio = taken[0] / max(taken[1], 1)
-        return judge(claim, ratio, ratio), f"{ratio:.2f}x", ""
+        return judge(claim, ratio, ratio), f"{ratio:.2f}x"
     low, high = effect.interval(1 - ALPHA / num_pairs)
-    return judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]", ""
+    return judge(claim, low, high), f"{effect.ratio:.2f}x [{low:.2f}-{high:.2f}]"
 
 
 NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
@@ -212,34 +203,23 @@ LENGTHS = (8, 256)
 """Shortest and longest text in characters; most are short, as people's texts are."""
 
 
-def filled_in(words: Words, folder: Path) -> Words:
-    """Replace the placeholders of a workload by paths of data in `folder`, which is made on first use."""
-    for name in ("images", "files", "texts"):
-        if any(f"{{{name}}}" in word for word in words):
-            if not list(folder.glob(f"{name}*")):
-                _make_data(name, folder / name)
-            (found,) = folder.glob(f"{name}*")
-            words = tuple(word.replace(f"{{{name}}}", str(found)) for word in words)
-    return words
-
-
-def _make_data(name: str, path: Path) -> None:
+def make_data(folder: Path) -> dict[str, Path]:
+    """Make the data of the workloads, and return its paths by placeholder. Cost: some seconds."""
+    images_file, files, texts = folder / "images.npz", folder / "files", folder / "texts.txt"
     chance = np.random.default_rng(0)
-    if name == "images":
-        images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
-        np.savez(path.with_suffix(".npz"), train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
-    elif name == "files":
-        # JPEG files of 256 x 256 that take about as long to decode as photographs of that size.
-        for number in range(NUM_FILES):
-            pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-            file = path / f"class_{number % 2}" / f"{number:04d}.jpg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
-    else:
-        lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
-        letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
-        lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
-        path.with_suffix(".txt").write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
+    images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)
+    np.savez(images_file, train_x=images, train_y=chance.integers(0, 10, NUM_IMAGES))
+    # JPEG files of 256 x 256 that take about as long to decode as photographs of that size.
+    for number in range(NUM_FILES):
+        pixels = chance.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        file = files / f"class_{number % 2}" / f"{number:04d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).resize((256, 256), Image.Resampling.BICUBIC).save(file, quality=90)
+    lengths = np.clip(chance.lognormal(4.0, 0.7, NUM_TEXTS).astype(int), *LENGTHS)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
+    lines = (chance.choice(letters, length).tobytes().decode() for length in lengths)
+    texts.write_text("".join(f"{line.strip() or 'a'}\n" for line in lines))
+    return {"images": images_file, "files": files, "texts": texts}
 
 
 class ZeroedResNet(ResNetCifar):

@@ -1,4 +1,4 @@
-"""Output of the measuring commands: figures, pictures, and a recipe with what was found.
+"""What measuring commands share: folders, figures and recipes, and runs in processes of their own.
 
 Commands take `out`, the folder of the figures, None for a new one under `run.root`, and `write`, the file of
 the recipe.
@@ -7,21 +7,30 @@ the recipe.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any
 
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
+from ptfast.config.overrides import Argument
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
+from ptfast.core.clock import STARTED_VARIABLE
+from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError
+from ptfast.core.machine import die_with_parent
+from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say
-from ptfast.report.terminal.json_lines import emit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECEIPT = "measure.json"
 """File of all figures of a command, in its folder."""
+OWN_KEYS = {"run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
+"""Keys that a command sets for each of its runs, and the flag for it."""
 
 
 def check_outputs(out: Path | None, write: Path | None = None, flag: str = "--write") -> None:
@@ -29,6 +38,21 @@ def check_outputs(out: Path | None, write: Path | None = None, flag: str = "--wr
     check_out(out)
     if write is not None:
         check_overlay(write, flag)
+
+
+def check_new(out: Path | None) -> None:
+    """Refuse a folder for runs that cannot be written to or holds something."""
+    check_out(out)
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise MachineError("E001", "is not empty", key="--out", value=out, suggestion="Choose a new one")
+
+
+def check_free(arguments: Iterable[Argument], flags: Mapping[str, str], command: str) -> None:
+    """Refuse the keys of `flags`, which a command sets for each of its runs."""
+    for argument in arguments:
+        if flag := flags.get(argument.key):
+            what, hint = f"differs between the runs of {command}", f"Leave it out; {flag} says it"
+            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
 
 
 def label(config: Config) -> str:
@@ -50,7 +74,7 @@ def write_figures(
     """Write the figures of a command into its folder, say where they are, and return the folder."""
     folder = make_folder(what, out, config)
     run_directory.write_json(folder / file, facts)
-    if not emit("result", file=str(folder / file), **facts):
+    if not json_lines.emit("result", file=str(folder / file), **facts):
         say(f"figures: {folder}")
     return folder
 
@@ -74,3 +98,30 @@ def picture(file: Path, title: str, width: float, height: float) -> Iterator[Fig
     partial = file.with_suffix(".partial")
     figure.savefig(partial, dpi=120, format="png")
     partial.replace(file)
+
+
+def run_ptfast(
+    words: Sequence[str], log: Path, *, module: str = "ptfast", limit_s: float | None = None, **variables: str
+) -> tuple[int | None, str]:
+    """Run a command in a process of its own with its output in a file; what it starts ends with it.
+
+    Returns:
+        The exit code, None if it was killed after `limit_s`; and the line that says why it failed.
+    """
+    # The lines of its log are read by people, and by us.
+    unset = (STARTED_VARIABLE, json_lines.VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    command, code = [sys.executable, "-m", module, *words], None
+    with log.open("w") as output:
+        streams: dict[str, Any] = {"stdin": DEVNULL, "stdout": output, "stderr": STDOUT}
+        end: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
+        process = Popen(command, env=environment | variables, **streams, **end)
+        try:
+            with contextlib.suppress(TimeoutExpired):
+                code = process.wait(limit_s)
+        finally:
+            process.kill()
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    said = [each for each in lines if each.startswith("ptfast: ") and not each.startswith("ptfast: warning")]
+    return code, said[-1] if said else f"ptfast: exit code {code}; see {log}"

@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import shlex
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import merge, parse, quoted
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.errors import (
-    COMMAND_LINE,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    ConfigError,
-    MachineError,
-    NumericsError,
-    ReportedError,
+from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, NumericsError, ReportedError
+from ptfast.core.units import better_mode, clock, duration
+from ptfast.measure.experiment.verdicts import ALPHA, Effect, estimate, judge
+from ptfast.measure.outputs import (
+    OWN_KEYS,
+    check_free,
+    check_new,
+    label,
+    make_folder,
+    picture,
+    run_ptfast,
+    write_figures,
 )
-from ptfast.core.machine import die_with_parent
-from ptfast.core.units import clock, duration
-from ptfast.measure.experiment.verdicts import judge
-from ptfast.measure.outputs import check_outputs, label, make_folder, picture, write_figures
-from ptfast.measure.race_leads import Finish, Lead, RaceTarget, lead, read_finish
-from ptfast.report.terminal import json_lines
+from ptfast.report.html.run_files import training_times
+from ptfast.report.loggers import METRICS_FILE, read_records
 from ptfast.report.terminal.display import say, table, terminal_display
 
 PICTURE = "race.png"
 _WORDS = {"faster": "sooner", "slower": "later"}
-_OWN = {"seed": "--seeds", "run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
-"""Keys that a race sets for each run, and the flag for it."""
 _RATE = "optimizer.lr"
 
 
@@ -63,10 +58,7 @@ def race(
     Raises:
         PtfastError, ReportedError: a run or a search for a rate fails. A loss may diverge.
     """
-    check_outputs(out)
-    if out is not None and out.exists() and any(out.iterdir()):
-        what, hint = "is not empty", "Choose a new one"
-        raise MachineError("E001", what, key="--out", value=out, suggestion=hint)
+    check_new(out)
     folder = make_folder("race", out, arms[0].config)
     say(f"{len(arms)} arms, {num_seeds} seeds, {len(arms) * num_seeds} runs to {target}, in {folder}")
     code, racing = EXIT_OK, Race(arms, target, num_seeds, folder)
@@ -88,11 +80,7 @@ def race(
         "arms": [{"name": arm.name, "overrides": redact(arm.words), "lr": arm.lr} for arm in racing.arms],
         "runs": [asdict(finish) for finish in racing.finishes],
         "sooner": {
-            name: [
-                each and {"ratio": each.ratio, "low": each.low, "high": each.high}
-                for each in racing.leads(name)
-            ]
-            for name in ("train_s", "steps")
+            name: [each and asdict(each) for each in racing.leads(name)] for name in ("train_s", "steps")
         },
     }
     draw(folder / PICTURE, racing, f"{label(arms[0].config)}: {target}")
@@ -106,33 +94,32 @@ class Race:
     def __init__(self, arms: Sequence[Arm], target: RaceTarget, num_seeds: int, folder: Path) -> None:
         self.arms, self.target, self.num_seeds, self.folder = list(arms), target, num_seeds, folder
         self.finishes: list[Finish] = []
-        self._wall_s: list[float] = []
-        """Of the runs so far; the arms take turns."""
 
     def run(self) -> None:
         """Train seed by seed, and print how each run ended."""
         display, total = terminal_display(), len(self.arms) * self.num_seeds
+        start_s, left_s = time.monotonic(), None
         for seed, (number, arm) in itertools.product(range(self.num_seeds), enumerate(self.arms)):
-            start_s, done = time.monotonic(), len(self.finishes) + 1
-            left_s = self._left_s() if self.finishes else None
+            done = len(self.finishes) + 1
             with display.status(f"run {done} of {total}: {arm.name}", left_s):
                 finish = self._train(number, arm, seed)
-            self._wall_s.append(time.monotonic() - start_s)
             self.finishes.append(finish)
+            left_s = (time.monotonic() - start_s) / done * (total - done)
             if finish.steps is not None and finish.train_s is not None:
                 how = f"{self.target} after {finish.steps:,} steps, {duration(finish.train_s)}"
             else:
                 best = "" if finish.best is None else f", best {finish.best:.4g}"
                 how = ("diverged" if finish.ended == "diverged" else "missed it") + best
-            eta = f"  eta {clock(self._left_s())}" if done < total else ""
+            eta = f"  eta {clock(left_s)}" if done < total else ""
             say(f"{done}/{total}  seed {seed}  {arm.name}: {how}{eta}")
+
+    def figures(self, number: int, name: str) -> list[Any]:
+        """A figure of each run of an arm, by seed; `steps` and `train_s` are None for a run that missed."""
+        return [getattr(finish, name) for finish in self.finishes if finish.arm == number]
 
     def leads(self, figure: str) -> list[Lead | None]:
         """Each further arm against the first, by `train_s` or `steps`."""
-        by_arm = [
-            [getattr(finish, figure) for finish in self.finishes if finish.arm == number]
-            for number in range(len(self.arms))
-        ]
+        by_arm = [self.figures(number, figure) for number in range(len(self.arms))]
         # An interrupted race has more runs of the first arms.
         return [lead(by_arm[0][: len(other)], other[: len(by_arm[0])]) for other in by_arm[1:]]
 
@@ -140,64 +127,153 @@ class Race:
         run_dir = self.folder / f"arm{number + 1}-seed{seed}"
         log, metric = run_dir.with_suffix(".log"), self.target.metric
         words = [*arm.words, f"seed={seed}", f"stop.metric={metric}", "stop.patience=null"]
-        code = _ptfast(["train", *words, f"run.dir={quoted(run_dir.absolute())}"], log)
+        code, said = run_ptfast(["train", *words, f"run.dir={quoted(run_dir.absolute())}"], log)
         diverged = code == NumericsError.exit_code
         if code and not diverged:
-            lines = log.read_text(errors="replace").splitlines()
-            line = next((line for line in reversed(lines) if "error[" in line), "")
-            if "stop.metric=" in line and "no such figure" in line:
-                hint = line.partition("no such figure. ")[2].rstrip(".")
+            if "stop.metric=" in said and "no such figure" in said:
+                hint = said.partition("no such figure. ")[2].rstrip(".")
                 raise ConfigError("C005", "no such figure", key="--target", value=metric, suggestion=hint)
-            raise ReportedError(line or f"ptfast: {run_dir.name} left with {code}; see {log}", max(code, 1))
+            raise ReportedError(said, max(code, 1))
         finish = read_finish(run_dir, self.target, number, seed, "diverged" if diverged else "finished")
         if finish.best is None and not diverged:
             what, hint = "the runs evaluate no validation split", "Leave out data.val=0"
             raise ConfigError("C011", what, key="--target", value=metric, suggestion=hint)
         return finish
 
-    def _left_s(self) -> float:
-        """Seconds left, estimated from earlier runs of the same arm, or of any."""
-        by_arm = [self._wall_s[number :: len(self.arms)] for number in range(len(self.arms))]
-        return sum((self.num_seeds - len(own)) * statistics.fmean(own or self._wall_s) for own in by_arm)
-
 
 def _tuned(arm: Arm, folder: Path) -> Arm:
     """The arm at the learning rate that `find lr` chooses for it."""
     log = folder.with_suffix(".log")
-    code = _ptfast(["find", "lr", *arm.words, "--out", str(folder)], log)
+    code, said = run_ptfast(["find", "lr", *arm.words, "--out", str(folder)], log)
+    if code:
+        raise ReportedError(said, max(code, 1))
     found = run_directory.read_json(folder / "lr.json")
-    if code or found.get("chosen") is None:
-        lines = log.read_text(errors="replace").splitlines()
-        raise ReportedError(lines[-1] if lines else f"ptfast: find lr left with {code}", max(code, 1))
     lr = float(f"{found['chosen'] / found['lr_scale']:.3g}")
     say(f"{arm.name}: learning rate {lr:g} by find lr")
     words = merge(arm.words, [f"{_RATE}={lr:g}"])
     return Arm(words, arm.own, read_config(words)[1])
 
 
-def _ptfast(words: Sequence[str], log: Path) -> int:
-    """Run a command of ptfast with its output in a file, and return its exit code."""
-    # The lines of its log are read by people, and by us.
-    unset = (STARTED_VARIABLE, json_lines.VARIABLE)
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ptfast", *words],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,
-        )
+@dataclass(frozen=True)
+class RaceTarget:
+    """The value that a figure of the validation split has to reach."""
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> RaceTarget:
+        """Read `accuracy:0.9`."""
+        metric, _, number = text.rpartition(":")
         try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # The process gets Ctrl-C as well, saves and leaves.
-            process.wait()
-            raise
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not metric or not math.isfinite(value):
+            hint = "Write metric:value, such as accuracy:0.9 or loss:0.5"
+            raise ConfigError("C005", "no target", key="--target", value=text, suggestion=hint)
+        return cls(metric.removeprefix("val."), value)
+
+    @property
+    def best_of(self) -> Callable[..., float | None]:
+        """`max` or `min`, whichever is better for the figure."""
+        return max if better_mode(self.metric) == "max" else min
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Finish:
+    """One run of a race, at its end."""
+
+    arm: int
+    seed: int
+    steps: int | None
+    """To the target; None if it was not reached."""
+    train_s: float | None
+    """To the target, without evaluation, saving and start-up."""
+    total_steps: int
+    total_train_s: float
+    best: float | None
+    """Of any evaluation; None without one."""
+    ended: str = "finished"
+
+
+def read_finish(folder: Path, target: RaceTarget, arm: int, seed: int, ended: str = "finished") -> Finish:
+    """Read when the run in a folder reached the target."""
+    lines = read_records(folder / METRICS_FILE)
+    train_s, metric = training_times(lines), target.metric
+    total_steps = max(train_s)
+    # A figure that is not finite is null there.
+    lines = [line for line in lines if line["split"] == "val" and line.get(metric) is not None]
+    values = {line["step"]: line[metric] for line in lines}
+    best = target.best_of(values.values(), default=None)
+    reached = (step for step, value in values.items() if target.best_of(value, target.value) == value)
+    steps = next(reached, None)
+    time_s = None if steps is None else train_s[steps]
+    return Finish(arm, seed, steps, time_s, total_steps, train_s[total_steps], best, ended)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How many times sooner an arm reaches the target than the first one."""
+
+    ratio: float
+    """Median over the seeds: above 1 if it is sooner, infinite if the first arm mostly misses."""
+    low: float | None
+    """Bounds of the 95 % interval; 0 and infinity if too few runs give a bound, None for one pair."""
+    high: float | None
+    effect: Effect | None
+    """The same, if both reached the target with every seed and the ratios differ."""
+
+    def __str__(self) -> str:
+        figures = (each for each in (self.ratio, self.low, self.high) if each is not None)
+        ratio, *bounds = (f"{each:.2f}" if each < 99 else "99+" for each in figures)
+        text = f"{ratio}x" if self.ratio else "never"
+        return f"{text} [{'-'.join(bounds)}]" if bounds else text
+
+
+def lead(first: Sequence[float | None], other: Sequence[float | None]) -> Lead | None:
+    """Compare what runs took to the target, paired by seed; None marks a miss.
+
+    A run that missed took longer than one that did not, so the ratio of such a pair is infinite or 0. If both
+    missed, the ratio could be anything and widens the interval to both sides. If none missed, the ratio is
+    the median of the means of all pairs of seeds, in logarithms, with the error of a bootstrap over seeds and
+    Student's t; otherwise, or if all ratios are equal, the median, with order statistics as its interval.
+
+    Returns:
+        None if every pair missed.
+    """
+    known: list[float] = []
+    for mine, theirs in zip(first, other, strict=True):
+        if mine is None and theirs is None:
+            continue
+        known.append(math.inf if mine is None else 0.0 if theirs is None else mine / theirs)
+    count, unknown = len(first), len(first) - len(known)
+    if not known:
+        return None
+    if count == 1:
+        return Lead(known[0], None, None, None)
+    if not unknown and 0 < min(known) < max(known) < math.inf:
+        effect = estimate([math.log(ratio) for ratio in known])
+        return Lead(effect.ratio, *effect.interval(), effect)
+    # A value lies below the median with probability 1/2, so the number that do is binomial: with fewer than
+    # six values even the smallest and the largest do not enclose the median in 95 % of cases.
+    tail, place = 0.0, None
+    for below in range(count // 2):
+        tail += math.comb(count, below) / 2**count
+        if tail > ALPHA / 2:
+            break
+        place = below
+    low, high = 0.0, math.inf
+    if place is not None:
+        low = sorted([*known, *[0.0] * unknown])[place]
+        high = sorted([*known, *[math.inf] * unknown])[-1 - place]
+    return Lead(statistics.median(known), low, high, None)
 
 
 def _show(racing: Race, note: str) -> None:
-    target, finishes = racing.target, racing.finishes
     say()
     by_time, by_steps = racing.leads("train_s"), racing.leads("steps")
     verdicts = [_WORDS.get(each, each) for each in judge([each and each.effect for each in by_time])]
@@ -207,23 +283,12 @@ def _show(racing: Race, note: str) -> None:
         if number:
             leads = (str(found[number - 1] or "-") for found in (by_steps, by_time))
             against_first = [*leads, verdicts[number - 1]]
-        runs = [finish for finish in finishes if finish.arm == number]
-        reached = [run for run in runs if run.steps is not None]
-        took = ["", ""]
-        if reached:
-            steps, times = [run.steps or 0 for run in reached], [run.train_s or 0.0 for run in reached]
-            took = [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))]
-        rows.append([arm.name, f"{len(reached)} of {len(runs)}", *took, *against_first])
+        steps, times = (list(filter(None, racing.figures(number, name))) for name in ("steps", "train_s"))
+        took = [f"{statistics.median(steps):,.0f}", duration(statistics.median(times))] if steps else ["", ""]
+        reached = f"{len(steps)} of {len(racing.figures(number, 'steps'))}"
+        rows.append([arm.name, reached, *took, *against_first])
     table(["arm", "reached", "steps", "time", "by steps", "by time", "verdict"], rows)
-    if all(finish.steps is None for finish in finishes):
-        bests = [finish.best for finish in finishes if finish.best is not None]
-        best = max(bests) if target.better(1, 0) else min(bests) if bests else math.nan
-        say(f"no run reached {target}; best seen {best:.4g}")
     say(f"by steps, by time: how many times sooner than {racing.arms[0].name}, with its 95 % interval")
-    if (missed := sum(finish.steps is None for finish in finishes)) and missed < len(finishes):
-        say(f"{missed} of {len(finishes)} runs missed it and count as later than any that did not")
-    if diverged := sum(finish.ended == "diverged" for finish in finishes):
-        say(f"{diverged} of {len(finishes)} runs diverged")
     if racing.num_seeds == 1:
         say("one seed gives no interval: another may turn the order around; --seeds 5 says")
     if note:
@@ -236,15 +301,14 @@ def draw(path: Path, racing: Race, title: str) -> None:
     with picture(path, title, 10, 4.5) as drawn:
         for axes, (x_label, figure) in zip(drawn.subplots(1, 2, sharey=True), panels, strict=True):
             for number, arm in enumerate(racing.arms):
-                runs = [finish for finish in racing.finishes if finish.arm == number]
-                reached = sorted(value for run in runs if (value := getattr(run, figure)) is not None)
-                ends = [getattr(run, f"total_{figure}") for run in runs]
-                shares = [count / len(runs) for count in range(len(reached) + 1)] if runs else [0.0]
+                taken, ends = racing.figures(number, figure), racing.figures(number, f"total_{figure}")
+                reached = sorted(value for value in taken if value is not None)
+                shares = [count / max(len(taken), 1) for count in range(len(reached) + 1)]
                 xs = [0.0, *reached, max([*ends, *reached], default=0.0)]
                 # Curves that coincide stay visible: those below are wider.
                 width, color = 2 + 2 * min(len(racing.arms) - 1 - number, 4), f"C{number}"
                 axes.step(xs, [*shares, shares[-1]], where="post", color=color, lw=width, label=arm.name)
-                missed = [end for run, end in zip(runs, ends, strict=True) if getattr(run, figure) is None]
+                missed = [end for value, end in zip(taken, ends, strict=True) if value is None]
                 axes.plot(missed, [shares[-1]] * len(missed), "|", color=color, markersize=12, mew=2)
             axes.set_xlabel(x_label)
             axes.set_xlim(left=0)
@@ -281,13 +345,7 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     separate overrides and semicolons separate arms.
     """
     given = parse(arguments, sweep=True)
-    for argument in given:
-        if flag := _OWN.get(argument.key):
-            what, hint = "differs between the runs of a race", f"Leave it out; {flag} says it"
-            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
-        if argument.is_interval:
-            hint = "List the values: key=a,b"
-            raise ConfigError("C014", "an interval has no arms", key=argument.key, suggestion=hint)
+    check_free(given, {**OWN_KEYS, "seed": "--seeds"}, "a race")
     common = [word for word, argument in zip(arguments, given, strict=True) if not argument.is_sweep]
     swept = [[argument.at(value) for value in argument.values] for argument in given if argument.is_sweep]
     points = [[word.lstrip("+") for word in point] for point in itertools.product(*swept)]
@@ -300,13 +358,9 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
 
 
 def describe_rates(arms: Sequence[Arm]) -> str:
-    """A remark on the arms' learning rates where none was tuned."""
-    key = f"{_RATE}="
-    sets = [arm.name for arm in arms if any(word.lstrip("+").startswith(key) for word in arm.own)]
+    """A remark on the arms' learning rates where none was tuned; empty if each arm sets its own."""
+    if all(any(word.lstrip("+").startswith(f"{_RATE}=") for word in arm.own) for arm in arms):
+        return ""
+    rates = ", ".join("none" if arm.lr is None else f"{arm.lr:g}" for arm in arms)
     tuned = "ptfast race --tune-lr gives each arm its own by find lr"
-    if sets and len(sets) < len(arms):
-        return f"only {', '.join(sets)} has a learning rate of its own, which favours it; {tuned}"
-    rates = {arm.lr for arm in arms}
-    if len(rates) == 1 and not sets and (lr := rates.pop()) is not None:
-        return f"all arms train at a learning rate of {lr:g}, which may suit one better; {tuned}"
-    return f"the learning rates are as configured; {tuned}" if len(rates) > 1 and not sets else ""
+    return f"learning rates as configured ({rates}), which may suit one arm better; {tuned}"

@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,9 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.measure.audit import audit_context as examination
-from ptfast.measure.audit import audit_run, step_checks
+from ptfast.measure.audit import audit_run, model_checks, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, audit_context
-from ptfast.measure.audit.audit_run import price_here, run_checks
+from ptfast.measure.audit.audit_run import CHECKS, price_here
 from ptfast.report.terminal.display import Display
 
 NET = ("model=custom", "model._target_=planted.Net")
@@ -42,7 +41,8 @@ def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) ->
     chosen = {word.partition("=")[0]: word for word in (*NET, *POINTS, *PLAIN, *words)}
     config = read_config([*chosen.values()])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        return [*run_checks(changed(context, waiting=waiting, **facts), ("model", "data", "loop"))]
+        context = changed(context, waiting=waiting, **facts)
+        return [finding for check in CHECKS[:3] for finding in check(context)]
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +220,7 @@ def test_what_mends_a_finding_in_this_process_is_measured(
     monkeypatch.setattr(audit_run, "SEGMENT_S", 0.0)
     config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        found = [*run_checks(context, ("loop",))]
+        found = [*step_checks.check_loop(context)]
         price_here(found, 1.0, "cpu", Display())
         (finding,) = found
         assert finding.price is not None
@@ -233,7 +233,7 @@ def test_what_mends_a_finding_in_this_process_is_measured(
 def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, f"model.defect={defect}"])[1]
     with audit_context(config, tmp_path, Display()) as context:
-        ((finding,),) = [[*run_checks(context, ("model",))]]
+        (finding,) = model_checks.check_model(context)
     assert finding.trial is not None
     as_it_is, mended = finding.trial()
     as_it_is()
@@ -244,7 +244,8 @@ def test_overrides_are_measured_and_written(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def priced(findings: list[Finding], *others: Any) -> dict[str, Any]:
-        findings[:] = [replace(found, price=Price(0.002, 0.001, 0.003, "faster")) for found in findings]
+        for found in findings:
+            found.price = Price(0.002, 0.001, 0.003, "faster")
         return {"budget_s": others[1], "comparisons": []}
 
     monkeypatch.setattr(audit_run, "price_by_override", priced)

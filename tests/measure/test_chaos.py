@@ -22,10 +22,17 @@ from running import train
 from ptfast.cli import command_line
 from ptfast.core.tensors.saved_state import read_state, write_state
 from ptfast.measure.chaos import chaos_run
-from ptfast.measure.chaos.bit_comparison import compare_runs, differences
-from ptfast.measure.chaos.chaos_run import ChaosTest
-from ptfast.measure.chaos.kill_plan import MOMENTS, SAVING_POINTS, Kill, RunShape, draw_kills
-from ptfast.measure.chaos.struck_run import PLAN, STRIKES, Strikes
+from ptfast.measure.chaos.chaos_run import ChaosTest, compare_runs, differences
+from ptfast.measure.chaos.kills import (
+    MOMENTS,
+    PLAN,
+    SAVING_POINTS,
+    STRIKES,
+    Kill,
+    RunShape,
+    Strikes,
+    draw_kills,
+)
 
 SHAPE = RunShape(30, [*range(4, 30, 4), 30], [10, 20, 30], num_ranks=2, launched=True, workers=2)
 

@@ -14,7 +14,7 @@ from ptfast.config.catalogue import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
 from ptfast.measure import claims
-from ptfast.measure.claims import CLAIMS, Claim, ZeroedResNet, filled_in, judge
+from ptfast.measure.claims import CLAIMS, Claim, ZeroedResNet, judge, make_data
 from ptfast.models.resnet_cifar import ResNetCifar
 
 TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachine().lacks, claim.needs))]
@@ -35,23 +35,16 @@ def test_a_finding_needs_the_whole_interval() -> None:
     assert judge(claim, 1.4, 1.6) == "cannot tell"
 
 
-def test_data_is_made_once_and_only_what_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_made_for_the_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NUM_IMAGES", "NUM_FILES", "NUM_TEXTS"):
         monkeypatch.setattr(claims, name, 20)
-    (words,) = filled_in(("data.path={texts}",), tmp_path)
-    texts = Path(words.partition("=")[2])
-    assert [*tmp_path.iterdir()] == [texts]
-    lengths = [len(line) for line in texts.read_text().splitlines()]
+    paths = make_data(tmp_path)
+    lengths = [len(line) for line in paths["texts"].read_text().splitlines()]
     assert len(lengths) == 20
     assert min(lengths) < max(lengths) <= 256
-    assert filled_in(("data.path={texts}",), tmp_path) == (words,)
-    images, files = filled_in(("data.path={images}", "data.root={files}"), tmp_path)
-    with np.load(images.partition("=")[2]) as arrays:
+    with np.load(paths["images"]) as arrays:
         assert arrays["train_x"].shape == (20, 32, 32, 3)
-    first = next(Path(files.partition("=")[2]).rglob("*.jpg"))
-    with Image.open(first) as image:
+    with Image.open(next(paths["files"].rglob("*.jpg"))) as image:
         assert image.size == (256, 256)
 
 

@@ -16,7 +16,6 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
 from ptfast.measure.find import batch_finder, batch_search
-from ptfast.measure.find.batch_finder import limit_of
 from ptfast.measure.find.batch_search import BatchSearch
 
 SMALL = ("model=mlp", "model.hidden=[8]")
@@ -44,13 +43,12 @@ def search_among(
             if size > room * more:
                 return [*results, {"size": size, "no_room": "out of memory"}], None
             rate = rates.get(size, 1.0) * (1 if mode is None else 0.9)
-            facts = {"rates": [rate], "step_s": size / rate, "memory_bytes": size}
+            facts = {"rates": [rate], "memory_bytes": size}
             results.append({"size": size, "samples_per_s": rate, **facts})
         return results, None
 
     monkeypatch.setattr(batch_search, "measure_once", measure_once)
-    composed, config = read_config([*SMALL])
-    return BatchSearch(composed, config, folder, 0.1)
+    return BatchSearch(SMALL, *read_config(SMALL), folder, 0.1)
 
 
 def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,19 +95,6 @@ def test_a_size_without_room_to_spare_gives_way(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("[enforce fail at alloc_cpu.cpp:127] you tried to allocate 16777216 bytes. Error code 12", "16 MiB"),
-        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of", "2.50 GiB"),
-    ],
-)
-def test_what_found_no_room(said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = search_among({}, tmp_path, monkeypatch)
-    search.too_large = {"size": 128, "no_room": said}
-    assert limit_of(search).endswith(f"(a tensor of {shown} found no room)")
-
-
-@pytest.mark.parametrize(
     ("rates", "limits", "mode", "size"),
     [
         # Still rising where memory ends: twice the batch at 0.9 of its rate is worth it, ...
@@ -142,11 +127,10 @@ def test_checkpointing_where_it_buys_a_quicker_batch(
 def test_the_recipe_written_has_the_checkpointing_it_was_found_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search = search_among({}, tmp_path, monkeypatch)
-    search.checkpointing = "every_n"
     file = tmp_path / "found.yaml"
-    words = ["+recipe=resnet_digits", "checkpointing=full", "optimizer=sgd", "batch_size=64"]
-    batch_finder._write(file, words, search, 128, lr_ratio=1.5)
+    words = ["+recipe=resnet_digits", "checkpointing=every_n", "optimizer=sgd", "batch_size=64"]
+    search = BatchSearch(words, *read_config(words), tmp_path, 0.1)
+    batch_finder._write(file, search, 128, lr_ratio=1.5)
     _, config = read_config([f"+recipe={file}"])
     assert (config.batch_size, config.checkpointing.mode, config.checkpointing.every) == (128, "every_n", 2)
     given = search.config.optimizer.target.kwargs["lr"]

@@ -13,9 +13,8 @@ import pytest
 from ptfast.cli import command_line
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError
-from ptfast.measure import race_run
-from ptfast.measure.race_leads import RaceTarget, lead, read_finish
-from ptfast.measure.race_run import build_arms, describe_rates
+from ptfast.measure import outputs, race_run
+from ptfast.measure.race_run import RaceTarget, build_arms, describe_rates, lead, read_finish
 
 SMALL = ("model.hidden=[8]", "steps=12", "epochs=null", "eval.every=4steps", "log_every=2steps")
 
@@ -35,8 +34,8 @@ def test_arms_are_the_product_of_what_is_swept_and_what_is_written_out():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["schedule=cosine,onecycle"], "all arms train at a learning rate of 0.001"),
-        (["optimizer=sgd,adamw"], "the learning rates are as configured"),
+        (["schedule=cosine,onecycle"], "learning rates as configured (0.001, 0.001)"),
+        (["optimizer=sgd,adamw"], "learning rates as configured (0.1, 0.001)"),
         (["optimizer.lr=0.1,0.01"], ""),
     ],
 )
@@ -44,8 +43,6 @@ def test_it_says_what_the_learning_rates_are(words, said):
     text = describe_rates(build_arms(words, None))
     assert text.startswith(said)
     assert bool(text) == bool(said)
-    arms = build_arms([], "schedule=cosine optimizer.lr=0.1; schedule=onecycle")
-    assert "only schedule=cosine optimizer.lr=0.1 has a learning rate of its own" in describe_rates(arms)
 
 
 def test_time_to_the_target_is_that_of_training_alone(tmp_path):
@@ -72,8 +69,6 @@ def test_time_to_the_target_is_that_of_training_alone(tmp_path):
     assert (finish.total_steps, finish.total_train_s) == (10, 20.0)
     assert read_finish(tmp_path, RaceTarget("accuracy", 0.95), 0, 3).steps is None
     assert read_finish(tmp_path, RaceTarget("loss", 1.5), 0, 3).steps == 4
-    with pytest.raises(ConfigError, match="There are: loss, accuracy"):
-        read_finish(tmp_path, RaceTarget("recall", 0.5), 0, 3)
 
 
 @pytest.mark.parametrize(("seeds", "missing"), [(3, 0.0), (5, 0.0), (3, 0.3), (5, 0.3), (8, 0.3), (12, 0.3)])
@@ -139,18 +134,19 @@ def test_what_cannot_be_raced_is_refused(words, said, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
-def in_this_process(words: list[str], log: Path) -> int:
+def in_this_process(words: list[str], log: Path) -> tuple[int, str]:
     """What a race has a process do."""
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
-        return command_line.run(words)
+        code = command_line.run(words)
+    return code, log.read_text().splitlines()[-1]
 
 
 def test_an_arm_is_tuned_to_the_rate_that_was_found(tmp_path, monkeypatch):
     def found(words, log):
         run_directory.write_json(tmp_path / "lr1/lr.json", {"chosen": 0.6, "lr_scale": 2.0})
-        return 0
+        return 0, ""
 
-    monkeypatch.setattr(race_run, "_ptfast", found)
+    monkeypatch.setattr(race_run, "run_ptfast", found)
     (tmp_path / "lr1").mkdir()
     arm = build_arms(["batch_size=32"], "optimizer=sgd; optimizer=lamb")[0]
     tuned = race_run._tuned(arm, tmp_path / "lr1")
@@ -159,13 +155,14 @@ def test_an_arm_is_tuned_to_the_rate_that_was_found(tmp_path, monkeypatch):
 
 def test_the_process_of_a_run_writes_a_log(tmp_path):
     log = tmp_path / "run.log"
-    assert race_run._ptfast(["train", "optimizer.lrr=1"], log) == 2
-    assert "error[C002]: optimizer.lrr=1" in log.read_text()
+    code, said = outputs.run_ptfast(["train", "optimizer.lrr=1"], log)
+    assert code == 2
+    assert said.startswith("ptfast: error[C002]: optimizer.lrr=1")
 
 
 def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(race_run, "_ptfast", in_this_process)
+    monkeypatch.setattr(race_run, "run_ptfast", in_this_process)
     arms = ("optimizer.lr=0.01,1e-9", *SMALL)
     assert (
         command_line.run(["race", *arms, "--target", "accuracy:0.2", "--seeds", "1", "--out", "found"]) == 0
@@ -183,7 +180,7 @@ def test_a_race_ends_with_a_table_a_picture_and_a_receipt(tmp_path, monkeypatch,
 
 def test_a_figure_that_there_is_not_ends_it_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(race_run, "_ptfast", in_this_process)
+    monkeypatch.setattr(race_run, "run_ptfast", in_this_process)
     words = ["race", "optimizer.lr=0.01,0.1", *SMALL, "--target", "recall:0.5", "--out", "found"]
     assert command_line.run(words) == 2
     assert (

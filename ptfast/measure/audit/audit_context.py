@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ptfast.config.checks.rules import check_batch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
@@ -30,7 +29,6 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.traces import CallTrace, OperatorTrace, code_place, cuda_syncs
 from ptfast.measure.experiment.verdicts import Verdict
-from ptfast.profiling.step_phases import Phases, watched
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -41,15 +39,12 @@ from ptfast.training.user_code import naming_user_code
 
 LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
 """Steps that are timed: as many as `STEPS_S` takes, within these bounds."""
-CALL_STEPS = 2
-"""Steps whose calls are traced."""
+CALL_STEPS, NUM_SAMPLES = 2, 32
+"""Steps and samples whose calls are traced."""
 ENDLESS = 2**31
-NUM_SAMPLES = 32
 
 Sides = tuple[Callable[[], object], Callable[[], object]]
 """A step as it is, and mended."""
-Trial = Callable[[], Sides]
-"""Builds both when the price of a finding is measured."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,16 @@ class Price:
     high_s: float | None = None
     verdict: Verdict | None = None
 
+    def __str__(self) -> str:
+        if self.verdict in ("no difference", "cannot tell"):
+            return self.verdict
+        text = f"{self.seconds * 1e3:.3g} ms a step"
+        if self.low_s is None or self.high_s is None:
+            return text
+        return f"{text} [{self.low_s * 1e3:.3g} to {self.high_s * 1e3:.3g}]"
 
-@dataclass(frozen=True)
+
+@dataclass
 class Finding:
     """Something that costs speed."""
 
@@ -77,11 +80,10 @@ class Finding:
     kind: Kind = "exact"
     """What mending it does to the result."""
     price: Price | None = None
-    trial: Trial | None = None
-    """None if it cannot be tried in this process."""
+    trial: Callable[[], Sides] | None = None
+    """Builds what is timed in this process; None if it cannot be tried there."""
     handled: bool = False
     """The run mends it itself."""
-    area: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class AuditContext:
         self.batch: Any = None
         """A micro-batch as the task takes it."""
         self.shapes: set[Any] = set()
-        """Of the inputs in all steps but the first."""
+        """Shapes of the inputs in all steps but the first."""
         self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
         with _noting_gradchecks(switches.found):
             self._batches = trainer.warm_up(self._batches)
@@ -139,11 +141,9 @@ class AuditContext:
         """Parameters that train and got no gradient in any step."""
         self.evaluation, metrics = CallTrace(run.device.type), run.task.metrics().to(run.device)
         run.forward.eval()
-        try:
-            with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
-                run.task.evaluate(run.model, self.batch, metrics)
-        finally:
-            run.forward.train()
+        with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
+            run.task.evaluate(run.model, self.batch, metrics)
+        run.forward.train()
         self.samples: SampleTrace | None = None
         """None for data in memory, and for a stream, which reading would consume."""
         if isinstance(source, MapSource) and source.storage != "memory":
@@ -177,23 +177,16 @@ class AuditContext:
 
     def _trace_operators(self) -> None:
         calls = CallTrace(self.run.device.type)
-        self.operators = operators = OperatorTrace(self.run.model, calls)
+        self.operators = OperatorTrace(self.run, calls)
         self.untraced: str | None = None
         """Why operators could not be traced, if the model forbids it."""
-
-        def enter(phase: str) -> None:
-            operators.recording = phase == "forward"
-
-        phases = Phases(enter, lambda phase: enter(""))
         try:
-            with watched(self.run, phases), operators.naming_modules(), calls, operators:
+            with calls, self.operators:
                 self.take_step()
         except Exception as error:
             if isinstance(error, PtfastError) or is_memory_error(error):
                 raise
             self.untraced = f"{type(error).__name__}: {one_line(str(error))}"
-        finally:
-            operators.recording = False
 
 
 @contextmanager
@@ -201,8 +194,8 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
     """Build the run of `config` in `folder` and train it for some steps to see what they do."""
     ranks = Ranks()
     device = resolve_device(config.device, ranks)
-    micro_batches = check_batch(config, 1)
-    data = load_data(config, ranks, build_choice(config, micro_batches, device))
+    choice = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
+    data = load_data(config, ranks, choice)
     run = build(config, ranks=ranks, folder=folder, display=display, data=data)
     try:
         with naming_user_code(run), display.status("training for some steps"):

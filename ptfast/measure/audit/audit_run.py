@@ -6,8 +6,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.core.units import counted
 from ptfast.launch.rank_main import out_of_memory
-from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, Trial, audit_context
+from ptfast.measure.audit.audit_context import Finding, Price, Sides, audit_context
 from ptfast.measure.audit.model_checks import check_model
 from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
-from ptfast.report.terminal.display import Display, build_display, is_terminal, say, standard_output
+from ptfast.report.terminal.display import Display, build_display, say, table
 
 ORDER = (0, 1, 1, 0)
 """The sides of a round, in the order they are measured: an even drift weighs on both alike."""
@@ -37,14 +37,8 @@ SHARE = 0.2
 """Largest part of the budget for one finding in this process."""
 MOST_ROUNDS = 20
 FIX = "--fix"
-
-AREAS: dict[str, Callable[[AuditContext], Iterator[Finding]]] = {
-    "model": check_model,
-    "data": check_data,
-    "loop": check_loop,
-    "machine": check_machine,
-}
-"""By area, the function that looks at it; docs/audit.md says what its checks find."""
+CHECKS = check_model, check_data, check_loop, check_machine
+"""docs/audit.md says what each finds."""
 
 
 def audit(
@@ -73,7 +67,8 @@ def audit(
             tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
             audit_context(config, Path(scratch), display) as context,
         ):
-            findings += run_checks(context)
+            for check in CHECKS:
+                findings += check(context)
             if context.untraced:
                 notes.append(f"operators could not be traced: {context.untraced}")
             if budget_s:
@@ -98,8 +93,7 @@ def audit(
     budget = f"--budget={budget_s:g}s" if budget_s else "--budget=0"
     command = redact(["ptfast", "audit", *arguments, budget, *["--strict"] * strict])
     receipts = [
-        {name: value for name, value in vars(each).items() if name != "trial"}
-        | {"price": each.price and asdict(each.price)}
+        vars(each) | {"price": each.price and asdict(each.price), "trial": each.trial is not None}
         for each in findings
     ]
     facts = {"command": command, "environment": run_directory.environment(command), **trials}
@@ -109,59 +103,47 @@ def audit(
     return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
 
 
-def run_checks(context: AuditContext, areas: Iterable[str] = AREAS) -> Iterator[Finding]:
-    """Yield what the checks find, area by area."""
-    for area in areas:
-        yield from (replace(finding, area=area) for finding in AREAS[area](context))
-
-
-def price_here(findings: list[Finding], budget_s: float, device_type: str, display: Display) -> None:
-    """Measure in this process what findings with a trial cost, and put the prices into `findings`.
+def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, display: Display) -> None:
+    """Measure in this process what findings with a trial cost, and set their prices.
 
     Both sides of a trial share a process with its memory and threads, so no A/A run is needed.
     """
-    tried = [(number, finding.trial) for number, finding in enumerate(findings) if finding.trial is not None]
+    tried = [(finding, finding.trial) for finding in findings if finding.trial is not None]
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
-    results: list[tuple[int, Effect | None, float]] = []
-    for position, (number, trial) in enumerate(tried):
-        left_s = seconds * (len(tried) - position)
-        with display.status(f"measuring {findings[number].check}", left_s):
-            results.append((number, *_measure(trial, seconds, device_type)))
-        # Each trial may change the verdicts on those before it.
-        _put(findings, results, judge([effect for _, effect, _ in results]))
+    results: list[tuple[Finding, Effect | None, float]] = []
+    for position, (finding, trial) in enumerate(tried):
+        with display.status(f"measuring {finding.check}", seconds * (len(tried) - position)):
+            results.append((finding, *_measure(trial(), seconds, device_type)))
+    _set_prices(results, judge([effect for _, effect, _ in results]))
 
 
 def price_by_override(
-    findings: list[Finding], arguments: Sequence[str], budget_s: float, display: Display
+    findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
-    """Measure in other processes what overrides gain, put the prices into `findings`, return the receipt."""
-    tried = [n for n, finding in enumerate(findings) if finding.overrides and not finding.handled]
-    pairs = [Pair(findings[n].check, list(arguments), merge(arguments, findings[n].overrides)) for n in tried]
+    """Measure in other processes what overrides gain, set the prices of findings, and return the receipt."""
+    tried = [finding for finding in findings if finding.overrides and not finding.handled]
+    pairs = [Pair(each.check, list(arguments), merge(arguments, each.overrides)) for each in tried]
     status = display.status("measuring what overrides gain", budget_s)
     with Laboratory(budget_s=budget_s) as laboratory, status:
         measure_pairs(laboratory, pairs)
     effects, verdicts = judge_pairs(pairs)
     steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
-    _put(findings, list(zip(tried, effects, steps_s, strict=True)), verdicts)
+    _set_prices(list(zip(tried, effects, steps_s, strict=True)), verdicts)
     receipts = [pair.receipt(effect) for pair, effect in zip(pairs, effects, strict=True)]
     receipts = [each | {"verdict": verdict} for each, verdict in zip(receipts, verdicts, strict=True)]
     return {"budget_s": budget_s, "comparisons": receipts}
 
 
-def _put(
-    findings: list[Finding], results: Sequence[tuple[int, Effect | None, float]], verdicts: Sequence[Verdict]
-) -> None:
-    """Put prices into findings: what an effect saves of a step of so many seconds."""
-    for (number, effect, step_s), verdict in zip(results, verdicts, strict=True):
+def _set_prices(results: Sequence[tuple[Finding, Effect | None, float]], verdicts: Sequence[Verdict]) -> None:
+    """Set the prices of findings: what an effect saves of a step of so many seconds."""
+    for (finding, effect, step_s), verdict in zip(results, verdicts, strict=True):
         if effect is not None:
             ratios = effect.ratio, *effect.interval()
-            price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
-            findings[number] = replace(findings[number], price=price)
+            finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
 
 
-def _measure(trial: Trial, seconds: float, device_type: str) -> tuple[Effect | None, float]:
+def _measure(sides: Sides, seconds: float, device_type: str) -> tuple[Effect | None, float]:
     """The effect of a trial, and the seconds of a step that its first side takes."""
-    sides = trial()
 
     def segment(side: Callable[[], object], count: int) -> float:
         start = time.perf_counter()
@@ -203,42 +185,19 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
-    """Print findings, in a table on a terminal and a line each elsewhere."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Print findings, the most expensive first and those without a price last, and notes."""
 
-    found = [finding for finding in findings if not finding.handled]
-    priced = [(each.price.seconds, each) for each in found if each.price is not None]
-    groups = {
-        "with a measured price": [each for _, each in sorted(priced, key=lambda pair: -pair[0])],
-        "without a price": [finding for finding in found if not finding.price],
-        "handled by this config": [finding for finding in findings if finding.handled],
-    }
-    look: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left"}
-    for title, group in groups.items():
-        ruled = Table(title=f"{len(group)} {title}", title_style="bold", **look)
-        ruled.add_column("area")
-        ruled.add_column("finding, place, fix", overflow="fold")
-        for each in group:
-            mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend]))
-            cost = ""
-            if (price := each.price) is not None:
-                cost = f"{price.seconds * 1e3:.3g} ms a step"
-                if price.verdict in ("no difference", "cannot tell"):
-                    cost = price.verdict
-                elif price.low_s is not None and price.high_s is not None:
-                    cost += f" [{price.low_s * 1e3:.3g} to {price.high_s * 1e3:.3g}]"
-            if is_terminal(standard_output()):
-                costs = (f"{cost}: " if cost else "", "yellow")
-                text = Text.assemble(costs, (each.what, "bold"), "\n", (each.where, "cyan"), "\n", mend)
-                ruled.add_row(each.area, text)
-            else:
-                parts = [each.area, each.check, each.what, f"at {each.where}", cost, f"fix: {mend}"]
-                say("; ".join(filter(None, [*parts, "handled" * each.handled])))
-        if ruled.row_count:
-            Console(highlight=False, markup=False, emoji=False).print(ruled)
+    def cost_s(finding: Finding) -> float:
+        return finding.price.seconds if finding.price else -math.inf
+
+    rows: list[list[str]] = []
+    for each in sorted(findings, key=cost_s, reverse=True):
+        handled = "handled by this config" * each.handled
+        mend = "; ".join(filter(None, [" ".join(each.overrides), each.mend, handled]))
+        rows.append([each.check, str(each.price or "-"), f"{each.what}; at {each.where}; fix: {mend}"])
+    if rows:
+        table(["check", "costs", "finding"], rows)
     for note in notes:
         say(note)
-    say(counted(len(found), "finding") if found else "nothing found that costs speed")
+    count = sum(not finding.handled for finding in findings)
+    say(counted(count, "finding") if count else "nothing found that costs speed")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +38,15 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     yield from _check_widths(context)
     yield from _check_formulas(context)
     if norms := context.run.resolved.fused_norms or [*find_rms_norms(context.run.model)]:
-        what = f"{counted(len(norms), 'RMS norm')} in single operators"
+        what, where = f"{counted(len(norms), 'RMS norm')} in single operators", name_some(norms, NAMED)
         mend, overrides = "torch.nn.RMSNorm", ("rewrites.fused_rms_norm=true",)
         handled = context.config.rewrites.fused_rms_norm
-        where = name_some(norms, NAMED)
         yield Finding("rms norm by hand", what, where, mend, overrides, "reordered", handled=handled)
     run, operators = context.run, context.operators
     modules = dict(run.model.named_modules())
-    dropouts = {name: module for name, module in modules.items() if isinstance(module, _DROPOUTS)}
-    if names := [name for name, module in dropouts.items() if module.p == 0]:
+    if names := [name for name, each in modules.items() if isinstance(each, _DROPOUTS) and each.p == 0]:
         what, mend = f"{counted(len(names), 'dropout layer')} with p=0", "nn.Identity() where p is 0"
-        trial = partial(_step_without, context, names)
-        yield Finding("dropout of zero", what, name_some(names, NAMED), mend, trial=trial)
+        yield Finding("dropout of zero", what, name_some(names, NAMED), mend)
     for name, module in modules.items():
         if isinstance(module, nn.DataParallel):
             what = "nn.DataParallel copies the model in every step"
@@ -82,22 +77,21 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:
-    run, config = context.run, context.config
-    dropped = run.resolved.dropped_biases or {}
-    handled = bool(dropped)
-    if not handled and config.rewrites.bias_before_norm and not takes_own_steps(run.task):
+    run, kept = context.run, context.config.rewrites.bias_before_norm
+    found = [*(run.resolved.dropped_biases or ())]
+    if kept and not takes_own_steps(run.task):
 
         def forward() -> object:
             with run.precision.autocast:
                 return run.task.loss(run.model, context.batch)
 
         with run.uncompiled():
-            dropped = find_cancelled_biases(run.model, forward)
-    if dropped:
-        count = "1 bias" if len(dropped) == 1 else f"{len(dropped)} biases"
-        what, where = f"{count} that the BatchNorm behind subtracts again", name_some([*dropped], NAMED)
+            found = [*find_cancelled_biases(run.model, forward)]
+    if found:
+        count = "1 bias" if len(found) == 1 else f"{len(found)} biases"
+        what, where = f"{count} that the BatchNorm behind subtracts again", name_some(found, NAMED)
         mend, overrides = "bias=False in these layers", ("rewrites.bias_before_norm=false",)
-        yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=handled)
+        yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=not kept)
 
 
 def _check_widths(context: AuditContext) -> Iterator[Finding]:
@@ -125,17 +119,15 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
     """Formulas written by hand that torch has a kernel for."""
-    attentions: defaultdict[str, list[tuple[str, AttentionShape]]] = defaultdict(list)
+    attentions: defaultdict[str, list[AttentionShape]] = defaultdict(list)
     for weights in context.operators.softmaxes:
         if weights.shape is not None and not weights.elsewhere:
-            attentions[weights.place].append((weights.module, weights.shape))
+            attentions[weights.place].append(weights.shape)
     for place, calls in attentions.items():
-        modules = list(dict.fromkeys(module for module, _ in calls if module))
         what = f"attention by a softmax between two products, {times(len(calls))} a step"
-        where = f"{place} ({name_some(modules, NAMED)})" if modules else place
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
-        trial = partial(_sides, _attention, [shape for _, shape in calls], context.run.device)
-        yield Finding("attention by hand", what, where, mend, kind="reordered", trial=trial)
+        trial = partial(_sides, _attention, calls, context.run.device)
+        yield Finding("attention by hand", what, place, mend, kind="reordered", trial=trial)
     for place, calls in context.operators.gelus.items():
         what = f"GELU in single operators, {times(len(calls))} a step"
         mend = 'F.gelu(x, approximate="tanh")' if calls[0].approximate == "tanh" else "F.gelu(x)"
@@ -189,20 +181,6 @@ def _gelu(shape: GeluShape, device: torch.device) -> Formula:
         return 0.5 * inputs * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inputs + 0.044715 * inputs**3)))
 
     return gelu, [inputs]
-
-
-def _step_without(context: AuditContext, names: Sequence[str]) -> Sides:
-    """A step as it is, and with `nn.Identity` in place of modules."""
-
-    def mended() -> None:
-        with ExitStack() as stack:
-            for name in names:
-                parent, _, own = name.rpartition(".")
-                modules = context.run.model.get_submodule(parent)._modules
-                stack.enter_context(mock.patch.dict(modules, {own: nn.Identity()}))
-            context.take_step()
-
-    return context.take_step, mended
 
 
 def times(count: float) -> str:

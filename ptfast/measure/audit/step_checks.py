@@ -11,19 +11,15 @@ import torch
 from ptfast.core import devices
 from ptfast.core.machine import shared_memory, spare_cores, usable_cores
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.core.units import counted, duration, num_bytes
+from ptfast.core.units import counted, num_bytes, short_time
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, Finding, Price, SampleTrace
 from ptfast.measure.audit.model_checks import times
 from ptfast.measure.audit.traces import source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
-WAITING = 0.1
-"""Smallest part of a step spent waiting for data that is worth a change."""
-PADDING = 0.1
-"""Smallest part of the tokens in padding that is worth a change."""
-DECODING = 0.3
-"""Smallest part of a sample's time in decoders that counts as decoding."""
+WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
+"""Least parts that count: of a step spent waiting, of tokens in padding, of a sample's time in decoders."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 """Inputs are not normalised where means lie `FAR` deviations from 0, or deviations beyond the others."""
 OTHERS = 0.25
@@ -69,18 +65,14 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
     """Samples that steps wait for, and arrays of samples that are copied."""
     run, count = context.run, samples.num_samples
     per_step = run.batch_size / count
-
-    def each(seconds: float) -> str:
-        return duration(seconds / count) if seconds > 1 else f"{seconds / count * 1e3:.2g} ms"
-
     if context.waiting >= WAITING:
         in_here = run.train_loader.kind in ("plain", "packed")
         if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
-            waits = f"{context.waiting:.0%} of a step waits for samples of {each(samples.seconds)}"
-            what = f"{waits}, and no worker reads ahead"
+            each = short_time(samples.seconds / count)
+            what = f"{context.waiting:.0%} of a step waits for samples of {each}, and no worker reads ahead"
             yield Finding("no workers", what, reader, "", ("dataloader=workers",))
         if samples.decoding_s >= DECODING * samples.seconds:
-            what = f"decoding takes {each(samples.decoding_s)} a sample, anew in every epoch"
+            what = f"decoding takes {short_time(samples.decoding_s / count)} a sample, anew in every epoch"
             mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
             yield Finding("decoding in every epoch", what, reader, mend)
         mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
@@ -188,13 +180,8 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
 @contextmanager
 def _without_anomaly_detection() -> Iterator[None]:
     """Keep anomaly detection off inside."""
-    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    torch.set_anomaly_enabled(False)
-    try:
-        with mock.patch.object(torch, "set_anomaly_enabled"):
-            yield
-    finally:
-        torch.set_anomaly_enabled(*before)
+    with torch.autograd.set_detect_anomaly(False), mock.patch.object(torch, "set_anomaly_enabled"):
+        yield
 
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:

@@ -17,24 +17,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ptfast.core.errors import PACKAGE
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves
+from ptfast.run import Run
 
-_PACKAGE = Path(__file__).parents[2]
-_PARTS = (_PACKAGE / "models", _PACKAGE / "tasks")
+_PARTS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
 """Code of ours that takes the place of a user's."""
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_VALUES = ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_nonzero")
-_PRINTS = ("__repr__", "__format__")
-_COPIES = ("cpu", "numpy", "__array__")
-_SIZES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose")
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_HIDDEN = ("<", f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
+_READS = {
+    **dict.fromkeys(("item", "tolist", "__int__", "__float__", "__index__", "__complex__"), "item"),
+    **dict.fromkeys(("__bool__", "is_nonzero"), "if or while on a tensor"),
+    **dict.fromkeys(("__repr__", "__format__"), "print of a tensor"),
+    **dict.fromkeys(("cpu", "numpy", "__array__"), "cpu"),
+    **dict.fromkeys(("nonzero", "argwhere"), "nonzero"),
+    **{name: name for name in ("masked_select", "unique", "unique_consecutive", "equal", "allclose")},
+}
+"""What calls read on the host whatever their arguments, in words."""
 _MAKERS = (
     *("zeros", "ones", "empty", "full", "eye", "tensor", "as_tensor", "arange", "linspace", "logspace"),
     *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "normal"),
@@ -47,12 +53,10 @@ _DEVICES = (Tensor, str, torch.device, int)
 def code_place() -> str | None:
     """The calling line of a user, a library or a model of ours, as `file.py:12`."""
     frame = sys._getframe(1)
-    while frame is not None:
-        if not _is_framework(frame.f_code.co_filename):
-            file = _shown(frame.f_code.co_filename)
-            return f"{file}:{frame.f_lineno}" if file else None
+    while frame is not None and _is_framework(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    file = None if frame is None else _shown(frame.f_code.co_filename)
+    return None if frame is None or file is None else f"{file}:{frame.f_lineno}"
 
 
 def source_place(thing: Any) -> str:
@@ -67,18 +71,15 @@ def source_place(thing: Any) -> str:
 @cache
 def _is_framework(file: str) -> bool:
     """True for a file of torch, of Python's own library, or of this folder."""
-    path = Path(file)
-    ours = Path(__file__).parent, Path(torch.__file__).parent
-    standard = any(map(path.is_relative_to, _STANDARD)) and not any(map(path.is_relative_to, _LIBRARIES))
-    return file.startswith("<") or standard or any(map(path.is_relative_to, ours))
+    return file.startswith(_HIDDEN) or (file.startswith(_STANDARD) and not file.startswith(_LIBRARIES))
 
 
 @cache
 def _shown(file: str) -> str | None:
     """The name to show for a file of code; None for files of this package that are no part of a run."""
     path = Path(file)
-    if path.is_relative_to(_PACKAGE):
-        return str(path.relative_to(_PACKAGE.parent)) if any(map(path.is_relative_to, _PARTS)) else None
+    if file.startswith(f"{PACKAGE}/"):
+        return str(path.relative_to(Path(PACKAGE).parent)) if file.startswith(_PARTS) else None
     for folder in (*_LIBRARIES, Path.cwd()):
         if path.is_relative_to(folder):
             return str(path.relative_to(folder))
@@ -121,7 +122,7 @@ class CallTrace(TorchFunctionMode):
         self.with_gradients: str | None = None
         """The first place of an operation that records gradients."""
         self.current: tuple[str, Any, dict[str, Any]] = ("", (), {})
-        """Name, arguments and keywords of the running call."""
+        """The running call: name, arguments and keywords."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,16 +160,14 @@ class CallTrace(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device.type != self._device_type:
             return None
-        if name in _VALUES:
-            return "if or while on a tensor" if name in ("__bool__", "is_nonzero") else "item"
-        if name in _PRINTS:
-            return "print of a tensor"
-        targets = (*args[1:2], kwargs.get("device")) if name == "to" else ()
-        to_cpu = any(isinstance(each, (str, torch.device)) and str(each) == "cpu" for each in targets)
-        if name in _COPIES or to_cpu:
-            return "cpu"
-        if name in _SIZES or (name == "where" and len(args) == 1 and not kwargs):
-            return "nonzero" if name in ("nonzero", "argwhere", "where") else name
+        if name in _READS:
+            return _READS[name]
+        if name == "to":
+            targets = *args[1:2], kwargs.get("device")
+            to_cpu = any(isinstance(each, (str, torch.device)) and str(each) == "cpu" for each in targets)
+            return "cpu" if to_cpu else None
+        if name == "where":
+            return "nonzero" if len(args) == 1 and not kwargs else None
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             repeats = args[1] if len(args) > 1 else kwargs.get("repeats", first)
             return "repeat_interleave" if isinstance(repeats, Tensor) else None
@@ -247,7 +246,6 @@ class AttentionWeights:
 
     place: str
     depth: int
-    module: str = ""
     shape: AttentionShape | None = None
     """Once it was multiplied with values."""
     elsewhere: bool = False
@@ -255,50 +253,33 @@ class AttentionWeights:
 
 
 class OperatorTrace(DispatchMode):
-    """Records the operators of the forward pass, while `calls` is entered as well.
+    """Records the operators of the forward pass of a run, while `calls` is entered as well.
 
     Formulas written by hand are followed from operator to operator: attention by its chain of product,
     softmax and product of activations, if nothing else reads the weights; GELU by its values, once erf or
     tanh was shifted by one and multiplied. Cost: about 20 us for each operator.
     """
 
-    def __init__(self, model: nn.Module, calls: CallTrace) -> None:
+    def __init__(self, run: Run, calls: CallTrace) -> None:
         super().__init__()
-        self._names = {module: name for name, module in model.named_modules()}
-        self._calls = calls
-        self._stack: list[str] = []
+        self._clock, self._calls = run.clock, calls
         self._roles: Any = WeakIdKeyDictionary()
         """`parameter`, `_Scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor."""
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*run.model.parameters(), *run.model.buffers()):
             self._roles[tensor] = "parameter"
         self.softmaxes: list[AttentionWeights] = []
         """Softmaxes by hand of products of activations, with what became of them."""
-        self.recording = False
         self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
         self.doubles: defaultdict[str, int] = defaultdict(int)
         """Operators that return a float64 tensor; both are by place."""
         self.normalises, self.weighted = False, 0
         """Whether an operator normalises, and the number of products and convolutions with a parameter."""
 
-    @contextlib.contextmanager
-    def naming_modules(self) -> Iterator[None]:
-        """Keep track of the running module."""
-
-        def enter(module: nn.Module, inputs: Any) -> None:
-            self._stack.append(self._names.get(module, ""))
-
-        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            self._stack.pop()
-
-        leaving = register_module_forward_hook(leave, always_call=True)
-        with register_module_forward_pre_hook(enter), leaving:
-            yield
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name, first = func.overloadpacket.__name__, next(tensors_in(result), None)
-        if not self.recording or first is None:
+        if self._clock.cause != "forward" or first is None:
             return result
         self.normalises |= "norm" in name or name == "rsqrt"
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
@@ -326,7 +307,6 @@ class OperatorTrace(DispatchMode):
                 weights.elsewhere = True
                 return None
             queries, keys = args[0].shape[-2:]
-            weights.module = self._stack[-1] if self._stack else ""
             # Torch may have merged the sizes of the weights before the last two.
             whole = next(tensors_in(self._calls.current[1]), args[0])
             shape = whole.shape if whole.numel() == args[0].numel() else args[0].shape

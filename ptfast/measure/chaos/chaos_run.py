@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import parse, quoted
 from ptfast.config.schema import Config
-from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError, ReportedError, SavedStateError
-from ptfast.core.machine import die_with_parent
+from ptfast.core.errors import ReportedError, SavedStateError
 from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import SUMMARY, read_json, write_json
+from ptfast.core.tensors.dtensors import whole
+from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.chaos.bit_comparison import TOLERANCE, compare_runs
-from ptfast.measure.chaos.kill_plan import Kill, RunShape, draw_kills
-from ptfast.measure.chaos.struck_run import MODULE, PLAN, SHAPE, STRIKES, VARIABLE
-from ptfast.measure.outputs import check_outputs, make_folder, write_figures
-from ptfast.report.loggers import Record, read_records
-from ptfast.report.terminal import json_lines
+from ptfast.measure.chaos.kills import MODULE, PLAN, SHAPE, STRIKES, VARIABLE, Kill, RunShape, draw_kills
+from ptfast.measure.outputs import OWN_KEYS, check_free, check_new, make_folder, run_ptfast, write_figures
+from ptfast.report.loggers import METRICS_FILE, USAGE, Record, read_records
 from ptfast.report.terminal.display import say, terminal_display
 
 EXIT_DIFFERENT = SavedStateError.exit_code
 LEAST_LIMIT_S, LIMIT_FACTOR = 120.0, 3.0
 """An attempt may take so many times as long as the undisturbed run, and at least so long."""
+_FREE = ("samples_per_s", "step_s", "timed_steps", "timed_samples", "timed_s", "peak_memory_bytes", *USAGE)
+"""Figures of the clock and the machine."""
+TOLERANCE = 1e-6
+"""Relative, for training losses of several ranks: an interruption changes the order of their sums."""
+_SUMS = {
+    *("loss", "window_loss", "epoch_loss", "best_value"),
+    *("recent_losses", "best_states", "largest_spike", "best_figures"),
+}
 
 
 def chaos(
@@ -43,12 +48,8 @@ def chaos(
 
     `mtbf_s` are the mean seconds of training from kill to kill; None spreads them over the run.
     """
-    check_outputs(out)
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise MachineError("E001", "is not empty", key="--out", value=out, suggestion="Choose a new one")
-    for key in {argument.key for argument in parse(words)} & {"run.dir", "run.resume", "run.name"}:
-        what, hint = "differs between the runs of chaos", "Leave it out; --out says it"
-        raise ConfigError("C011", what, key=key, place=COMMAND_LINE, suggestion=hint)
+    check_new(out)
+    check_free(parse(words), OWN_KEYS, "chaos")
     test = ChaosTest(words, make_folder("chaos", out, config).absolute())
     say(f"{counted(num_kills, 'kill')}, in {test.folder}")
     step_s = test.train_undisturbed()
@@ -97,7 +98,7 @@ class ChaosTest:
         with terminal_display().status("training without interruption"):
             attempt = self._train(self.whole, [], None)
         if attempt["exit_code"]:
-            raise ReportedError(reason(attempt), max(attempt["exit_code"], 1))
+            raise ReportedError(attempt["said"], max(attempt["exit_code"], 1))
         self.whole_s, summary = attempt["wall_s"], read_json(self.whole / SUMMARY)
         say(f"undisturbed: {counted(summary['steps'], 'step')} in {duration(self.whole_s)}")
         return sum(s for cause, s in summary["time_budget"].items() if cause != "start_up") / summary["steps"]
@@ -122,7 +123,7 @@ class ChaosTest:
             if code is None:
                 self.failure = f"attempt {number} hangs: not over after {duration(limit_s)}"
             elif not attempt["kills"]:
-                self.failure = f"attempt {number} fails without being struck: {reason(attempt)}"
+                self.failure = f"attempt {number} fails without being struck: {attempt['said']}"
 
     def verdict(self, different: Sequence[str], close: Sequence[str]) -> tuple[str, int]:
         """The last line of the command, and its exit code."""
@@ -143,30 +144,60 @@ class ChaosTest:
         return line, EXIT_DIFFERENT if different or done < total else 0
 
     def _train(self, run_dir: Path, words: Sequence[str], limit_s: float | None) -> dict[str, Any]:
-        """Train in a process of its own, for `limit_s` at most; what it has started ends with it."""
+        """Train in a process of its own, for `limit_s` at most."""
         write_json(self.folder / PLAN, [asdict(kill) for kill in self.kills])
-        done, start_s, code = len(self.strikes), time.monotonic(), None
-        environment = {**os.environ, VARIABLE: str(self.folder)}
-        for name in (STARTED_VARIABLE, json_lines.VARIABLE):
-            environment.pop(name, None)
+        done, start_s = len(self.strikes), time.monotonic()
         log = self.folder / f"{run_dir.name}-{len(self.attempts) + 1:02d}.log"
-        with log.open("w") as output:
-            streams: dict[str, Any] = {"stdin": DEVNULL, "stdout": output, "stderr": STDOUT}
-            arguments = ["train", *self.words, *words, f"run.dir={quoted(run_dir)}"]
-            command, streams["preexec_fn"] = [sys.executable, "-m", MODULE, *arguments], die_with_parent
-            process = Popen(command, env=environment, start_new_session=True, **streams)
-            try:
-                with contextlib.suppress(TimeoutExpired):
-                    code = process.wait(limit_s)
-            finally:
-                process.kill()
-                process.wait()
-        kills = list(range(done, len(self.strikes)))
-        return {"wall_s": time.monotonic() - start_s, "exit_code": code, "kills": kills, "log": str(log)}
+        command = ["train", *self.words, *words, f"run.dir={quoted(run_dir)}"]
+        variables = {VARIABLE: str(self.folder)}
+        code, said = run_ptfast(command, log, module=MODULE, limit_s=limit_s, **variables)
+        facts = {"wall_s": time.monotonic() - start_s, "exit_code": code, "log": log, "said": said}
+        return facts | {"kills": list(range(done, len(self.strikes)))}
 
 
-def reason(attempt: dict[str, Any]) -> str:
-    """The line in which an attempt said why it failed."""
-    lines = Path(attempt["log"]).read_text(errors="replace").splitlines()
-    otherwise = f"exit code {attempt['exit_code']}; see {attempt['log']}"
-    return next((line for line in reversed(lines) if "error[" in line), otherwise)
+def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[list[str], list[str]]:
+    """What differs between two runs, and, if it `tolerates` any, training losses that nearly agree."""
+    states = [read_state(run / "saved" / "last") for run in (left, right)]
+    logs = [read_records(run / METRICS_FILE) for run in (left, right)]
+    close: list[str] | None = [] if tolerates else None
+    found = list(differences(states[0].model, states[1].model, "model"))
+    found += differences(states[0].training, states[1].training, "training")
+    for name in ("progress", "best_figures", "stream"):
+        one, other = (state.facts.get(name) for state in states)
+        found += differences(one, other, name, close)
+    one, other = ((run / "saved" / "best").resolve().name for run in (left, right))
+    found += differences(one, other, "saved.best")
+    for split in ("train", "val", "test"):
+        one, other = ([line for line in log if line["split"] == split] for log in logs)
+        found += differences(one, other, f"{METRICS_FILE}.{split}", close if split == "train" else None)
+    return found, close or []
+
+
+def differences(left: Any, right: Any, place: str, close: list[str] | None = None) -> Iterator[str]:
+    """Where two nests differ in any bit; sums of losses that nearly agree are added to `close`, if given."""
+    left, right = whole(left), whole(right)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            yield f"{place}: {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+        elif count := int((_bytes(left) != _bytes(right)).any(-1).sum()):
+            yield f"{place}: {count:,} of {left.numel():,} values differ"
+    elif isinstance(left, dict) and isinstance(right, dict):
+        for name in dict.fromkeys(name for name in (*left, *right) if name not in _FREE):
+            if (name in left) != (name in right):
+                yield f"{place}.{name} is missing"
+            else:
+                yield from differences(left[name], right[name], f"{place}.{name}", close)
+    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        yield from differences(dict(enumerate(left)), dict(enumerate(right)), place, close)
+    elif type(left) is not type(right) or repr(left) != repr(right):
+        pair: Any = left, right
+        text = f"{place}: {left!r} and {right!r}"
+        are_sums = not _SUMS.isdisjoint(place.split(".")) and all(isinstance(each, float) for each in pair)
+        if close is not None and are_sums and math.isclose(*pair, rel_tol=TOLERANCE):
+            close.append(text)
+        else:
+            yield text
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(tensor.numel(), 1).view(torch.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.compose import Composed
+from ptfast.config.overrides import merge
+from ptfast.config.read import read_config
 from ptfast.config.schema import Config
-from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, ReportedError
+from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError, PtfastError, ReportedError
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import num_bytes
 from ptfast.measure.find.batch_search import BatchSearch
@@ -25,8 +26,6 @@ TRIED = ("full", "selective", "every_n")
 """Modes of activation checkpointing; a model without the first supports none."""
 WORTH = 1.02
 """Least gain in throughput for which recomputing activations is worth it."""
-LESS_MEMORY = "Try precision=amp, checkpointing=full, gradients.accumulate=2 or a smaller model"
-"""The suggestion where not even the smallest batch fits."""
 
 
 def find_batch(
@@ -34,7 +33,7 @@ def find_batch(
     config: Config,
     arguments: Sequence[str],
     *,
-    smallest: int | None = None,
+    smallest: int = SMALLEST,
     largest: int = LARGEST,
     seconds: float = 2.0,
     checkpointing: bool = False,
@@ -43,11 +42,7 @@ def find_batch(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Measure the throughput of batch sizes, each in a child process, and say which is best.
-
-    Sizes double until one does not fit or two in a row lose to the best; then sizes beside the best are
-    tried, and the best of all are measured again, in turns. Near the memory limit, the best also has to
-    evaluate and save with some memory to spare.
+    """Measure the throughput of batch sizes, and say which is best and fits with some memory to spare.
 
     Args:
         smallest, largest: bounds of the sizes, which are multiples of the parts that a batch is cut into.
@@ -66,8 +61,8 @@ def find_batch(
         raise ConfigError("C011", what, key="--noise", suggestion=hint)
     check_outputs(out, write)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        search = BatchSearch(composed, config, Path(name), seconds)
-        first = search.multiple(smallest or SMALLEST)
+        search = BatchSearch(arguments, composed, config, Path(name), seconds)
+        first = search.multiple(smallest)
         say(f"measuring batches of {first} samples and more, {seconds:g} s each")
         search.ascend(first, largest)
         if search.refused and not search.seen and search.too_large is None:
@@ -82,8 +77,8 @@ def find_batch(
             searches += _with_checkpointing(search, first, largest)
         best = _choose(searches)
         if best is None:
-            hint = LESS_MEMORY if smallest is None else f"Begin with a smaller size (--from). {LESS_MEMORY}"
-            raise MachineError("E002", limit_of(search), key="batch_size", value=first, suggestion=hint)
+            hint = "Try a smaller --from, precision=amp, checkpointing=full or gradients.accumulate=2"
+            raise MachineError("E002", limit_of(config), key="batch_size", value=first, suggestion=hint)
         search, chosen = best
         _show(searches, search, chosen)
         forecast = forecast_noise(search, num_steps) if noise else None
@@ -97,7 +92,7 @@ def find_batch(
         facts["noise"] = asdict(forecast)
     write_figures("find-batch", out, config, facts, "batch.json")
     if write is not None:
-        _write(write, arguments, search, chosen, lr_ratio)
+        _write(write, search, chosen, lr_ratio)
     return EXIT_OK
 
 
@@ -109,18 +104,18 @@ def _with_checkpointing(search: BatchSearch, first: int, largest: int) -> list[B
     for mode in TRIED if start <= largest else ():
         if mode == search.mode:
             continue
-        tried = BatchSearch(search.composed, search.config, search.folder, search.seconds, mode)
         say(f"with checkpointing={mode}:")
+        words = merge(search.arguments, [f"checkpointing={mode}"])
         try:
+            tried = BatchSearch(words, *read_config(words), search.folder, search.seconds)
             tried.ascend(start, largest)
             found.append(tried)
-        except ReportedError as error:
+        except (PtfastError, ReportedError) as error:
             say(f"left out: {error}")
             if not found:
                 break
-    best = max(found, key=lambda tried: max(map(tried.median, tried.seen), default=0.0), default=search)
-    to_beat = WORTH * search.median(search.best()) if search.seen else 0.0
-    if best.seen and best.median(best.best()) > to_beat:
+    best = max(found, key=lambda tried: tried.rate, default=search)
+    if best.rate > WORTH * search.rate:
         best.refine(start, largest)
     return found
 
@@ -131,16 +126,14 @@ def _choose(searches: Sequence[BatchSearch]) -> tuple[BatchSearch, int] | None:
     for search in searches:
         # The first one is the config as given; others have to be clearly quicker.
         to_beat = WORTH * best[0].median(best[1]) if best is not None else 0.0
-        if search.seen and search.median(search.best()) > to_beat:
+        if search.rate > to_beat:
             chosen = search.confirm()
             if chosen is not None and search.median(chosen) > to_beat:
                 best = search, chosen
     return best
 
 
-def _write(
-    file: Path, arguments: Sequence[str], search: BatchSearch, chosen: int, lr_ratio: float | None
-) -> None:
+def _write(file: Path, search: BatchSearch, chosen: int, lr_ratio: float | None) -> None:
     """Write a recipe of the size, its checkpointing, and a rate; `lr_ratio` is that of SGD's best rate."""
     config, own = search.config, search.config.batch_size
     found: dict[str, Any] = {"batch_size": chosen}
@@ -155,10 +148,7 @@ def _write(
             found["optimizer.lr_scaling"] = "sqrt" if adapts else "linear"
             found["optimizer.reference_batch"] = own
             comment.append(f"The learning rate is scaled from that of batch {own}.")
-    if search.checkpointing is not None:
-        others = [word for word in arguments if word.partition("=")[0] != "checkpointing"]
-        arguments = [*others, f"checkpointing={search.checkpointing}"]
-    write_recipe(file, arguments, found, comment)
+    write_recipe(file, search.arguments, found, comment)
 
 
 def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> None:
@@ -174,26 +164,19 @@ def _show(searches: Sequence[BatchSearch], best: BatchSearch, chosen: int) -> No
             speed = f"{rate:,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}", f"{rate / most:.2f}"
             # In a child that tried larger sizes before, the peak is theirs.
             memory = num_bytes(min(each["memory_bytes"] for each in results))
-            rows.append([name, *speed, f"{1e3 * search.median(size, 'step_s'):,.1f}", memory])
+            rows.append([name, *speed, memory])
         if rows:
-            table(["batch", "samples/s", "spread", "of the best", "ms/step", "memory at peak"], rows)
+            table(["batch", "samples/s", "spread", "of the best", "memory at peak"], rows)
         if search.too_large is not None:
             spare = " with room to spare" if search.too_large.get("checked_fully") else ""
-            say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search)}")
+            say(f"{search.too_large['size']:,} samples do not fit{spare}: {limit_of(search.config)}")
     mode = f" checkpointing={best.mode}" if several else ""
     say(f"\nbest: batch_size={chosen}{mode} at {most:,.0f} samples/s")
     if chosen == max(best.seen) and best.too_large is None and not best.refused:
         say("the largest that was tried: --to goes further")
 
 
-def limit_of(search: BatchSearch) -> str:
-    """The memory limit, and the error when it was exceeded."""
-    assert search.too_large is not None
-    limit, name = memory_limit(search.config.device)
-    said = search.too_large["no_room"]
-    # Only the size matters of the allocator's message.
-    if found := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
-        number, unit = found.groups()
-        size = num_bytes(int(number)) if unit == "bytes" else f"{number} {unit}"
-        said = f"a tensor of {size} found no room"
-    return f"{name} leaves {num_bytes(limit)} ({said})"
+def limit_of(config: Config) -> str:
+    """What limits the memory, and the limit."""
+    limit, name = memory_limit(config.device)
+    return f"{name} leaves {num_bytes(limit)}"

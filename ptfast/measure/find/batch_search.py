@@ -20,7 +20,7 @@ from ptfast.core.machine import memory_limit, peak_memory_bytes
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.experiment.trial import Segments, TrialRank, measure_once
-from ptfast.report.terminal.display import build_display
+from ptfast.report.terminal.display import say
 from ptfast.techniques.curriculum import Curriculum
 from ptfast.training.fit import try_out
 
@@ -37,41 +37,28 @@ SPARE = 0.05
 
 
 class BatchSearch:
-    """Measures batch sizes in processes that may run out of memory.
-
-    Args:
-        seconds: how long a size is measured.
-        checkpointing: mode to measure with, in place of the config's.
-    """
+    """Measures batch sizes, each for some `seconds`, in processes that may run out of memory."""
 
     def __init__(
-        self,
-        composed: Composed,
-        config: Config,
-        folder: Path,
-        seconds: float,
-        checkpointing: str | None = None,
+        self, arguments: Sequence[str], composed: Composed, config: Config, folder: Path, seconds: float
     ) -> None:
-        section = config.checkpointing
-        if checkpointing is not None:
-            # What the option of that name sets.
-            every = section.every or 2 if checkpointing == "every_n" else None
-            changes = {"mode": checkpointing, "every": every, "memory_budget": None}
-            section = section.model_copy(update=changes)
-            config = config.model_copy(update={"checkpointing": section})
-        self.composed, self.config, self.folder, self.seconds = composed, config, folder, seconds
+        self.arguments, self.composed, self.config = arguments, composed, config
+        self.folder, self.seconds, self.mode = folder, seconds, config.checkpointing.mode
         self.parts = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
-        self.checkpointing = checkpointing
-        self.mode = section.mode
         self.seen: dict[int, list[dict[str, Any]]] = {}
         """Results by size."""
         self.refused: dict[int, str] = {}
         """By size, why the data cannot be cut into such batches."""
         self.too_large: dict[str, Any] | None = None
-        self.display = build_display()
 
-    def median(self, size: int, figure: str = "samples_per_s") -> float:
-        return statistics.median(result[figure] for result in self.seen[size])
+    def median(self, size: int) -> float:
+        """Samples per second."""
+        return statistics.median(result["samples_per_s"] for result in self.seen[size])
+
+    @property
+    def rate(self) -> float:
+        """Samples per second of the best size; 0 if none fits."""
+        return self.median(self.best()) if self.seen else 0.0
 
     def multiple(self, size: int) -> int:
         """The largest multiple of a batch's parts up to `size`, at least one of them."""
@@ -143,14 +130,11 @@ class BatchSearch:
         return min(size for size in self.seen if self.median(size) >= least)
 
     def _show(self, result: dict[str, Any]) -> None:
-        how = f"  checkpointing={self.checkpointing}" if self.checkpointing else ""
-        if why := result.get("refused") or ("does not fit" if "no_room" in result else None):
-            why = f"{why} with room to spare" if result.get("checked_fully") else why
-            self.display.note(f"  {result['size']:>6,}  {why}{how}")
-            return
-        rate, memory = grouped(result["samples_per_s"]), num_bytes(result["memory_bytes"])
-        checked = ", fits with room to spare" if result.get("checked_fully") else how
-        self.display.note(f"  {result['size']:>6,}  {rate:>8} samples/s  {memory}{checked}")
+        said = "does not fit" if "no_room" in result else result.get("refused", "")
+        if "samples_per_s" in result:
+            said = f"{grouped(result['samples_per_s']):>8} samples/s  {num_bytes(result['memory_bytes'])}"
+        spare = " with room to spare" if result.get("checked_fully") else ""
+        say(f"  {result['size']:>6,}  {said}{spare}")
 
 
 @contextlib.contextmanager
@@ -216,8 +200,6 @@ def _time(trial: TrialRank, seconds: float, checked_fully: bool) -> dict[str, An
     return {
         "samples_per_s": statistics.median(rates),
         "rates": rates,
-        "step_s": statistics.median(window["step_s"] for window in windows),
-        "waiting": statistics.fmean(window["waiting"] for window in windows),
         "memory_bytes": max(first_peak, *(window["peak_memory_bytes"] for window in windows)),
         "micro_batches": run.micro_batches,
     }

@@ -29,13 +29,11 @@ from ptfast.training.step import Trainer
 
 PARTS = 4
 """Fewest micro-batches of a step: with two, the estimate would rest on a single product."""
-READS, NUM_STEPS = 10, 200
+READS, NUM_STEPS = 5, 200
 LEAST_STEPS = 10
 """Fewest steps that tell their own spread."""
 NUM_SEGMENTS = 20
 """About how many segments a run is cut into; within each, gradients are taken to be equally long."""
-POINTS = 5
-"""Parts of the training whose noise is shown separately, since it grows."""
 MOMENTS = ("signal", "noise", "square", "loss")
 
 
@@ -137,19 +135,17 @@ class NoiseTrainer(Trainer):
 
     def read(self) -> dict[str, list[float]]:
         """Moments of the steps since the last call, over all ranks; makes the host wait for the device."""
-        found: dict[str, list[float]] = {name: [] for name in MOMENTS}
         if not self.rows:
-            return found
+            return {name: [] for name in MOMENTS}
         rows = torch.stack([row for row, _ in self.rows]).to(devices.sum_dtype(self.run.device))
         rows = sum_over_ranks(rows, self.run.ranks).tolist()
         of_steps = torch.stack([square for _, square in self.rows]).tolist()
-        for (*parts, loss, items), square in zip(rows, of_steps, strict=True):
-            signal, noise = moments(square, *parts, num_train=self.run.info.num_train)
-            figures = signal, noise, square, loss / max(items, 1)
-            for name, figure in zip(MOMENTS, figures, strict=True):
-                found[name].append(figure)
+        figures = [
+            (*moments(square, *parts, num_train=self.run.info.num_train), square, loss / max(items, 1))
+            for (*parts, loss, items), square in zip(rows, of_steps, strict=True)
+        ]
         self.rows.clear()
-        return found
+        return dict(zip(MOMENTS, map(list, zip(*figures, strict=True)), strict=True))
 
     def _square(self) -> Tensor:
         """The squared norm of the current gradients, without fp16's scale; on the device."""
@@ -205,15 +201,13 @@ class Critical:
             return f"> {grouped(self.at_least)}" if self.at_least else "swamped"
         return f"{grouped(self.batch)} +- {grouped(self.error or 0.0)}"
 
-    def steps_ratio(self, batch: float, reference: float, errors: float = 0.0) -> float:
+    def steps_ratio(self, batch: float, reference: float) -> float:
         """Steps to the same loss with `batch`, to those with `reference`: S = S_min (1 + B_crit / B).
 
-        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse. The critical batch is taken larger
-        by so many standard `errors`.
+        SGD's best rate, eps_max / (1 + B_crit / B), goes with its inverse.
         """
         assert self.batch is not None
-        critical = max(self.batch + errors * (self.error or 0.0), 0.0)
-        return (1 + critical / batch) / (1 + critical / reference)
+        return (1 + self.batch / batch) / (1 + self.batch / reference)
 
 
 def estimate(signal: Sequence[float], noise: Sequence[float], square: Sequence[float]) -> Critical | None:
@@ -262,30 +256,26 @@ class NoiseForecast:
     """|G|^2, tr(Sigma), squared norm of the gradient and mean loss of each step."""
     critical: Critical | None = None
     points: list[dict[str, Any]] = field(default_factory=list)
-    """Steps, loss and noise scale of parts of the training."""
-    loss: float | None = None
+    """The last step, the loss and the noise scale of parts of the training: the noise grows."""
 
     def rows(self, search: BatchSearch) -> list[dict[str, Any]]:
-        """For each size, steps and samples to the loss at the end, and the time if the size was measured."""
-        critical, own, num_steps = self.critical, self.batch_size, len(self.moments["loss"])
-        if critical is None or critical.batch is None:
+        """Steps, samples and seconds to the loss at the end, for each size that was measured."""
+        if self.critical is None or self.critical.batch is None:
             return []
         found = []
-        for size in sorted({*search.seen, *(max(round(own * by), 1) for by in (0.5, 1, 2, 4))}):
-            ratios = (critical.steps_ratio(size, own, errors) for errors in (-1, 0, 1))
-            low, steps, high = sorted(num_steps * ratio for ratio in ratios)
-            took_s = steps * size / search.median(size) if size in search.seen else None
-            row = {"size": size, "steps": steps, "low": low, "high": high}
-            found.append(row | {"samples": steps * size, "time_s": took_s})
+        for size in sorted(search.seen):
+            steps = len(self.moments["loss"]) * self.critical.steps_ratio(size, self.batch_size)
+            took_s = steps * size / search.median(size)
+            found.append({"size": size, "steps": steps, "samples": steps * size, "time_s": took_s})
         return found
 
     def advise(self, search: BatchSearch) -> tuple[int, float] | None:
         """The measured size that should reach the loss first, and SGD's best rate there to the config's."""
-        timed = [row for row in self.rows(search) if row["time_s"] is not None]
-        if not timed or self.critical is None:
+        rows = self.rows(search)
+        if not rows or self.critical is None:
             return None
-        least = min(row["time_s"] for row in timed)
-        size = next(row["size"] for row in timed if row["time_s"] <= (1 + TIE) * least)
+        least = min(row["time_s"] for row in rows)
+        size = next(row["size"] for row in rows if row["time_s"] <= (1 + TIE) * least)
         return size, 1 / self.critical.steps_ratio(size, search.config.batch_size)
 
 
@@ -306,8 +296,10 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
             for name in MOMENTS:
                 moments[name] += result[name]
             forecast.total_steps = result["total_steps"]
-            loss = sum(result["loss"]) / len(result["loss"])
-            search.display.note(f"  {len(moments['loss']):>6,}  loss {loss:.4g}")
+            count, loss = len(moments["loss"]), sum(result["loss"]) / len(result["loss"])
+            scale = estimate(*(result[name] for name in MOMENTS[:3]))
+            forecast.points.append({"steps": count, "loss": loss, "scale": scale})
+            say(f"  {count:>6,}  loss {loss:.4g}  noise scale {scale or 'unknown'}")
 
     try:
         cut = {"batch_size": batch_size, "micro_batches": parts, "num_steps": num_steps}
@@ -321,12 +313,6 @@ def forecast_noise(search: BatchSearch, num_steps: int) -> NoiseForecast:
     if ended is None and count < min(num_steps, forecast.total_steps or num_steps):
         ended = f"the loss diverged or the data ended after {count} steps"
     forecast.critical = estimate(*(moments[name] for name in MOMENTS[:3]))
-    for part in range(POINTS):
-        start, stop = (count * end // POINTS for end in (part, part + 1))
-        if stop > start:
-            forecast.loss = sum(moments["loss"][start:stop]) / (stop - start)
-            found = estimate(*(moments[name][start:stop] for name in MOMENTS[:3]))
-            forecast.points.append({"steps": (start + 1, stop), "loss": forecast.loss, "scale": found})
     _show(forecast, search, ended)
     return forecast
 
@@ -335,13 +321,6 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
     num_steps, critical = len(forecast.moments["loss"]), forecast.critical
     if ended is not None:
         say(f"the training for it ended early: {ended}")
-    if forecast.points:
-        say()
-        rows = [
-            ["{:,} to {:,}".format(*steps), f"{loss:.4g}", str(scale or "too few steps")]
-            for steps, loss, scale in (point.values() for point in forecast.points)
-        ]
-        table(["steps", "loss", "noise scale"], rows)
     if critical is None:
         say(f"{num_steps} steps are too few to tell the gradient noise from chance")
         return
@@ -351,24 +330,14 @@ def _show(forecast: NoiseForecast, search: BatchSearch, ended: str | None) -> No
         say(f"the critical batch is {least}; more --steps, or a larger batch_size, would tell more")
         return
     say(f"critical batch: {critical} samples over the first {num_steps:,} of {forecast.total_steps:,} steps")
-    advised, cells, times = forecast.advise(search), list[list[str]](), dict[int, Any]()
-    say(f"\npredicted, to the loss of {forecast.loss:.4g}:")
+    advised, cells = forecast.advise(search), list[list[str]]()
     for row in forecast.rows(search):
-        size, took_s = row["size"], row["time_s"]
-        name = f"{size:,}" + (" *" if advised and size == advised[0] else "")
-        spread = f"{row['low']:,.0f} to {row['high']:,.0f}" if size != forecast.batch_size else "as seen"
-        took = "-" if took_s is None else duration(took_s)
-        cells.append([name, f"{row['steps']:,.0f}", spread, f"{row['samples']:,.0f}", took])
-        times[size] = took_s
-    table(["batch", "steps", "spread", "samples", "time"], cells)
-    if advised is None:
-        say("none of these sizes was measured")
-        return
-    size, lr_ratio = advised
-    say(f"first at that loss: batch_size={size} in {duration(times[size])}")
-    if (quickest := search.best()) != size:
-        how = "as soon, for more samples" if times[quickest] < (1 + TIE) * times[size] else "later"
-        say(f"{quickest:,}, with the most samples/s, is there {how}")
-    if size != search.config.batch_size:
-        say(f"SGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}")
-    say("assumed: the best rate at every batch, and noise as in these steps: later ones have more")
+        name = f"{row['size']:,}" + (" *" if advised and row["size"] == advised[0] else "")
+        cells.append([name, f"{row['steps']:,.0f}", f"{row['samples']:,.0f}", duration(row["time_s"])])
+    say(f"\npredicted, to the loss of {forecast.points[-1]['loss']:.4g}:")
+    table(["batch", "steps", "samples", "time"], cells)
+    if advised is not None:
+        size, lr_ratio = advised
+        say(f"first at that loss: batch_size={size}")
+        if size != search.config.batch_size:
+            say(f"SGD's best rate there should be {lr_ratio:.2g} times that of {search.config.batch_size:,}")

@@ -48,6 +48,11 @@ class LoaderSetup(NamedTuple):
     read_ahead: bool = False
 
     @property
+    def words(self) -> list[str]:
+        """The overrides that set it."""
+        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
+
+    @property
     def values(self) -> dict[str, Any]:
         """Config values by key, those that this kind uses."""
         found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
@@ -72,8 +77,6 @@ def find_workers(
     """Train with one loader beside another, each in a process of its own, and say which is the quickest.
 
     What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
-    Worker processes double until more gain nothing; then variants of the best are tried, and the best of all
-    are measured again in blocks of fresh processes.
 
     Args:
         most: worker processes of each rank.
@@ -94,7 +97,7 @@ def find_workers(
         **{name: loader._asdict() for name, loader in search.named.items()},
         "best": search.best._asdict(),
         "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in effects.items()],
-        "rivals": [one._asdict() for one in search.rivals],
+        "notes": search.notes,
         "blocks": [
             [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
             for block in search.blocks
@@ -124,8 +127,6 @@ class LoaderSearch:
         self.named: dict[str, LoaderSetup] = {}
         """The loader that `auto` selects here, and that of the config."""
         self.data: dict[str, Any] = {}
-        self.rivals: list[LoaderSetup] = []
-        """Loaders that may be faster than the chosen one by more than `CLOSE`, as far as the figures tell."""
         self.notes: list[str] = []
         self.best = self.chosen = PLAIN
 
@@ -148,9 +149,13 @@ class LoaderSearch:
         self.measure(PLAIN, *self._other_kinds(), *self.named.values())
         if PLAIN not in self.seen:
             self.blocks[0][0][1].raise_failure()
-        if self.figure(PLAIN, "waiting") > NOTHING:
+        if (share := self.figure(PLAIN, "waiting")) > NOTHING:
             self._ascend()
             self._refine()
+        else:
+            self.notes.append(
+                f"without workers {share:.1%} of the time goes to reading, and no more can be saved"
+            )
         for _ in range(ROUNDS - 1):
             near = [loader for loader, ratio in self.ratios(self.best).items() if ratio >= NEAR]
             self._measure_block(near[:FINALISTS])
@@ -158,7 +163,14 @@ class LoaderSearch:
         effects = self.effects(self.chosen)
         # Each of them had a chance to look slower than it is.
         level = 1 - ALPHA / max(len(effects), 1)
-        self.rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
+        rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
+        if rivals:
+            names = ", ".join(map(self.label, rivals))
+            self.notes.append(
+                f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
+            )
+        if (num_ranks := self.data["num_ranks"]) > 1:
+            self.notes.append(f"workers of each of {num_ranks} ranks; samples of all together")
 
     def workers(self, count: int) -> LoaderSetup:
         """`count` worker processes with the config's prefetch; for 0, this process reads."""
@@ -189,9 +201,8 @@ class LoaderSearch:
         self.best = next(iter(self.ratios(PLAIN)))
 
     def _words(self, loader: LoaderSetup) -> list[str]:
-        own = [f"{key}={str(value).lower()}" for key, value in loader.values.items()]
         # Inputs that grow during training are measured at their full size.
-        return merge(self.arguments, ["curriculum=none", *own])
+        return merge(self.arguments, ["curriculum=none", *loader.words])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """How much faster each other loader is than `base`."""
@@ -235,7 +246,6 @@ class LoaderSearch:
     def _other_kinds(self) -> Iterator[LoaderSetup]:
         """Kinds without workers besides `plain` that may suit this data and device."""
         if self.data["iterable"]:
-            self.notes.append("iterable data is read by this process or by workers")
             return
         memory, read_s = LoaderSetup("memory"), self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
@@ -324,28 +334,10 @@ def _show(search: LoaderSearch) -> None:
     say()
     table(headers, rows, optional=["waiting"])
     failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
-    for line in [*failed, *search.notes, *_remarks(search)]:
+    for line in [*failed, *search.notes]:
         say(line)
-    settings = " ".join(f"{key}={str(value).lower()}" for key, value in search.chosen.values.items())
-    say(f"\nchosen: {settings} at {search.figure(search.chosen, 'samples_per_s'):,.0f} samples/s")
-
-
-def _remarks(search: LoaderSearch) -> Iterator[str]:
-    chosen = search.chosen
-    if chosen != search.best:
-        quickest = f"{search.label(search.best)}, which is the quickest"
-        yield f"{search.label(chosen)} is as quick as {quickest}, and takes fewer processes or less memory"
-    if search.rivals:
-        names = ", ".join(map(search.label, search.rivals))
-        yield f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
-    if search.data["num_ranks"] > 1:
-        yield f"workers of each of {search.data['num_ranks']} ranks; samples of all together"
-    if (share := search.figure(PLAIN, "waiting")) <= NOTHING:
-        share = max(share, 0.001)
-        yield f"without workers {share:.1%} of the time goes to reading: no loader can save more than that"
-    if chosen.kind in ("memory", "device") and not search.data["in_memory"]:
-        took = duration(search.data["read_s"])
-        yield f"{chosen.kind}: everything is decoded first, which takes about {took}"
+    rate = search.figure(search.chosen, "samples_per_s")
+    say(f"\nchosen: {' '.join(search.chosen.words)} at {rate:,.0f} samples/s")
 
 
 def _write(file: Path, search: LoaderSearch) -> None:

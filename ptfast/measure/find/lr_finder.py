@@ -1,38 +1,56 @@
-"""`ptfast find lr`: the learning rate range test on any recipe, its curve, and the rate it advises."""
+"""`ptfast find lr`: a range test, whose rate rises until the loss diverges, and trials at single rates."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-import shutil
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
+from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.measure.experiment.trial import TrialRank, measure_once
-from ptfast.measure.find.range_test import (
-    FACTOR,
-    LOSS_DIVERGED,
-    range_test,
-    run_trials,
-    smooth,
-    suggestions,
-)
 from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
+from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
-from ptfast.report.terminal.display import build_display, say, standard_output, table
+from ptfast.report.terminal.display import build_display, say, table
+from ptfast.run import Run
+from ptfast.techniques.precision.number_formats import ScaledSteps
+from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.build import build
+from ptfast.training.loss_window import sum_and_read
+from ptfast.training.step import Trainer
 
-PICTURE = "lr.png"
-LOWEST, HIGHEST, NUM_STEPS, TRIAL_STEPS = 1e-6, 10.0, 140, 100
-LEAST_WIDTH, LEAST_HEIGHT = 20, 5
+CURVE_ROWS, CURVE_WIDTH = 16, 40
+"""Size of the curve in a terminal."""
+LOSS_DIVERGED = "the loss diverged"
+SMOOTHING = 0.85
+"""Weight of a step in the smoothed loss, relative to its neighbour's."""
+START_STEPS = 10
+"""Steps at the lowest rates, which hardly change anything; no curve is judged before they are over."""
+EXPLODED = 1.5
+"""The curve ends at the first loss above so many times that of the start."""
+LEAST_FALL = 0.01
+"""Smallest fall of the loss, as a part, that is not taken for noise."""
+DIVERGED = 4.0
+"""Training has diverged where the smoothed loss is so many times its lowest."""
+FACTOR = math.sqrt(10)
+"""Ratio of neighbouring trials: half a decade, within which the loss hardly depends on the rate."""
+MOST_TRIALS = 6
+REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "figures", "best_figures")
+"""Attributes of a run that are replaced during a trial."""
 
 
 def find_lr(
@@ -40,10 +58,10 @@ def find_lr(
     config: Config,
     arguments: Sequence[str],
     *,
-    lowest: float = LOWEST,
-    highest: float = HIGHEST,
-    num_steps: int = NUM_STEPS,
-    trial_steps: int = TRIAL_STEPS,
+    lowest: float = 1e-6,
+    highest: float = 10.0,
+    num_steps: int = 140,
+    trial_steps: int = 100,
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
@@ -64,20 +82,22 @@ def find_lr(
     keywords = {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps}
     facts = measure(composed, config, keywords)
     name, chosen = label(config), facts["chosen"]
-    _show(facts, name)
+    _show(facts)
     folder = write_figures("find-lr", out, config, facts, "lr.json")
     if chosen is None:
-        print(_advice(facts), file=sys.stderr)
+        what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss fall"
+        hint = "widen the range with --from, --to and --steps"
+        if facts["trials"]:
+            what = f"the loss diverges within {trial_steps} steps at each rate tried"
+            hint = "clip gradients (gradients=clip), or begin lower with --to"
+        say(f"ptfast: {what}. Look at labels, loss and inputs, {hint}", sys.stderr)
         return EXIT_FINDINGS
-    draw(folder / PICTURE, facts, f"{name}: {facts['ended']}")
+    draw(folder / "lr.png", facts, f"{name}: {facts['ended']}")
     if write is not None:
         # A rate for a reference batch is scaled to the batch again.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
-        comment = [
-            f"Learning rate {rate:g} for {name}, found by ptfast find lr",
-            f"Best of {len(facts['trials'])} trials of {trial_steps} steps; of the curve: "
-            + ", ".join(f"{rule} {lr:.2g}" for rule, lr in facts["suggestions"].items()),
-        ]
+        comment = [f"Learning rate {rate:g} for {name}, found by ptfast find lr"]
+        comment += [f"Best of {len(facts['trials'])} trials of {trial_steps} steps at one rate each."]
         write_recipe(write, arguments, {"optimizer.lr": rate}, comment)
     return EXIT_OK
 
@@ -105,18 +125,15 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
         stack.callback(run.close)
         test = range_test(run, num_steps=num_steps, **bounds)
         smoothed = smooth(test.losses)
-        found, trials = suggestions(test.lrs, smoothed), dict[float, float]()
-        if found:
-            # Short runs did best half a decade below the lowest point of the curve: with SGD, AdamW and
-            # LAMB, on images, text and digits.
-            trials = run_trials(run, FACTOR * found["minimum/10"], num_steps=trial_steps, **bounds)
+        start, trials = start_rate(test.lrs, smoothed), dict[float, float]()
+        if start is not None:
+            trials = run_trials(run, start, num_steps=trial_steps, **bounds)
     actual = reference_lr(run.optimizer, "initial_lr")
     finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
     trial.report(
         {
             **asdict(test),
             "smoothed": smoothed,
-            "suggestions": found,
             "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
             "chosen": min(finite, key=finite.__getitem__) if finite else None,
             "lr": actual,
@@ -127,50 +144,187 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
     )
 
 
-def _show(facts: dict[str, Any], name: str) -> None:
-    stream = standard_output()
-    lrs, smoothed, found = facts["lrs"], facts["smoothed"], facts["suggestions"]
-    columns, lines = shutil.get_terminal_size((80, 24))
-    encoding = (getattr(stream, "encoding", None) or "ascii").lower()
-    size = {"width": min(columns, 100), "height": min(max(lines - 14, 10), 18)}
-    letters = {rule[0]: lr for rule, lr in found.items()}
-    drawn = chart(lrs[: len(smoothed)], smoothed, letters, **size, plain=not encoding.startswith("utf"))
-    print("\n".join(["", "loss, smoothed", *drawn, ""]), file=stream)
-    rows = [(f"{rule} ({rule[0]})", f"{lr:.2g}", "") for rule, lr in found.items()]
-    for lr, loss in facts["trials"]:
-        what = "trial, chosen" if lr == facts["chosen"] else "trial"
-        rows.append((what, f"{lr:.2g}", LOSS_DIVERGED if loss is None else f"{loss:.4g}"))
-    rows.append(("as configured", f"{facts['lr']:.2g}", ""))
-    table(["learning rate", name, f"loss after {facts['trial_steps']} steps"], rows)
-    seen = f", {facts['epochs']:.2g} epochs" if facts["epochs"] else ""
-    say(f"{len(lrs)} steps of {facts['batch_size']} samples{seen}: {facts['ended']}")
-    if facts["epochs"] and facts["epochs"] > 2:
-        say("samples were reused more than twice, so the end of this curve is optimistic")
+@dataclass(frozen=True)
+class RangeTest:
+    lrs: list[float]
+    losses: list[float]
+    """Mean item loss of each step over all ranks, before the step changed anything."""
+    ended: str
+    """`at the highest rate`, `the loss diverged` or `the data ended`."""
 
 
-def _advice(facts: dict[str, Any]) -> str:
-    """The advice if no rate makes the loss fall, or none trains."""
-    advice = "Look at labels, loss and inputs"
-    if facts["trials"]:
-        rates = ", ".join(f"{lr:.2g}" for lr, _ in facts["trials"])
-        what = f"the loss diverges within {facts['trial_steps']} steps at each of {rates}"
-        return f"ptfast: {what}. {advice}, clip gradients (gradients=clip) or begin lower with --to"
-    lrs, lowest, first = facts["lrs"], min(facts["smoothed"]), facts["smoothed"][0]
-    what = f"no learning rate of {lrs[0]:.0e} to {lrs[-1]:.0e} makes the loss fall"
-    seen = f"smoothed it began at {first:.4g} and was {lowest:.4g} at best"
-    more = f", try --steps {2 * len(lrs)}" if len(lrs) < NUM_STEPS else ""
-    return f"ptfast: {what}: {seen}. {advice}, widen the range with --from and --to{more}"
+def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
+    """Train with rates that rise from `lowest` to `highest` by a constant factor; the run is left as it was.
+
+    Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
+    Losses are summed over ranks, so that all of them end at the same step.
+
+    Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
+    """
+    growth = (highest / lowest) ** (1 / (num_steps - 1))
+    return train_at(run, [lowest * growth**step for step in range(num_steps)])
+
+
+def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
+    """Train one step at each rate, until the loss diverges, and leave the run as it was."""
+    # Inputs that grow during training have their full size in the last steps.
+    first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
+    taken, losses, means = list[float](), list[float](), list[float]()
+    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest rate"
+    with preserving_state(run):
+        base = reference_lr(run.optimizer, "initial_lr")
+        run.schedule = LrSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
+        run.progress.step = first
+        trainer = Trainer(run)
+        batches = trainer.warm_up(run.train_loader.steps(first, first + len(lrs)))
+        run.display.start(0, len(lrs), None)
+        for step in range(len(lrs)):
+            batch = next(batches, None)
+            if batch is None:
+                ended = "the data ended"
+                break
+            lr = lrs[step - (trainer.fp16.held_steps if trainer.fp16 is not None else 0)]
+            trainer.train(iter([batch]), first + step + 1)
+            loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
+            trainer.window.clear()
+            skipped_in_a_row = 0 if items else skipped_in_a_row + 1
+            if not items and skipped_in_a_row < ScaledSteps.limit:
+                continue
+            loss = loss_sum / items if items else math.nan
+            if not math.isfinite(loss):
+                ended = LOSS_DIVERGED
+                break
+            taken.append(lr)
+            losses.append(loss)
+            # The mean with exponentially falling weights.
+            total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
+            means.append(total / weight)
+            run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
+            low, now = min(means), means[-1]
+            # Near 0, four times the lowest loss is little.
+            if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
+                ended = LOSS_DIVERGED
+                break
+    return RangeTest(taken, losses, ended)
+
+
+@contextlib.contextmanager
+def preserving_state(run: Run) -> Iterator[None]:
+    """Train inside without callbacks; weights, optimizer, progress and random states are restored afterwards.
+
+    Cost: a copy of weights and optimizer state on the device.
+    """
+    model, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    scaler = run.precision.scaler
+    scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    replaced = {name: getattr(run, name) for name in REPLACED}
+    run.progress = replace(run.progress)
+    run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
+    run.ema, run.callbacks, run.debug_aids = None, [], []
+    was_training = run.model.training
+    try:
+        on_device = torch.random.fork_rng([run.device] if run.device.type == "cuda" else [])
+        with on_device, OwnGenerators().in_place():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in run.model.state_dict().items():
+                value.copy_(model[name])
+        run.optimizer.zero_grad(set_to_none=True)
+        run.optimizer.state.clear()
+        load_optimizer(run.optimizer, optimizer)
+        if scaler is not None:
+            scaler.load_state_dict(scaling)
+        for name, value in replaced.items():
+            setattr(run, name, value)
+        run.model.train(was_training)
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Two-sided exponential means, which unlike running ones do not lag behind.
+
+    The curve ends before the first loss far above those of the start, which would hide its neighbours.
+    """
+    limit = EXPLODED * statistics.median(losses[:START_STEPS])
+    losses = losses[: next((step for step, loss in enumerate(losses) if loss > limit), len(losses))]
+    steps = np.arange(len(losses))
+    weights = SMOOTHING ** np.abs(np.subtract.outer(steps, steps))
+    return (weights @ losses / weights.sum(axis=1)).tolist()
+
+
+def start_rate(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
+    """The rate half a decade below the lowest point of a curve; None where it never falls.
+
+    Short runs did best there: with SGD, AdamW and LAMB, on images, text and digits.
+    """
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if lowest < 2 or smoothed[0] - smoothed[lowest] < LEAST_FALL * smoothed[0]:
+        return None
+    return FACTOR * (lrs[lowest] / 10)
+
+
+def run_trials(
+    run: Run, start: float, *, lowest: float, highest: float, num_steps: int
+) -> dict[float, float]:
+    """Losses by rate of short runs at single rates, from `start` on until those beside the best are worse.
+
+    A range test, whose model lower rates have trained, finds the decade; trials, all on the same batches,
+    tell small differences. A loss that diverged is infinite. The run is left as it was.
+
+    Cost: 3 to 6 trials of `num_steps` optimizer steps.
+    """
+
+    def loss_at(lr: float) -> float:
+        test = train_at(run, [lr] * num_steps)
+        diverged = test.ended == LOSS_DIVERGED or not test.losses
+        loss = math.inf if diverged else statistics.mean(test.losses[-max(len(test.losses) // 4, 1) :])
+        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else LOSS_DIVERGED}")
+        return loss
+
+    run.display.note(f"trials of {num_steps} steps each")
+    return descend(loss_at, start, lowest, highest)
+
+
+def descend(
+    loss_at: Callable[[float], float], start: float, lowest: float, highest: float
+) -> dict[float, float]:
+    """Losses by rate, from `start` towards the better neighbour until none is better."""
+    losses = {start: loss_at(start)}
+    # Rates above one that diverges are not tried.
+    for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
+        here = start
+        while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:
+            beside = here * factor
+            losses[beside] = loss_at(beside)
+            if losses[beside] >= losses[here] and not math.isinf(losses[here]):
+                break
+            here = beside
+        if here != start:
+            break
+    return losses
+
+
+def _show(facts: dict[str, Any]) -> None:
+    lrs, smoothed = facts["lrs"], facts["smoothed"]
+    lowest, spread = min(smoothed), (max(smoothed) - min(smoothed)) or 1.0
+    rows: list[list[str]] = []
+    for step in range(0, len(smoothed), -(-len(smoothed) // CURVE_ROWS)):
+        length = round(CURVE_WIDTH * (smoothed[step] - lowest) / spread)
+        rows.append([f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)])
+    say()
+    table(["rate", "loss, smoothed", "curve"], rows)
+    say(f"{len(lrs)} steps of {facts['batch_size']} samples: {facts['ended']}")
+    if (chosen := facts["chosen"]) is not None:
+        say(f"\nchosen {chosen:.2g} by {len(facts['trials'])} trials; as configured: {facts['lr']:.2g}")
 
 
 def draw(path: Path, facts: dict[str, Any], title: str) -> None:
-    """Write a PNG of the loss over the learning rate, with the suggested rates and the trials."""
+    """Write a PNG of the loss over the learning rate, with the trials."""
     with picture(path, title, 8, 4.5) as figure:
         axes = figure.add_subplot()
         lrs, losses, smoothed, chosen = facts["lrs"], facts["losses"], facts["smoothed"], facts["chosen"]
         axes.plot(lrs, losses, ".", color="0.75", markersize=4, label="loss of a step")
         axes.plot(lrs[: len(smoothed)], smoothed, color="C0", lw=2, label="smoothed")
-        for index, (rule, lr) in enumerate(facts["suggestions"].items(), 1):
-            axes.axvline(lr, color=f"C{index}", ls=":", lw=1.4, label=f"{rule}: {lr:.2g}")
         trials = [(lr, loss) for lr, loss in facts["trials"] if loss is not None]
         after = f"after {facts['trial_steps']} steps at it"
         axes.plot(*zip(*trials, strict=True), "ks", markersize=5, label=after)
@@ -184,43 +338,3 @@ def draw(path: Path, facts: dict[str, Any], title: str) -> None:
         axes.set_ylabel("loss")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9, loc="lower left")
-
-
-def chart(
-    lrs: Sequence[float],
-    losses: Sequence[float],
-    marks: Mapping[str, float],
-    *,
-    width: int,
-    height: int,
-    plain: bool,
-) -> list[str]:
-    """Lines that draw finite losses over the logarithm of rising rates, in ASCII alone if `plain`.
-
-    The letters of `marks` stand beneath their rates; the whole takes 20 characters by 5 lines at least.
-    """
-    low, high = min(losses), max(losses)
-    top, bottom = f"{high:.4g}", f"{low:.4g}"
-    margin = max(len(top), len(bottom)) + 1
-    columns = max(width, LEAST_WIDTH) - margin - 1
-    rows = max(height, LEAST_HEIGHT) - 3
-    first, last = math.log(lrs[0]), math.log(lrs[-1])
-    shares = {lr: (math.log(lr) - first) / ((last - first) or 1.0) for lr in (*lrs, *marks.values())}
-    column = {lr: min(max(round(share * (columns - 1)), 0), columns - 1) for lr, share in shares.items()}
-    dot, bar, corner, line = ("*", "|", "+", "-") if plain else ("•", "│", "└", "─")
-    canvas = [[" "] * columns for _ in range(rows)]
-    for lr, loss in zip(lrs, losses, strict=True):
-        share = (high - loss) / (high - low) if high > low else 0.5
-        canvas[round(share * (rows - 1))][column[lr]] = dot
-    sides = [top, *[""] * (rows - 2), bottom]
-    drawn = zip(sides, map("".join, canvas), strict=True)
-    lines = [f"{side:>{margin}}{bar}{cells}".rstrip() for side, cells in drawn]
-    letters = [" "] * columns
-    for letter, lr in marks.items():
-        letters[column[lr]] = letter
-    left, right = f"{lrs[0]:.0e}", f"{lrs[-1]:.0e}"
-    room = columns - len(left) - len(right)
-    lines.append(" " * margin + corner + line * columns)
-    lines += [" " * (margin + 1) + "".join(letters).rstrip()] if marks else []
-    lines.append(" " * (margin + 1) + left + "learning rate".center(room)[:room] + right)
-    return lines
