@@ -1,4 +1,4 @@
-"""What torch.compile can be asked for."""
+"""Records of what torch.compile can be asked for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ptfast.techniques.parallel import Parallel
 class Compile(Section):
     """The parts that `torch.compile` compiles, and how."""
 
-    mode: Literal["none", "blocks", "model", "step", "reduce_overhead", "max_autotune"] = "none"
-    """Blocks, the model, the whole step; the model in CUDA graphs, or autotuned."""
+    mode: Literal["none", "pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"] = "none"
+    """Elementwise chains, blocks, the model, the whole step; the model in CUDA graphs, or autotuned."""
     blocks: str | tuple[str, ...] = "auto"
     """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
     dynamic: bool | OrAuto = "auto"
@@ -69,6 +69,15 @@ _compile = partial(
 )
 
 TECHNIQUES: tuple[Technique, ...] = (
+    _compile(
+        name="compiled elementwise chains",
+        on=("compile=pointwise",),
+        why="Elementwise operations are bound by memory; a fused chain reads and writes its tensors once.",
+        claim="One read and write per chain, for activations or losses written by hand; no figure is given.",
+        source="PyTorch Performance Tuning Guide, 'Fuse operations'; torch.compile.",
+        avoid="Activations are torch's own, each one kernel already; compile=model does more where it works.",
+        audit="Several elementwise operations in a row, such as an activation or a loss written by hand.",
+    ),
     _compile(
         name="compiled blocks",
         on=("compile=blocks",),

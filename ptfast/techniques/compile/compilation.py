@@ -18,9 +18,10 @@ from ptfast.core.errors import ConfigError, shorten
 from ptfast.core.machine import cache_folder
 from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
+from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.techniques.repeated_blocks import find_blocks
 
-Mode = Literal["blocks", "model", "step", "reduce_overhead", "max_autotune"]
+Mode = Literal["pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"]
 
 T = TypeVar("T")
 
@@ -51,10 +52,11 @@ class Compilation:
     """The compiled parts of a run, and how often they were compiled.
 
     Fewer, fused kernels touch memory less often and need less Python to launch. Only training is compiled:
-    evaluations run the plain model, whose figures `ptfast eval` repeats.
+    evaluations run the plain model, whose figures `ptfast eval` repeats, and save a minute of compiling.
 
-    Every shape has its own code, or (`dynamic`) all share one from the start, so that a resumed run gives the
-    bits of one never stopped. Dropout draws other masks than without a compiler.
+    A shape runs the same code wherever a run begins, so that a resumed run gives the bits of one never
+    stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
+    masks than without a compiler, except under `pointwise`.
 
     If a step `accumulates` several micro-batches on a rank, a CUDA graph would overwrite the gradients of the
     one before, in silence: C011 for `reduce_overhead`. E005 if a tool or device is missing.
@@ -71,6 +73,7 @@ class Compilation:
             raise problem
         self.mode: Mode = mode
         self.blocks: dict[str, nn.Module] = {}
+        self.fusion: PointwiseFusion | None = None
         self.options: dict[str, Any] = {"dynamic": dynamic}
         # Else a fused kernel keeps float32 where the plain step rounds, and compares it with rounded numbers:
         # `amax` then has a wrong gradient, or NaN, in bf16.
@@ -79,7 +82,9 @@ class Compilation:
         settings.emulate_precision_casts = True  # pyright: ignore[reportAttributeAccessIssue]
         self.instead_of_step: str | None = None
         """Why the model is compiled where the step was to be."""
-        if mode == "reduce_overhead" or (mode == "step" and device == "cuda" and not dynamic):
+        if mode == "pointwise":
+            self.fusion = self.options["backend"] = PointwiseFusion()
+        elif mode == "reduce_overhead" or (mode == "step" and device == "cuda" and not dynamic):
             self.options["mode"] = "reduce-overhead"
         elif mode == "max_autotune":
             self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
@@ -166,10 +171,17 @@ class Compilation:
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
 
-    def start(self, seconds: float) -> str:
-        """Note that the first step is compiled, and say so."""
+    def start(self, seconds: float) -> tuple[str, bool]:
+        """Note that the first step is compiled; return a message, and whether it is a warning."""
         self._at_start, self._start_s = num_compiled(), seconds
-        return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s"
+        if self.fusion is None:
+            return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
+        if not self.fusion.num_chains:
+            self._warned_of.add("length")
+            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
+        chains, operations = self.fusion.num_chains, self.fusion.num_operations
+        fused = f"fused {operations} elementwise operations into {counted(chains, 'kernel')}"
+        return f"{fused} in {seconds:.1f} s", False
 
     @property
     def num_graphs(self) -> int:
@@ -221,6 +233,8 @@ class Compilation:
         }
         if self.instead_of_step is not None:
             report["instead_of_step"] = self.instead_of_step
+        if self.fusion is not None:
+            report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
         if advice := self._advice():
             report["advice"] = advice
         return report
