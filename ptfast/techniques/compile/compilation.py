@@ -171,17 +171,18 @@ class Compilation:
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
 
-    def start(self, seconds: float) -> tuple[str, bool]:
-        """Note that the first step is compiled; return a message, and whether it is a warning."""
+    def start(self, seconds: float) -> str:
+        """Note that the first step is compiled, and say so."""
         self._at_start, self._start_s = num_compiled(), seconds
         if self.fusion is None:
-            return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s", False
+            return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s"
         if not self.fusion.num_chains:
             self._warned_of.add("length")
-            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model", True
+            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model"
         chains, operations = self.fusion.num_chains, self.fusion.num_operations
-        fused = f"fused {operations} elementwise operations into {counted(chains, 'kernel')}"
-        return f"{fused} in {seconds:.1f} s", False
+        return (
+            f"fused {operations} elementwise operations into {counted(chains, 'kernel')} in {seconds:.1f} s"
+        )
 
     @property
     def num_graphs(self) -> int:
