@@ -38,13 +38,15 @@ PROMISE = 0.05
 """Largest difference between a promise and what is measured again, as a part."""
 
 
-def session(words: list[str], budget: str, again_s: float, folder: Path) -> dict[str, Any]:
-    """The receipt of one session, with what was measured again: `again`."""
+def session(words: list[str], budget: str, again_s: float, folder: Path) -> list[dict[str, Any]]:
+    """The receipt of one session, with what was measured again, `again`; empty for a budget that is refused."""
     command = [sys.executable, "-m", "ptfast", "ablate", *words, "--budget", budget, "--out", str(folder)]
-    with (folder.parent / f"{folder.name}.txt").open("w") as screen:
-        subprocess.run(
-            command, check=True, stdout=screen, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "120"}
-        )
+    screen, environment = folder.parent / f"{folder.name}.txt", {**os.environ, "COLUMNS": "120"}
+    with screen.open("w") as output:
+        code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    if code:
+        say(screen.read_text().splitlines()[-1])
+        return []
     found = json.loads((folder / "measure.json").read_text())
     plain = merge(words, PLAIN)
     switches = [word for each in CATALOGUE if each.name in found["pick"] for word in each.on]
@@ -55,7 +57,7 @@ def session(words: list[str], budget: str, again_s: float, folder: Path) -> dict
         measure_pairs(laboratory, pairs)
     effects, _ = judge_pairs(pairs)
     named = zip(pairs, effects, strict=True)
-    return found | {"again": {pair.name: effect and effect.receipt() for pair, effect in named}}
+    return [found | {"again": {pair.name: effect and effect.receipt() for pair, effect in named}}]
 
 
 def effects_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -109,10 +111,9 @@ def main() -> None:
     for recipe in asked.only:
         places = {name: str(getattr(asked, name).absolute()) for name in ("images", "texts", "text")}
         words = [f"+recipe={recipe}", *(word.format(**places) for word in RECIPES[recipe])]
-        sessions = [
-            session(words, asked.budget, asked.again, out / f"{recipe}-{turn}")
-            for turn in range(asked.sessions)
-        ]
+        sessions: list[dict[str, Any]] = []
+        for turn in range(asked.sessions):
+            sessions += session(words, asked.budget, asked.again, out / f"{recipe}-{turn}")
         for found in sessions:
             (out / "sessions.jsonl").open("a").write(json.dumps(found) + "\n")
             rows.append(row(recipe, found))
@@ -121,7 +122,7 @@ def main() -> None:
             if found["confirmed"] and again:
                 promised = found["confirmed"]["over_plain"]["log_ratio"]
                 close += abs(promised - again["log_ratio"]) <= math.log1p(PROMISE)
-        first, second = effects_of(sessions[0]), effects_of(sessions[-1])
+        first, second = ([*map(effects_of, sessions), {}, {}][place] for place in (0, 1))
         for name in first.keys() & second.keys():
             lows, highs = zip(first[name]["interval"], second[name]["interval"], strict=True)
             compared += 1
