@@ -147,6 +147,8 @@ def pytest_collection_finish() -> None:
     """Have the garbage collector pass over what is loaded, all of torch."""
     gc.collect()
     gc.freeze()
+    # A process group that is garbage of an earlier test would wait for threads that a fork does not have.
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _has_cuda() -> bool:
