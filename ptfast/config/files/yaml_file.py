@@ -150,6 +150,7 @@ _MOVED = {
     "ptfast.logger": "ptfast.report.loggers",
     "ptfast.models.hf": "ptfast.models.transformers",
     "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
+    "ptfast.techniques.schedule.wsd": "ptfast.techniques.schedule.lr_schedules",
 }
 """New places of modules whose targets stand in the configs of earlier runs."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks, on_all_ranks
-from ptfast.core.machine import available_memory
+from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.tensors.arrivals import wait_for
 from ptfast.core.tensors.trees import tensors_in
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 LEAST_BYTES = 4 << 20
 """`saving.background=auto` writes smaller states at once: there is little to gain."""
 
+PIECE_BYTES = 8 << 20
+"""What two threads that copy take at a time."""
 NICENESS = 10
 """By how much the thread that writes gives way to those that train, until they wait for it."""
 
@@ -275,8 +277,18 @@ def _set_niceness(thread_id: int, niceness: int) -> None:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for buffer, source in pairs:
-        buffer.copy_(source, non_blocking=source.is_cuda)
+    if torch.get_num_threads() > 1 or any(source.is_cuda for _, source in pairs) or usable_cores() < 2:
+        for buffer, source in pairs:
+            buffer.copy_(source, non_blocking=source.is_cuda)
+        return
+    # The core that will write is idle so far.
+    pieces = [
+        piece
+        for buffer, source in pairs
+        for piece in zip(buffer.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        deque(pool.map(lambda piece: piece[0].copy_(piece[1]), pieces), maxlen=0)
 
 
 def _has_storage(tensor: Any) -> bool:
