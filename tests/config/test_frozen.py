@@ -271,6 +271,8 @@ FORMER_NAMES = {
     "ptfast.data.webdataset.WebDataset": "ptfast.data.sources.webdataset_shards.WebDataset",
     "ptfast.logger.Csv": "ptfast.report.loggers.Csv",
     "ptfast.models.hf.build": "ptfast.models.transformers.build",
+    "ptfast.optim.nvlamb.Nvlamb": "ptfast.optim.lamb.Lamb",
+    "ptfast.techniques.schedule.wsd.Wsd": "ptfast.techniques.schedule.lr_schedules.Wsd",
     "ptfast.schedule.OneCycle": "ptfast.techniques.schedule.lr_schedules.OneCycle",
     **{
         f"ptfast.data.{module}.{name}": f"ptfast.data.sources.{module}.{name}"

@@ -151,8 +151,9 @@ _MOVED = {
     "ptfast.models.hf": "ptfast.models.transformers",
     "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
     "ptfast.techniques.schedule.wsd": "ptfast.techniques.schedule.lr_schedules",
+    "ptfast.optim.nvlamb.Nvlamb": "ptfast.optim.lamb.Lamb",
 }
-"""New places of modules whose targets stand in the configs of earlier runs."""
+"""New places of modules, and of a class, whose targets stand in the configs of earlier runs."""
 
 
 def _with_todays_names(value: Any, key: str = "") -> Any:
@@ -163,7 +164,7 @@ def _with_todays_names(value: Any, key: str = "") -> Any:
         return [_with_todays_names(item) for item in value]
     if key == "_target_" and isinstance(value, str):
         module, _, name = value.rpartition(".")
-        return f"{_MOVED[module]}.{name}" if module in _MOVED else value
+        return _MOVED.get(value) or (f"{_MOVED[module]}.{name}" if module in _MOVED else value)
     return value
 
 
