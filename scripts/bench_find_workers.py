@@ -160,8 +160,8 @@ def compare(name: str, words: list[str], rounds: int, seconds: float, folder: Pa
         spread = f"{value:>9,.0f} [{low:,.0f} to {high:,.0f}]  {value / medians[best]:.3f}"
         kind = row.kind + ", read ahead" * row.read_ahead
         print(f"  {kind:<20} {row.workers:>3} {spread}{'  chosen' if row == chosen else ''}")
-    ratio, rivals = medians[chosen] / medians[best], len(found["rivals"])
-    unsure = f", cannot tell it from {rivals} more" if rivals else ""
+    ratio = medians[chosen] / medians[best]
+    unsure = "".join(f"; {note}" for note in found["notes"] if note.startswith("cannot tell"))
     label = chosen.kind if not chosen.workers else f"{chosen.workers} workers"
     print(
         f"{name}: {label} chosen in {took_s:.0f} s, {ratio:.3f} of the best of the grid{unsure}", flush=True
