@@ -229,6 +229,18 @@ def test_what_mends_a_finding_in_this_process_is_measured(
         assert not torch.is_anomaly_enabled()
 
 
+def test_prices_are_kept_when_a_later_one_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit_run, "SEGMENT_S", 0.0)
+    trials = (lambda: (int, int)), interrupted
+    found = [Finding("a check", "what", "where", "mend", trial=trial) for trial in trials]
+    with pytest.raises(KeyboardInterrupt):
+        price_here(found, 0.2, "cpu", Display())
+    assert [finding.price is not None for finding in found] == [True, False]
+
+
 @pytest.mark.parametrize("defect", ["gelu", "attention"])
 def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) -> None:
     config = read_config([*NET, *POINTS, *PLAIN, f"model.defect={defect}"])[1]

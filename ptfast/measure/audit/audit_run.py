@@ -111,10 +111,13 @@ def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, d
     tried = [(finding, finding.trial) for finding in findings if finding.trial is not None]
     seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
     results: list[tuple[Finding, Effect | None, float]] = []
-    for position, (finding, trial) in enumerate(tried):
-        with display.status(f"measuring {finding.check}", seconds * (len(tried) - position)):
-            results.append((finding, *_measure(trial(), seconds, device_type)))
-    _set_prices(results, judge([effect for _, effect, _ in results]))
+    try:
+        for position, (finding, trial) in enumerate(tried):
+            with display.status(f"measuring {finding.check}", seconds * (len(tried) - position)):
+                results.append((finding, *_measure(trial(), seconds, device_type)))
+    finally:
+        # An interrupted audit shows what it has measured.
+        _set_prices(results, judge([effect for _, effect, _ in results]))
 
 
 def price_by_override(
