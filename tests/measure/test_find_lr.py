@@ -15,8 +15,9 @@ import torch
 from running import build_run, same_bits, train
 
 from ptfast.cli import command_line
-from ptfast.config.files.overlay import write_overlay
+from ptfast.config.files.overlay import check_overlay, write_overlay
 from ptfast.config.read import read_config
+from ptfast.core.errors import MachineError
 from ptfast.measure.find.lr_finder import descend, measure, range_test, run_trials, smooth, start_rate
 
 LRS = [1e-6 * 10 ** (step / 20) for step in range(140)]
@@ -196,6 +197,9 @@ def test_what_is_found_for_a_recipe_of_ones_own_builds_up(
     assert write_overlay(Path("choices.yaml"), ["optimizer=sgd"], {}, []) == "./choices.yaml"
     assert read_config(["+recipe=./choices.yaml"])[1].optimizer.target.path.endswith("SGD")
     assert write_overlay(Path("e.yaml"), ["+recipe=../of mine/d.yaml"], {"epochs": 2}, []) == "./e.yaml"
+    check_overlay(Path("new folder/f.yaml"))
+    with pytest.raises(MachineError, match="cannot be written to"):
+        check_overlay(Path("e.yaml/f.yaml"))
     for name in ("./e.yaml", str(tmp_path / "elsewhere" / "e.yaml")):
         _, config = read_config([f"+recipe={name}"])
         assert config.optimizer.target.kwargs["lr"] == 0.25

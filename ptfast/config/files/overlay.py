@@ -27,16 +27,20 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
     if file.exists():
         what, hint = "exists already and is not overwritten", "Choose another name"
         raise MachineError("E001", what, key=flag, value=file, suggestion=hint)
+    _check_writable(file.absolute().parent, flag, file)
 
 
 def check_out(folder: Path | None) -> None:
     """Refuse (E001) a folder for `--out` that cannot be written to, before a command's long part."""
-    if folder is None:
-        return
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if folder is not None:
+        _check_writable(folder.absolute(), "--out", folder)
+
+
+def _check_writable(folder: Path, flag: str, given: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         what, hint = "cannot be written to", "Choose another one"
-        raise MachineError("E001", what, key="--out", value=folder, suggestion=hint)
+        raise MachineError("E001", what, key=flag, value=given, suggestion=hint)
 
 
 def write_overlay(
