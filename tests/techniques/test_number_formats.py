@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ def test_all_but_batch_norm_is_halved() -> None:
     outputs["logits"].sum().backward()
     assert model.encode.weight.grad.dtype is half
     assert model.norm.weight.grad.dtype is single
+
+
+def test_a_halved_model_is_pickled() -> None:
+    model = apply_half_weights(nn.Sequential(nn.Linear(2, 2)))
+    assert pickle.loads(pickle.dumps(model))(torch.ones(1, 2)).dtype is torch.float32
 
 
 def test_running_statistics_follow_what_bf16_could_not() -> None:

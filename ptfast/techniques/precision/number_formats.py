@@ -220,7 +220,7 @@ def apply_half_weights(model: nn.Module) -> nn.Module:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _converted(buffer, torch.bfloat16))
     model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
-    model.register_forward_hook(lambda module, args, outputs: _converted(outputs, torch.float32))
+    model.register_forward_hook(_convert_outputs)
     return model
 
 
@@ -229,6 +229,11 @@ def _convert_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     labels = {name: kwargs[name] for name in ("labels",) if name in kwargs}
     return _converted(args, torch.bfloat16), _converted(kwargs, torch.bfloat16) | labels
+
+
+# No lambda: a user may pickle the model.
+def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+    return _converted(outputs, torch.float32)
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
