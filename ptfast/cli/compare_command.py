@@ -26,7 +26,7 @@ from ptfast.cli.run_ranking import (
 from ptfast.core.errors import EXIT_OK, ConfigError, shorten
 from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page
-from ptfast.report.html.run_files import RunFiles
+from ptfast.report.html.run_files import RunFiles, is_finite
 from ptfast.report.html.run_report import REPORT_FILE, chart_order
 from ptfast.report.html.svg_charts import Series, figure_title, line_chart, line_color
 from ptfast.report.loggers import USAGE
@@ -60,7 +60,8 @@ def compare(args: Namespace) -> int:
         figures = {
             f"{split}.{name}" for run in ranking.runs for split in SPLITS for name in run.figures(split)
         }
-        known = sorted(name for name in figures if not name.endswith(".step"))
+        figures |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
+        known = sorted(name for name in figures - {"exit_code"} if not name.endswith(".step"))
         hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
     show(ranking)

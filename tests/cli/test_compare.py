@@ -254,7 +254,7 @@ def test_bad_arguments_are_named(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no run"):
         compare([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match=r"There are: .*val\.accuracy"):
+    with pytest.raises(ConfigError, match=r"There are: .*val\.accuracy, .*wall_s"):
         compare(runs, "val.f1")
     with pytest.raises(ConfigError, match=r"must end in \.html"):
         compare(runs, out=tmp_path / "out.pdf")
