@@ -115,7 +115,7 @@ def _cpu() -> Iterator[Finding]:
     flags = set(" ".join(cpu_facts("flags", "Features")[:1]).split())
     usable, whole = machine.usable_cores(), os.cpu_count() or 1
     known = " ".join(each for each in INSTRUCTIONS if each in flags)
-    bf16 = "multiplies bfloat16 natively" if multiplies_bf16("cpu") else "no bfloat16 products: use fp32"
+    bf16 = "bf16 is faster than fp32" if multiplies_bf16("cpu") else "bf16 is no faster than fp32"
     yield Finding("CPU", f"{name}, {usable} usable cores of {whole} hyper-threads")
     yield Finding("instructions", f"{known or 'not known'}; {bf16}")
     threads, remedy = torch.get_num_threads(), ""

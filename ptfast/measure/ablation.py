@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
 
 from ptfast.config.catalogue import CATALOGUE
@@ -29,7 +28,14 @@ from ptfast.measure.experiment.plan import (
 from ptfast.measure.experiment.trial import WARM_S, WARM_STEPS
 from ptfast.measure.experiment.verdicts import Effect, judge
 from ptfast.measure.experiment.warm_parent import LEAST_TURNS, Request
-from ptfast.measure.worth import Worth, estimate_optimizers, in_threes, optimizer_log_odds
+from ptfast.measure.worth import (
+    Confirmation,
+    Worth,
+    does_as,
+    estimate_optimizers,
+    in_blocks,
+    optimizer_log_odds,
+)
 from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
@@ -40,20 +46,11 @@ POOR_FIT = 2.0
 GAIN = 0.005
 """Smallest expected gain of a switch that is picked."""
 LEAST_BLOCKS = 3
-OPTIMIZER_S = 0.8
-"""Seconds to train to measure an optimizer's share of a step."""
+OPTIMIZER_S, NUM_PICKS = 0.8, 3
+"""Seconds to train to measure an optimizer's share of a step, and runs that measure that of the pick's."""
 NOTHING = "it changes nothing here"
 REFUSED = "it cannot be set beside the pick"
 SEED = 0
-
-
-@dataclass
-class Confirmation:
-    """The pick, run again in fresh processes, whose logarithms of time deviate by `process_sd`."""
-
-    over_plain: Effect
-    over_given: Effect
-    process_sd: float
 
 
 class Ablation:
@@ -114,7 +111,7 @@ class Ablation:
             # Other switches act differently at a lower precision, which the pick would not have.
             is_reduced = finding.technique.kind == "reduced" and not self._is_allowed(finding.technique)
             finding.is_apart = not finding.why and (finding.is_outside or is_reduced)
-        # After optimizers, which are quick, what may be picked comes first: the budget may not reach all.
+        # What may be picked comes first, optimizers last: the budget may not reach all.
         self.apart = [finding for finding in self.findings if finding.is_apart]
         self.apart.sort(key=lambda finding: finding.technique.kind in ("training", "reduced"))
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
@@ -125,7 +122,9 @@ class Ablation:
                 found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
-                finding.is_given = self._does_as_given(measured) or self._is_given(finding.technique)
+                finding.is_given = does_as(self._given, measured, self.plain) or self._is_given(
+                    finding.technique
+                )
         groups: dict[str, list[Worth]] = {}
         for finding in waiting:
             if not finding.why:
@@ -143,9 +142,9 @@ class Ablation:
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
         start_s = self.laboratory.left_s
-        apart_s = min(APART * start_s, 2 * sum(map(self._seconds_of, in_threes(self.apart))))
+        apart_s = min(APART * start_s, 2 * self._seconds_of(*self._blocks_apart))
         self._measure_plan(CONFIRM * start_s + apart_s)
-        self._measure_apart(CONFIRM * start_s)
+        self._measure_apart(start_s)
         self._confirm()
         self._judge()
         for finding in self.apart:
@@ -160,12 +159,12 @@ class Ablation:
     def _measure_plan(self, reserve_s: float) -> None:
         """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart.
 
-        Time is left in any case for the optimizers, once, and for the shortest confirmation.
+        Time is left in any case for the shortest confirmation, and to measure once what else may be picked.
         """
         if not self.factors:
             return
         laboratory, enough = self.laboratory, blocks_to_tell_apart(self.factors)
-        optimizers_s = sum(self._seconds_of(each) for each in in_threes(self.apart) if each[0].sets_optimizer)
+        once_s = self._seconds_of(*(each for each in self._blocks_apart if not each[0].sets_optimizer))
 
         def words_of(run: Run) -> list[str]:
             levels = zip(self._members, run, strict=True)
@@ -173,7 +172,7 @@ class Ablation:
 
         is_allowed = cache(lambda run: _tree_or_none(words_of(run)) is not None)
         for block in draw_blocks(self.factors, SEED, is_allowed):
-            least_s = LEAST_BLOCKS * laboratory.block_s + optimizers_s
+            least_s = LEAST_BLOCKS * laboratory.block_s + once_s
             if len(self.blocks) >= enough:
                 least_s = reserve_s
             if len(self.blocks) >= LEAST_BLOCKS and laboratory.left_s - laboratory.block_s < least_s:
@@ -200,10 +199,10 @@ class Ablation:
         self.picked = [finding.technique for finding in chosen if finding is not None]
         self._judge()
 
-    def _measure_apart(self, reserve_s: float) -> None:
+    def _measure_apart(self, start_s: float) -> None:
         """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain.
 
-        The first round may use time reserved for the confirmation; later ones leave `reserve_s`.
+        The first round may use time reserved for the confirmation; later ones leave its part of `start_s`.
         """
         bases = {True: self.picked, False: self.picked}
 
@@ -216,22 +215,25 @@ class Ablation:
             bases[True] = [technique for technique in self.picked if technique.family != "optimizer"]
         for finding in filter(is_refused, self.apart):
             finding.why = REFUSED
-        chunks = in_threes([finding for finding in self.apart if not finding.why])
+        chunks, picks = self._blocks_apart, list[TrialResult]()
+        once_s = self._seconds_of(*chunks)
         kept_s, left_in_round = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s), len(chunks)
         while chunks:
             if left_in_round == 0:
-                kept_s = max(kept_s, reserve_s)
+                kept_s = max(kept_s, CONFIRM * start_s)
             chunk, left_in_round = chunks.pop(0), left_in_round - 1
             if self.laboratory.left_s - self._seconds_of(chunk) < kept_s:
                 continue
-            beside, base = [[], *([each.technique] for each in chunk)], bases[chunk[0].sets_optimizer]
-            words = [self._words([*base, *each]) for each in beside]
+            base = bases[chunk[0].sets_optimizer]
+            words = [self._words([*base, each.technique]) for each in chunk]
             with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
                 if self._by_share(chunk):
-                    pick, *found = self.laboratory.look(words, timed_s=OPTIMIZER_S)
-                    self.log_odds += optimizer_log_odds(pick)
+                    if not picks:
+                        picks = self.laboratory.look([self._words(base)] * NUM_PICKS, timed_s=OPTIMIZER_S)
+                        self.log_odds = [value for each in picks for value in optimizer_log_odds(each)]
+                    pick, found = picks[0], self.laboratory.look(words, timed_s=OPTIMIZER_S)
                 else:
-                    pick, *found = self.laboratory.measure(words)
+                    pick, *found = self.laboratory.measure([self._words(base), *words])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, pick)
                 if measured.time is not None and pick.time is not None:
@@ -239,8 +241,11 @@ class Ablation:
                     finding.beside += share or [pick.time - measured.time]
             if chunk := [each for each in chunk if not each.why]:
                 chunks.append(chunk)
+        more_s = (once_s + kept_s) / (CONFIRM + APART) - start_s
+        needed_s = math.ceil((self.laboratory.budget_s + max(more_s, 10.0)) / 10) * 10
         for finding in self.apart:
-            finding.why = finding.why or ("" if finding.beside else NOT_REACHED)
+            if not finding.why and not finding.beside:
+                finding.why = f"not reached: give --budget {needed_s}s"
         self._judge()
         gains = [
             (each, effect)
@@ -369,23 +374,25 @@ class Ablation:
         reduced = [each for each in CATALOGUE if each.kind == "reduced" and each.on]
         return any(map(self._is_given, reduced if technique.kind == "reduced" else [technique]))
 
-    def _does_as_given(self, measured: TrialResult) -> bool:
-        """Return True if what a technique resolves to differs from plain and is so in the config as given."""
-        plain, given, own = (
-            each.facts.get("resolved", {}) if each else {} for each in (self.plain, self._given, measured)
-        )
-        changes = {name: value for name, value in own.items() if value != plain.get(name)}
-        return bool(changes) and changes.items() <= given.items()
+    @property
+    def _blocks_apart(self) -> list[list[Worth]]:
+        """What is measured beside the pick, by block; the pick is not in those of optimizers by share."""
+        return in_blocks([each for each in self.apart if not each.why], 4 if self._tells_shares else 3)
 
-    def _seconds_of(self, chunk: Sequence[Worth]) -> float:
-        """The time that techniques take beside the pick in one block."""
-        if self._by_share(chunk):
-            return (len(chunk) + 1) * (self._look_s + 1.3 * OPTIMIZER_S)
-        return max(self._block_s, 1.1 * self.laboratory.block_s)
+    def _seconds_of(self, *blocks: Sequence[Worth]) -> float:
+        """The time that blocks of techniques take beside the pick."""
+        shares = [len(block) for block in blocks if self._by_share(block)]
+        num_looks = sum(shares) + NUM_PICKS * bool(shares and not self.log_odds)
+        block_s = max(self._block_s, 1.1 * self.laboratory.block_s)
+        return num_looks * (self._look_s + 1.3 * OPTIMIZER_S) + (len(blocks) - len(shares)) * block_s
 
     def _by_share(self, chunk: Sequence[Worth]) -> bool:
         """Return True for optimizers, if this run tells which part of a step they take."""
-        return chunk[0].sets_optimizer and bool(self.plain and self.plain.facts.get("tells_shares"))
+        return chunk[0].sets_optimizer and self._tells_shares
+
+    @property
+    def _tells_shares(self) -> bool:
+        return bool(self.plain and self.plain.facts.get("tells_shares"))
 
     def _status(self, text: str) -> AbstractContextManager[None]:
         return terminal_display().status(text, self.laboratory.left_s)

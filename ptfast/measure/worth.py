@@ -1,4 +1,4 @@
-"""What an ablation finds on one technique."""
+"""What an ablation finds on one technique, and on the pick."""
 
 from __future__ import annotations
 
@@ -72,6 +72,24 @@ class Worth:
                 self.why = "it diverges"
 
 
+@dataclass
+class Confirmation:
+    """The pick, run again in fresh processes, whose logarithms of time deviate by `process_sd`."""
+
+    over_plain: Effect
+    over_given: Effect
+    process_sd: float
+
+
+def does_as(given: TrialResult | None, measured: TrialResult, plain: TrialResult | None) -> bool:
+    """Return True if what a technique resolves to differs from plain and is so in the config as given."""
+    of_given, own, of_plain = (
+        each.facts.get("resolved", {}) if each else {} for each in (given, measured, plain)
+    )
+    changes = {name: value for name, value in own.items() if value != of_plain.get(name)}
+    return bool(changes) and changes.items() <= of_given.items()
+
+
 def optimizer_log_odds(measured: TrialResult) -> list[float]:
     """The log odds of the optimizer's share of a step in a run; empty where it is unknown."""
     shares = measured.facts.get("optimizers")
@@ -105,10 +123,10 @@ def estimate_optimizers(findings: Sequence[Worth], pick: Sequence[float], sd: fl
         finding.effect = Effect(math.log((1 - own) / (1 - of_pick)), se, dof)
 
 
-def in_threes(findings: Sequence[Worth]) -> list[list[Worth]]:
-    """Blocks of techniques to measure with the pick: optimizers first, then others."""
+def in_blocks(findings: Sequence[Worth], optimizers_in_block: int) -> list[list[Worth]]:
+    """Techniques to measure in one block: three beside the pick, then optimizers."""
     found: list[list[Worth]] = []
-    for sets_optimizer in (True, False):
+    for sets_optimizer, size in ((False, 3), (True, optimizers_in_block)):
         kin = [each for each in findings if each.sets_optimizer == sets_optimizer]
-        found += [kin[start : start + 3] for start in range(0, len(kin), 3)]
+        found += [kin[start : start + size] for start in range(0, len(kin), size)]
     return found

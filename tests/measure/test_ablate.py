@@ -20,6 +20,7 @@ from running import WITH_TESTS
 from ptfast.cli.command_line import run
 from ptfast.config.catalogue import CATALOGUE, ThisMachine, technique_named
 from ptfast.config.read import read_config
+from ptfast.core import devices
 from ptfast.core.errors import EXIT_INTERRUPTED
 from ptfast.core.sections.section import Need
 from ptfast.measure import ablate_run
@@ -89,7 +90,9 @@ class Planted(Laboratory):
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> type[Planted]:
+def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Planted]:
+    (tmp_path / "cpuinfo").write_text("flags: avx512_bf16\n")
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
     kind = type("PlantedHere", (Planted,), {})
     monkeypatch.setattr(ablate_run, "Laboratory", kind)
     return kind

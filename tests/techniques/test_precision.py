@@ -14,6 +14,7 @@ from torch import nn
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.core.errors import MachineError
+from ptfast.core.resolved import Resolved
 from ptfast.techniques.precision import Precision as Section
 from ptfast.techniques.precision import number_formats as precision_module
 from ptfast.techniques.precision.number_formats import build_precision, kept_conversions, try_matmuls
@@ -64,9 +65,9 @@ def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, na
     cpu(f"flags\t\t: avx2 {native}\n")
     assert build_precision(Section(mode=mode), CPU).warning is None
     cpu("flags\t\t: fpu avx2 fma f16c\n")
-    name = "float16" if mode == "amp_fp16" else "bf16"
+    lack = "this CPU has no float16 instructions" if mode == "amp_fp16" else "bf16 is no faster on this CPU"
     expected = (
-        rf"precision={mode}: this CPU has no {name} instructions: matrix products take \d+\.\dx and "
+        rf"precision={mode}: {lack}: matrix products take \d+\.\dx and "
         rf"convolutions take \d+\.\dx as long as in fp32\. {remedy}"
     )
     assert re.fullmatch(expected, build_precision(Section(mode=mode), CPU).warning)
@@ -80,6 +81,9 @@ def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, na
         ("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd svebf16 i8mm bf16\nCPU part\t: 0xd40\n", True),
         ("processor\t: 0\nFeatures\t: fp asimd evtstrm crc32\nCPU implementer\t: 0x41\n", False),
         ("model name: bf16\nflags\t\t: fpu avx2\n", False),
+        ("vendor_id\t: GenuineIntel\nflags\t\t: avx512_bf16 avx512_fp16\n", False),
+        ("vendor_id\t: GenuineIntel\nflags\t\t: avx512_bf16 avx512_fp16 amx_bf16\n", True),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: avx512_bf16 avx512_fp16\n", True),
     ],
 )
 def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
@@ -87,8 +91,11 @@ def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     precision = build_precision(Section(mode="amp"), CPU)
     assert (precision.half_type is not None) is has_bf16
     assert precision.warning is None
-    fp32 = "fp32 (amp: this CPU has no bf16 instructions)"
+    fp32 = "fp32 (amp: bf16 is no faster on this CPU)"
     assert precision.note == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
+    cpu("flags\t\t: avx2\n" if has_bf16 else "flags\t\t: avx512_bf16\n")
+    before = Resolved(device="cpu", precision=precision.note)
+    assert build_precision(Section(mode="amp"), CPU, before=before).half_type is precision.half_type
 
 
 @pytest.mark.parametrize("text", [None, "", "flags\t\t:\n", "\0\xff: :\n:\n", "no colon at all"])

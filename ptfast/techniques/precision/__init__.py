@@ -58,7 +58,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="Half-precision numbers halve memory traffic and use matrix units; the format fits the device.",
         claim="1.5 to 5.5x over float32 on V100s, and 1.3 to 2.5x more on A100s, on a variety of networks.",
         source="Micikevicius et al. 2017, arXiv:1710.03740; PyTorch blog 2022 on mixed precision.",
-        avoid="The loss needs float32 throughout; CPUs without bf16 instructions stay at fp32.",
+        avoid="The loss needs float32 throughout; CPUs that gain nothing by bf16 stay at fp32.",
         audit="A forward pass outside torch.autocast on a device with matrix units.",
         needs=("half",),
     ),

@@ -61,14 +61,14 @@ def build_precision(
     Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
     them, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    `amp` is `bf16` if the device multiplies it, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
+    `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
     `matmul_precision` but `highest` is tried, on the first rank, and the note states its error.
     """
-    mode, ranks = section.mode, ranks or Ranks()
+    mode, ranks, before = section.mode, ranks or Ranks(), before or Resolved()
     lack = lack_of_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
         raise problem
-    matmul = resolved_or(section.matmul_precision, (before or Resolved()).matmul_precision)
+    matmul = resolved_or(section.matmul_precision, before.matmul_precision)
     if matmul == "auto" and mode == "tf32":
         matmul = "high"
     elif matmul == "auto" and mode != "fp32":
@@ -83,7 +83,10 @@ def build_precision(
     if mode == "amp":
         half = torch.float16 if device.type == "cuda" else None
         half = torch.bfloat16 if multiplies_bf16(device.type) else half
-        text = "" if half else f"fp32 (amp: this {device.type.upper()} has no bf16 instructions)"
+        if before.device == device.type == "cpu":
+            # As the run began, perhaps on another CPU.
+            half = torch.bfloat16 if before.precision.startswith("bf16") else None
+        text = "" if half else f"fp32 (amp: bf16 is no faster on this {device.type.upper()})"
     context: AbstractContextManager[object] = nullcontext()
     scaler = None
     if half is not None:
