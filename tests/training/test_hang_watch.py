@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RunPtfast
+from resuming import train_in_child
 from running import records, train
 
 from ptfast.core.protocols import Callback
@@ -61,23 +62,21 @@ def test_it_ends_after_its_timeout(in_tmp: Path, capsys: pytest.CaptureFixture[s
     assert Path("r/saved/step-2").is_dir()
 
 
-def test_code_that_cannot_be_woken_is_left(tmp_path: Path, run_ptfast: RunPtfast) -> None:
-    """Such as a collective whose other rank is gone: here, a lock that is taken again after each signal."""
-    (tmp_path / "stuck_here.py").write_text(
-        "import time\n"
-        "from ptfast.core.protocols import Callback\n"
-        "class Stuck(Callback):\n"
-        "    def on_step(self, run, step):\n"
-        "        while step == 3:\n"
-        "            try:\n"
-        "                time.sleep(60)\n"
-        "            except BaseException:\n"
-        "                pass\n"
-    )
-    words = ("callbacks=[{_target_: stuck_here.Stuck}]", "run.hang_timeout=1s")
-    done = run_ptfast("train", *WORDS, *words)
-    assert done.code == 7
-    assert "error[P001]: run.hang_timeout: no progress for" in done.err
+class Stuck(Callback):
+    """Never returns from step 3, as a collective whose other rank is gone."""
+
+    def on_step(self, run: Any, step: int) -> None:
+        while step == 3:
+            with suppress(BaseException):
+                time.sleep(60)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_code_that_cannot_be_woken_is_left(in_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stuck = "callbacks=[{_target_: test_hang_watch.Stuck}]"
+    assert train_in_child(*WORDS, stuck, "run.hang_timeout=1s") == 7
+    assert "error[P001]: run.hang_timeout: no progress for" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("hurried")
