@@ -22,10 +22,11 @@ from typing import Any
 
 from bench_tools import machine
 
+from ptfast.__main__ import WAITING
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.overrides import merge
 from ptfast.measure.ablation import PLAIN
-from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
+from ptfast.measure.experiment.laboratory import Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.report.terminal.display import say, table
 
 RECIPES = {
@@ -68,7 +69,8 @@ def effects_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def row(recipe: str, found: dict[str, Any]) -> list[str]:
     """What a session came to."""
     effects, again = effects_of(found), found["again"]
-    applicable = [each for each in found["findings"] if each["effect"] or each["why"] in ("", NOT_REACHED)]
+    whys = [each["why"] for each in found["findings"] if not each["effect"]]
+    num_applicable = len(effects) + sum(not why or why.startswith("not reached") for why in whys)
     halves = [each["interval"][1] / each["ratio"] - 1 for each in effects.values()]
 
     def text(effect: dict[str, Any] | None) -> str:
@@ -79,7 +81,7 @@ def row(recipe: str, found: dict[str, Any]) -> list[str]:
     confirmed = found["confirmed"] or {}
     return [
         recipe,
-        f"{len(effects)} of {len(applicable)}",
+        f"{len(effects)} of {num_applicable}",
         f"{statistics.median(halves):.1%}" if halves else "-",
         f"{found['predicted_speedup']:.2f}",
         text(confirmed.get("over_plain")),
@@ -102,6 +104,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--out", type=Path, default=None)
     asked = parser.parse_args()
+    # As every command of ptfast.
+    os.environ.update(WAITING)
     say(machine())
     out = asked.out or Path(tempfile.mkdtemp(prefix="bench-ablate-"))
     out.mkdir(exist_ok=True)

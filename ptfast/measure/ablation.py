@@ -111,9 +111,12 @@ class Ablation:
             # Other switches act differently at a lower precision, which the pick would not have.
             is_reduced = finding.technique.kind == "reduced" and not self._is_allowed(finding.technique)
             finding.is_apart = not finding.why and (finding.is_outside or is_reduced)
-        # What may be picked comes first, optimizers last: the budget may not reach all.
+        # What may be picked comes first, optimizers last: the budget may not reach all. A block with workers
+        # takes long: what they have fetched before a turn is used up first.
         self.apart = [finding for finding in self.findings if finding.is_apart]
-        self.apart.sort(key=lambda finding: finding.technique.kind in ("training", "reduced"))
+        self.apart.sort(
+            key=lambda each: (each.technique.kind in ("training", "reduced"), each.starts_workers)
+        )
         waiting = [finding for finding in self.findings if not finding.why and not finding.is_apart]
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]

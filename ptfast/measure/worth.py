@@ -13,7 +13,8 @@ from ptfast.measure.experiment.verdicts import Effect, Verdict
 
 OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 OPTIMIZER = "optimizer="
-OUTSIDE_KEYS = ("dataloader=workers", "gradients.accumulate=", "backend.threads=", OPTIMIZER)
+WORKERS = "dataloader=workers"
+OUTSIDE_KEYS = (WORKERS, "gradients.accumulate=", "backend.threads=", OPTIMIZER)
 """Techniques that stay out of the plan, as those that change the training do: they start processes, compile,
 or change a step so much that other switches act differently beside them."""
 PER_STEP = ("reduced", "training")
@@ -57,6 +58,10 @@ class Worth:
         if technique.family in OUTSIDE_FAMILIES or technique.kind == "training":
             return True
         return "compiler" in technique.needs or any(word.startswith(OUTSIDE_KEYS) for word in technique.on)
+
+    @property
+    def starts_workers(self) -> bool:
+        return any(word.startswith(WORKERS) for word in self.technique.on)
 
     @property
     def sets_optimizer(self) -> bool:
