@@ -346,6 +346,10 @@ def build_arms(arguments: Sequence[str], written: str | None) -> list[Arm]:
     """
     given = parse(arguments, sweep=True)
     check_free(given, {**OWN_KEYS, "seed": "--seeds"}, "a race")
+    for argument in given:
+        if argument.is_interval:
+            hint = "List the values: key=a,b"
+            raise ConfigError("C014", "an interval has no arms", key=argument.key, suggestion=hint)
     common = [word for word, argument in zip(arguments, given, strict=True) if not argument.is_sweep]
     swept = [[argument.at(value) for value in argument.values] for argument in given if argument.is_sweep]
     points = [[word.lstrip("+") for word in point] for point in itertools.product(*swept)]

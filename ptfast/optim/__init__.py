@@ -109,7 +109,8 @@ def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Ptf
         what = "keeps the error of each bucket, and freezing changes the buckets"
         hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
         yield ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
-    if sharded and path.startswith("ptfast.optim."):
+    ours = sharded and path.startswith("ptfast.optim.")
+    if ours and getattr(optimizer.target.resolve(), "needs_whole_layers", False):
         what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"
         hint = "Use parallel=ddp, or an element-wise optimizer such as optimizer=adamw"
         yield ConfigError("C011", what, key="optimizer", value=path, suggestion=hint)

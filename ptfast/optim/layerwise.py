@@ -33,6 +33,8 @@ class LayerwiseOptimizer(Optimizer):
     float32 state, but the weights are rounded after every step: there are no master weights.
     """
 
+    needs_whole_layers = True
+    """`parallel=fsdp`, where a rank has only a part of each, refuses it."""
     _step_supports_amp_scaling = True
     layer_state: tuple[str, ...] = ()
     """Names of the state with its layer's shape; starts at zero."""

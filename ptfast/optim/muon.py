@@ -61,6 +61,8 @@ class Muon(Optimizer):
     `normalize` from KellerJordan/cifar10-airbench, `cautious` from Chen et al. 2025, arXiv:2510.12402.
     """
 
+    needs_whole_layers = True
+
     def __init__(
         self,
         params: Iterable[Any],

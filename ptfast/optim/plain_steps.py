@@ -100,8 +100,10 @@ def obstacle(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in FORMULAS and not isinstance(optimizer, Muon):
         return what
     for group in optimizer.param_groups:
+        # Groups of an old state may lack a setting.
+        settings = optimizer.defaults | group
         for setting in ("amsgrad", "maximize", "dampening", "max_grad_norm"):
-            if group.get(setting):
+            if settings.get(setting):
                 return f"{what} with {setting}"
         if isinstance(optimizer, Lamb) and any(p.dtype in HALF_TYPES for p in group["params"]):
             return f"{what} in half width"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,11 @@ from ptfast.config.checks.target_keywords import (
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, did_you_mean, nearest
 from ptfast.core.sections.targets import (
+    EMPTY,
     EXTRAS,
     Target,
     check_constructs,
+    keywords,
     locate,
     parse_target,
     plain,
@@ -69,6 +72,23 @@ class Reads(Open):
         self.scale = torch.ones(1).item()
 
 
+class Made:
+    """A class whose `__new__` takes the keywords, and whose attribute `func` belongs to no `partial`."""
+
+    func = None
+
+    def __new__(cls, norm: Literal["batch", "layer"] = "batch") -> Made:
+        return object.__new__(cls)
+
+
+class Called:
+    """An object that is called."""
+
+    def __call__(self, step: int, norm: Literal["batch", "layer"] = "batch") -> float:
+        return 1.0
+
+
+called = Called()
 THIRTY_PERCENT = Duration(30, "percent")
 
 
@@ -332,6 +352,23 @@ def test_the_source_of_every_built_in_target_tells_its_keywords() -> None:
             assert source_keywords(path, section) == told, path
             seen += 1
     assert seen > 40
+
+
+@pytest.mark.parametrize("function", [Net, Made, called, partial(Net, depth=1)])
+def test_annotations_of_any_callable_are_evaluated(function: Any) -> None:
+    assert keywords(function)["norm"].annotation == Literal["batch", "layer"]
+
+
+def test_an_annotation_that_cannot_be_evaluated_hides_no_other() -> None:
+    class Local:
+        pass
+
+    def function(norm: Literal["batch", "layer"] = "batch", local: Local | None = None) -> None:
+        pass
+
+    for found in (keywords(function), keywords(partial(function))):
+        assert found["norm"].annotation == Literal["batch", "layer"]
+        assert found["local"].annotation is EMPTY
 
 
 def test_a_misspelt_key_is_answered_without_torch() -> None:

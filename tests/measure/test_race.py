@@ -124,6 +124,10 @@ def test_a_target_is_a_figure_and_a_number(text):
         (["schedule=cosine", "--target", "loss:1"], "error[C016]: race"),
         (["schedule=cosine,onecycle", "seed=3", "--target", "loss:1"], "error[C011]: seed"),
         (["schedule=cosine,onecycle", "--target", "loss:1", "--seeds", "0"], "error[C005]: --seeds=0"),
+        (
+            ["optimizer.lr=interval(0.1,1)", "schedule=cosine,onecycle", "--target", "loss:1"],
+            "List the values",
+        ),
         (["schedule=cosine,onecicle", "--target", "loss:1"], "Did you mean schedule=onecycle?"),
     ],
 )

@@ -72,10 +72,16 @@ class TestStep:
             (("checkpointing=full",), "activation checkpointing needs a backward pass of its own"),
             (("optimizer=lars",), "the step of Lars is not written for it"),
             (("optimizer=sgd", "optimizer.dampening=0.1"), "is not written for it with dampening"),
+            (("optimizer=nvlamb",), "is not written for it with max_grad_norm"),
         ],
     )
     def test_where_it_cannot_be(self, words: tuple[str, ...], why: str, tmp_path: Path) -> None:
-        assert why in (obstacle(build_run(tmp_path, *NET, *words, "compile=step")) or "")
+        run = build_run(tmp_path, *NET, *words, "compile=step")
+        assert why in (obstacle(run) or "")
+        # A state from before nvlamb was lamb has its groups without the limit, which holds all the same.
+        for group in run.optimizer.param_groups:
+            group.pop("max_grad_norm", None)
+        assert why in (obstacle(run) or "")
 
     @pytest.mark.usefixtures("captured_only")
     def test_the_model_is_compiled_in_its_place(self, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -145,14 +146,17 @@ def signature(function: Any) -> inspect.Signature | None:
         found = inspect.signature(function)
     except (ValueError, TypeError):
         return None
-    named = getattr(function, "func", function)  # of a partial one
+    # Python knows where the names in annotations of any callable come from, but evaluates all or none.
+    with contextlib.suppress(Exception):
+        found = inspect.signature(function, eval_str=True)
+    named = function.func if isinstance(function, functools.partial) else function
     body = inspect.unwrap(named.__init__ if inspect.isclass(named) else named)
 
     def evaluated(annotation: Any) -> Any:
         if not isinstance(annotation, str):
             return annotation
         try:
-            # As `typing.get_type_hints` does, but one by one: some name what type checkers alone import.
+            # As `typing.get_type_hints` does, one by one: another names what type checkers alone import.
             return eval(annotation, dict(getattr(body, "__globals__", {})))
         except Exception:
             return EMPTY

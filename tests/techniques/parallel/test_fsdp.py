@@ -187,6 +187,11 @@ def test_optimizers_that_need_whole_layers_are_refused(path: str) -> None:
     check(device="cpu", parallel={**FSDP, "strategy": "ddp"}, optimizer=optimizer)
 
 
+def test_an_element_wise_optimizer_of_ours_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptfast.optim.layerwise.Plain", torch.optim.SGD, raising=False)
+    check(device="cpu", parallel=FSDP, optimizer={"_target_": "ptfast.optim.layerwise.Plain", "lr": 0.1})
+
+
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(in_tmp: Path) -> None:
     words = ("model.hidden=[30,30]", "batch_size=96", "steps=24", "log_every=4", "ema=ema", "run.resume=auto")
