@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from conftest import ROOT
 from running import train
 
 from ptfast.cli import command_line
-from ptfast.core.tensors.saved_state import read_state, write_state
+from ptfast.core.clock import Clock
+from ptfast.core.distributed import Ranks
+from ptfast.core.tensors.saved_state import ShardedDraft, State, read_state, write_state
+from ptfast.core.tensors.state_writer import StateWriter
 from ptfast.measure.chaos import chaos_run
 from ptfast.measure.chaos.chaos_run import ChaosTest, compare_runs, differences
 from ptfast.measure.chaos.kills import (
@@ -32,6 +36,7 @@ from ptfast.measure.chaos.kills import (
     RunShape,
     Strikes,
     draw_kills,
+    install,
 )
 
 SHAPE = RunShape(30, [*range(4, 30, 4), 30], [10, 20, 30], num_ranks=2, launched=True, workers=2)
@@ -240,6 +245,35 @@ def test_bad_requests_start_nothing(
     assert command_line.run(["chaos", "data=digits", "model=mlp", *words]) in (2, 4)
     assert said in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_a_kill_once_files_are_written_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several ranks write no state in the background, but all in its publication."""
+    from ptfast.core.tensors import saved_state
+    from ptfast.training import build, evaluate, fit, state
+
+    patched = {build: ["build"], evaluate: ["interruptible"], fit: ["save_training"], state: ["prune"]}
+    for module, names in {
+        **patched,
+        saved_state: ["write_manifest", "point"],
+        ShardedDraft: ["publish"],
+    }.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))
+    seen: list[list[str]] = []
+
+    class Watch(Strikes):
+        def at(self, moment: str, step: int | None = None, point: str = "") -> None:
+            if point == "files written":
+                seen.append(sorted(file.name for file in tmp_path.glob("saved/.step-*/*")))
+
+    (tmp_path / PLAN).write_text("[]")
+    install(Watch(tmp_path, 0), tmp_path)
+    saver = StateWriter(Ranks(), Clock(), background=False)
+    facts: dict[str, Any] = {"progress": {"step": 4}}
+    draft = ShardedDraft(tmp_path / "saved", 4, State({"weight": torch.ones(2)}, {}, facts), Ranks())
+    saver.write(draft.tensors, draft.write, draft.publish, together=True, background=False)
+    assert "shard-00001-of-00001.safetensors" in seen[0]
 
 
 @pytest.mark.slow

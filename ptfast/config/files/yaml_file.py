@@ -141,6 +141,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
     return file
 
 
+_NVLAMB = "ptfast.optim.nvlamb.Nvlamb"
 _MOVED = {
     **{f"ptfast.data.{name}": f"ptfast.data.sources.{name}" for name in ("arrays", "cifar", "digits")},
     "ptfast.data.hf": "ptfast.data.sources.hf_dataset",
@@ -151,7 +152,7 @@ _MOVED = {
     "ptfast.models.hf": "ptfast.models.transformers",
     "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
     "ptfast.techniques.schedule.wsd": "ptfast.techniques.schedule.lr_schedules",
-    "ptfast.optim.nvlamb.Nvlamb": "ptfast.optim.lamb.Lamb",
+    _NVLAMB: "ptfast.optim.lamb.Lamb",
 }
 """New places of modules, and of a class, whose targets stand in the configs of earlier runs."""
 
@@ -159,7 +160,10 @@ _MOVED = {
 def _with_todays_names(value: Any, key: str = "") -> Any:
     """`value` with targets that have moved under their current import paths."""
     if isinstance(value, dict):
-        return {name: _with_todays_names(item, name) for name, item in value.items()}
+        found = {name: _with_todays_names(item, name) for name, item in value.items()}
+        if value.get("_target_") == _NVLAMB:
+            found.setdefault("max_grad_norm", 1.0)  # its default, which Lamb does not share
+        return found
     if isinstance(value, list):
         return [_with_todays_names(item) for item in value]
     if key == "_target_" and isinstance(value, str):

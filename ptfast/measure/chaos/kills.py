@@ -151,7 +151,8 @@ def install(strikes: Strikes, folder: Path) -> None:
     from ptfast.core.tensors.saved_state import ShardedDraft, list_states, step_of
     from ptfast.training import build, evaluate, fit, state
 
-    build_run, interruptible = build.build, evaluate.interruptible
+    shards: Any = ShardedDraft
+    build_run, interruptible, publish = build.build, evaluate.interruptible, shards.publish
 
     def struck_build(*given: Any, **named: Any) -> Any:
         strikes.at("start-up", point="building")
@@ -181,9 +182,18 @@ def install(strikes: Strikes, folder: Path) -> None:
 
         setattr(module, name, struck)
 
+    def struck_publish(draft: Any, written: Callable[[], Any]) -> Path:
+        def struck() -> Any:
+            # What is not written in the background is written here.
+            found = written()
+            strikes.at("saving", draft._step, "files written")
+            return found
+
+        return publish(draft, struck)
+
     build.build, evaluate.interruptible = struck_build, struck_batches
+    shards.publish = struck_publish
     saving(fit, "save_training", "begun", lambda run, *_: run.progress.step)
-    saving(ShardedDraft, "publish", "files written", lambda draft, *_: draft._step)
     saving(saved_state, "write_manifest", "files written", lambda draft, step, *_: step)
     saving(saved_state, "point", "in place", lambda saved, name, folder: step_of(folder))
     saving(state, "prune", "marked as last", lambda saved, *_: step_of(list_states(saved)[0]))
