@@ -246,9 +246,10 @@ def smooth(losses: Sequence[float]) -> list[float]:
     The curve ends before the first loss far above those of the start, which would hide its neighbours.
     """
     limit = EXPLODED * statistics.median(losses[:START_STEPS])
-    losses = losses[: next((step for step, loss in enumerate(losses) if loss > limit), len(losses))]
-    steps = np.arange(len(losses))
-    weights = SMOOTHING ** np.abs(np.subtract.outer(steps, steps))
+    steps = range(START_STEPS, len(losses))
+    losses = losses[: next((step for step in steps if losses[step] > limit), len(losses))]
+    places = np.arange(len(losses))
+    weights = SMOOTHING ** np.abs(np.subtract.outer(places, places))
     return (weights @ losses / weights.sum(axis=1)).tolist()
 
 
