@@ -6,7 +6,6 @@ import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
@@ -18,7 +17,6 @@ from ptfast.cli.run_ranking import (
     Label,
     Ranking,
     Variant,
-    explained,
     figure_of,
     group_seeds,
     rank_runs,
@@ -82,17 +80,13 @@ def _find_runs(path: Path, depth: int) -> Iterator[Path]:
 
 
 def show(ranking: Ranking) -> None:
-    """Print the variants of a ranking that have several seeds, its runs, and what its keys explain."""
+    """Print the variants of a ranking that have several seeds, and its runs."""
     better = "highest" if ranking.mode == "max" else "lowest"
     if variants := group_seeds(ranking):
         _print(ranking, f"means over seeds by {ranking.metric}, {better} first", variants)
         print()
     links = [_report(run).absolute().as_uri() for run in ranking.runs]
     _print(ranking, f"{len(ranking.runs)} runs by {ranking.metric}, {better} first", links=links)
-    title, shares = _share_rows(ranking)
-    if shares:
-        print()
-        table(["key", "share", ""], shares, title=title)
 
 
 def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links: Sequence[str] = ()) -> None:
@@ -153,17 +147,6 @@ def _cell(run: RunFiles, name: str, value: float | None) -> str:
     return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
 
 
-def _share_rows(ranking: Ranking) -> tuple[str, list[list[str]]]:
-    """A title and a row for each key: its share of the variance, and a bar of that length."""
-    count = sum(value is not None for value in ranking.values)
-    title = f"share of the variance of {ranking.metric} that a key explains by itself ({count} runs)"
-    rows = [
-        [key, "cannot tell" if share is None else f"{share:.0%}", "#" * round(20 * (share or 0))]
-        for key, share in explained(ranking).items()
-    ]
-    return title, rows
-
-
 def _report(run: RunFiles) -> Path:
     """The report of a run, or its directory if it has none."""
     report = run.run_dir / REPORT_FILE
@@ -210,9 +193,6 @@ def _render(ranking: Ranking, folder: Path) -> str:
     links = [quote(Path(os.path.relpath(_report(run).absolute(), folder)).as_posix()) for run in runs]
     colors = [line_color(index) for index in range(len(runs))]
     body += html_table([*columns], [*zip(*columns.values(), strict=True)], colors, links)
-    title, shares = _share_rows(ranking)
-    if shares:
-        body += f"<h2>{escape(title)}</h2>{html_table(['key', 'share', ''], shares)}"
     last_step = max((run.last_step for run in runs), default=0)
     charts = [line_chart(name, series, last_step, title) for name, title, series in _overlays(ranking)]
     if charts:

@@ -1,4 +1,4 @@
-"""Rank runs by one figure, average over seeds, and say how much of its variance each key explains."""
+"""Rank runs by one figure, and average over seeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ SPLITS = ("best", "val", "test", "train")
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
 SEED = "seed"
-LEAST_RUNS = 4
-"""Fewer runs have no shares of variance."""
 
 Label = Mapping[str, str]
 """Values, as text, of the keys in which runs differ."""
@@ -115,48 +113,6 @@ def group_seeds(ranking: Ranking) -> list[Variant]:
     if all(len(variant.runs) == 1 for variant in variants.values()):
         return []
     return sorted(variants.values(), key=lambda variant: _place(variant.average, ranking.mode))
-
-
-def explained(ranking: Ranking) -> dict[str, float | None]:
-    """The share of the metric's variance that each key explains by itself, the largest first.
-
-    This is epsilon squared of a one-way analysis of variance: the variance between the means of a key's
-    values, less what as many values would explain by chance, over the variance of all runs. A number that
-    differs in most runs is cut into thirds. None for a key that has no value twice; empty for fewer than
-    `LEAST_RUNS` runs or two keys, or runs that are all equal.
-
-    Source: Kelley 1935, An unbiased correlation ratio measure.
-    """
-    labels = [label for label, value in zip(ranking.labels, ranking.values, strict=True) if value is not None]
-    values = [value for value in ranking.values if value is not None]
-    if len(ranking.keys) < 2 or len(values) < LEAST_RUNS or max(values) == min(values):
-        return {}
-    whole = statistics.pvariance(values) * len(values)
-    shares: dict[str, float | None] = {}
-    for key in ranking.keys:
-        groups: dict[object, list[float]] = {}
-        for level, value in zip(_levels([label.get(key, "") for label in labels]), values, strict=True):
-            groups.setdefault(level, []).append(value)
-        if len(groups) < 2:
-            continue
-        shares[key] = None
-        if num_spare := len(values) - len(groups):
-            within = sum(statistics.pvariance(group) * len(group) for group in groups.values())
-            by_chance = (len(groups) - 1) * within / num_spare
-            shares[key] = max(0.0, (whole - within - by_chance) / whole)
-    return dict(sorted(shares.items(), key=lambda item: -1.0 if item[1] is None else item[1], reverse=True))
-
-
-def _levels(texts: Sequence[str]) -> Sequence[object]:
-    """The values of a key by which runs are grouped."""
-    try:
-        numbers = [float(text) for text in texts]
-    except ValueError:
-        return texts
-    distinct = sorted({*numbers})
-    if len(distinct) * 2 <= len(numbers) or len(distinct) < 6:
-        return texts
-    return [distinct.index(number) * 3 // len(distinct) for number in numbers]
 
 
 def figure_of(run: RunFiles, metric: str) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 
 from ptfast.cli import command_line, compare_command
 from ptfast.cli.compare_command import columns_of, show
-from ptfast.cli.run_ranking import explained, group_seeds, rank_runs
+from ptfast.cli.run_ranking import group_seeds, rank_runs
 from ptfast.core.errors import ConfigError, MachineError
 
 
@@ -186,28 +186,6 @@ def test_seeds_of_a_variant_give_a_mean_and_its_interval(
     assert lines[2][:5] == ["1", "cosine", "91.00%", "2.48%", "3"]
     assert lines[3][:5] == ["2", "linear", "81.00%", "12.71%", "2"]
     assert " ".join(lines[3]).endswith("2 finished, 1 failed")
-
-
-def test_what_each_key_explains(tmp_path: Path) -> None:
-    grid = {
-        f"lr={lr} wd={wd} seed={seed}": 0.5 + 0.3 * (lr == 1) + 0.001 * seed
-        for lr in (0, 1)
-        for wd in (0, 1)
-        for seed in (0, 1)
-    }
-    shares = explained(rank_runs(write_sweep(tmp_path / "sweeps/grid", grid)))
-    assert next(iter(shares)) == "lr"
-    assert shares["lr"] == pytest.approx(1, abs=1e-3)
-    assert (shares["wd"], shares["seed"]) == (0, 0)
-    # A number that no two runs share is cut into thirds; of a word that none share nothing can be said.
-    search = {f"lr={lr} name=n{lr}": (lr - 5) ** 2 / 100 + 0.1 for lr in range(9)}
-    shares = explained(rank_runs(write_sweep(tmp_path / "sweeps/search", search)))
-    assert shares["name"] is None
-    assert shares["lr"] is not None
-    assert shares["lr"] > 0.3
-    assert (
-        explained(rank_runs(write_sweep(tmp_path / "sweeps/few", {"lr=1 wd=1": 0.5, "lr=2 wd=2": 0.6}))) == {}
-    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
