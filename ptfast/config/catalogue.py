@@ -105,7 +105,7 @@ class ThisMachine:
                 here = f"{num_gpus} GPU" if num_gpus else here
             return None if num_gpus > 1 else f"it takes several GPUs or machines, and here is {here}"
         if need in ("bf16", "fp16", "half"):
-            types = {"bf16": "bfloat16 is", "fp16": "float16 is", "half": "neither half-width type is"}
+            types = {"bf16": "bfloat16 is", "fp16": "float16 is", "half": "half-width numbers are"}
             fast = need != "bf16" and device == "cuda"
             fast = fast or (need != "fp16" and devices.multiplies_bf16(device))
             return None if fast else f"{types[need]} no faster on this {name}"
