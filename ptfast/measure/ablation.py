@@ -47,7 +47,7 @@ GAIN = 0.005
 """Smallest expected gain of a switch that is picked."""
 LEAST_BLOCKS = 3
 OPTIMIZER_S, NUM_PICKS = 0.8, 3
-"""Seconds to train to measure an optimizer's share of a step, and runs that measure that of the pick's."""
+"""Seconds that measure an optimizer's share of a step, and how many runs measure the share of the pick's."""
 NOTHING = "it changes nothing here"
 REFUSED = "it cannot be set beside the pick"
 SEED = 0
@@ -203,7 +203,7 @@ class Ablation:
         self._judge()
 
     def _measure_apart(self, start_s: float) -> None:
-        """Measure techniques outside the plan beside the pick, three to a block; pick the best clear gain.
+        """Measure techniques outside the plan beside the pick, block by block; pick the best clear gain.
 
         The first round may use time reserved for the confirmation; later ones leave its part of `start_s`.
         """
@@ -379,7 +379,7 @@ class Ablation:
 
     @property
     def _blocks_apart(self) -> list[list[Worth]]:
-        """What is measured beside the pick, by block; the pick is not in those of optimizers by share."""
+        """What is measured beside the pick, by block; the pick takes one of four places, except by share."""
         return in_blocks([each for each in self.apart if not each.why], 4 if self._tells_shares else 3)
 
     def _seconds_of(self, *blocks: Sequence[Worth]) -> float:

@@ -129,7 +129,7 @@ def estimate_optimizers(findings: Sequence[Worth], pick: Sequence[float], sd: fl
 
 
 def in_blocks(findings: Sequence[Worth], optimizers_in_block: int) -> list[list[Worth]]:
-    """Techniques to measure in one block: three beside the pick, then optimizers."""
+    """Techniques by the block that measures them: three to a block, and after those the optimizers."""
     found: list[list[Worth]] = []
     for sets_optimizer, size in ((False, 3), (True, optimizers_in_block)):
         kin = [each for each in findings if each.sets_optimizer == sets_optimizer]

@@ -98,8 +98,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Planted]:
     return kind
 
 
-def ablated(folder: Path, *words: str, only: str = ONLY) -> dict[str, Any]:
-    assert run(["ablate", *WORDS, *words, "--only", only, "--budget", "4m", "--out", str(folder)]) == 0
+def ablated(folder: Path, *words: str, only: str = ONLY, budget: str = "4m") -> dict[str, Any]:
+    assert run(["ablate", *WORDS, *words, "--only", only, "--budget", budget, "--out", str(folder)]) == 0
     return json.loads((folder / "measure.json").read_text())
 
 
@@ -209,6 +209,18 @@ def test_a_budget_that_is_too_small_is_refused_before_it_is_spent(
         assert "too short for this recipe: it takes about" in said.err
         assert "Give --budget" in said.err
     assert not (in_tmp / "out").exists()
+
+
+def test_the_budget_that_is_told_reaches_what_was_missed(planted: type[Planted], in_tmp: Path) -> None:
+    only = "fused-optimizer-step,channels-last,gradient-accumulation,muon,lars,lamb,nadam,radam,novograd,adam"
+    findings = ablated(in_tmp / "short", only=only, budget="50s")["findings"]
+    missed = {each["technique"]: each["why"] for each in findings if each["why"]}
+    assert {"muon", "radam"} <= missed.keys()
+    assert "gradient accumulation" not in missed
+    (told,) = set(missed.values())
+    budget = told.removeprefix("not reached: give --budget ")
+    findings = ablated(in_tmp / "enough", only=only, budget=budget)["findings"]
+    assert not [each["technique"] for each in findings if each["why"]]
 
 
 def test_every_switch_is_measured_or_left_out_with_a_reason() -> None:

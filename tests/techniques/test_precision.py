@@ -95,7 +95,9 @@ def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     assert precision.note == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
     cpu("flags\t\t: avx2\n" if has_bf16 else "flags\t\t: avx512_bf16\n")
     before = Resolved(device="cpu", precision=precision.note)
-    assert build_precision(Section(mode="amp"), CPU, before=before).half_type is precision.half_type
+    resumed = build_precision(Section(mode="amp"), CPU, before=before)
+    assert resumed.half_type is precision.half_type
+    assert ("as the run began" in resumed.note) is not has_bf16
 
 
 @pytest.mark.parametrize("text", [None, "", "flags\t\t:\n", "\0\xff: :\n:\n", "no colon at all"])

@@ -82,11 +82,11 @@ def build_precision(
         text += " with TF32 convolutions, as torch has it"
     if mode == "amp":
         half = torch.float16 if device.type == "cuda" else None
-        half = torch.bfloat16 if multiplies_bf16(device.type) else half
-        if before.device == device.type == "cpu":
-            # As the run began, perhaps on another CPU.
-            half = torch.bfloat16 if before.precision.startswith("bf16") else None
-        text = "" if half else f"fp32 (amp: bf16 is no faster on this {device.type.upper()})"
+        gains, why = multiplies_bf16(device.type), f"bf16 is no faster on this {device.type.upper()}"
+        if before.precision and before.device == device.type == "cpu":
+            gains, why = before.precision.startswith("bf16"), "as the run began"
+        half = torch.bfloat16 if gains else half
+        text = "" if half else f"fp32 (amp: {why})"
     context: AbstractContextManager[object] = nullcontext()
     scaler = None
     if half is not None:
