@@ -215,6 +215,7 @@ DAMAGES = {
     "another step": (_changed("manifest.json", {"step": 3}), "S001", FACTS),
     "no progress": (_changed("state.json", {"progress": None}), "S001", FACTS),
     "a step beyond reach": (_changed("state.json", {"progress": {"step": -(10**12)}}), "S001", FACTS),
+    "no facts of the data": (_changed("state.json", {"info": {}}), "S001", FACTS),
     "too deep": (_deep, "S001", FACTS),
     "no weights": (_saved("model.pt", [1]), "S001", "model.pt: it cannot be read"),
     "names that are numbers": (_saved("model.pt", {1: 2}), "S002", "another model"),

@@ -169,7 +169,9 @@ def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
     hint = f"Usage: ptfast {name} {command.usage}".rstrip()
     if len(arguments.words) < command.min_words and not arguments.help:
         raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
-    plain = [word for word in arguments.words if "key=value" not in command.usage or "=" not in word]
+    # What must be there, such as the folder of a run, may have a `=` in it.
+    first, rest = arguments.words[: command.min_words], arguments.words[command.min_words :]
+    plain = [*first, *(word for word in rest if "key=value" not in command.usage or "=" not in word)]
     if command.max_words is not None and (more := plain[command.max_words :]):
         raise ConfigError("C001", "one argument too many", key=more[0], suggestion=hint)
     return arguments

@@ -97,6 +97,8 @@ def test_the_predictions_in_the_report_are_those_that_are_evaluated(digits_run: 
 def test_eval_takes_one_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", "one", "two"]) == 2
     assert "two: one argument too many. Usage: ptfast eval" in capsys.readouterr().err
+    assert run(["eval", "runs/a=b", "two"]) == 2
+    assert "two: one argument too many. Usage: ptfast eval" in capsys.readouterr().err
 
 
 def test_eval_takes_overrides_and_names_splits(

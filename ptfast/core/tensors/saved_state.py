@@ -248,10 +248,10 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
             raise damaged(path, "the file has changed since it was written (truncated, or bits flipped)")
     try:
         facts = json.loads((folder / "state.json").read_text())
-        if facts["progress"]["step"] != step:
-            raise ValueError("the steps differ")
+        if facts["progress"]["step"] != step or not {"kind", "task", "extra"} <= facts["info"].keys():
+            raise ValueError("facts are missing, or those of another step")
         return facts
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(folder / "state.json", "the file does not hold what a run resumes from") from error
 
 
