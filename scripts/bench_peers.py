@@ -9,8 +9,9 @@ with the round's number as its seed; each round begins with another. All train t
 samples for as many epochs, at the same batch size, precision and rates, with the flags that their own docs
 recommend, save compiling, which on a CPU takes longer than these trainings.
 
-Samples a second are those of the steps between evaluations. Times count from the start of the process; memory
-is its peak. Results are added to FILE, and the table is of all rounds in it.
+Samples a second are those of the steps between evaluations. Times count from the start of the process; a
+target is reached somewhere between two evaluations, on a straight line from one to the next. Memory is the
+peak. Results are added to FILE, and the table is of all rounds in it.
 
 On a busy machine, --cpu-time counts the processor time of trainings on one thread each instead.
 

@@ -153,14 +153,7 @@ FAMILY = Family(
         keys_that_fit_together,
         sharded_parameters,
     ),
-    unused=(
-        Unused(
-            ("optimizer.reference_batch",),
-            lambda optimizer: optimizer.lr_scaling != "none",
-            "to optimizer.lr_scaling=none",
-            "optimizer.lr_scaling=linear",
-        ),
-    ),
+    unused=(Unused.unless("optimizer.lr_scaling", ("linear", "sqrt"), "optimizer.reference_batch"),),
     panel=lambda groups_note: {"parameters": groups_note},
     techniques=(*OPTIMIZERS, *PARAMETERS),
 )

@@ -43,9 +43,15 @@ class TaskJob(Job):
 
     @classmethod
     def reached_s(cls, evaluations: list[tuple[float, float]], target: float) -> float | None:
-        """When an evaluation first reached the target."""
-        sign = 1 if cls.counts_correct else -1
-        return next((moment for moment, figure in evaluations if sign * figure >= sign * target), None)
+        """When the target was first reached, on straight lines from one evaluation to the next."""
+        sign, before = 1 if cls.counts_correct else -1, None
+        for moment, figure in evaluations:
+            if sign * figure >= sign * target:
+                if before is None:
+                    return moment
+                return before[0] + (moment - before[0]) * (target - before[1]) / (figure - before[1])
+            before = moment, figure
+        return None
 
 
 class ImageJob(TaskJob):

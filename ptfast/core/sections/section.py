@@ -88,6 +88,17 @@ class Unused(NamedTuple):
             f"{shown}={values[0]}",
         )
 
+    @classmethod
+    def without(cls, choice: str, usual: str, *keys: str) -> Unused:
+        """Keys that count where `choice` is not null; `usual` is a value of it."""
+        section, _, name = choice.partition(".")
+        return cls(
+            keys,
+            lambda **sections: getattr(sections[section], name) is not None,
+            f"to {choice}=null",
+            f"{choice}={usual}",
+        )
+
 
 def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
     """Call `function` with those of `facts` that its parameters name; with all where it takes any."""

@@ -248,12 +248,7 @@ FAMILY = Family(
             "without augment.crop_padding",
             "augment.crop_padding=4",
         ),
-        Unused(
-            ("augment.resized_ratio",),
-            lambda augment: augment.resized_crop is not None,
-            "without augment.resized_crop",
-            "augment=resized_crop",
-        ),
+        Unused.without("augment.resized_crop", "[0.08,1]", "augment.resized_ratio"),
     ),
     panel=panel,
     techniques=TECHNIQUES,

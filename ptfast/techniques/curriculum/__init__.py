@@ -97,18 +97,8 @@ FAMILY = Family(
     rules=(growth_within_run,),
     unused=(
         Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto, say"),
-        Unused(
-            ("curriculum.image_size_multiple",),
-            lambda curriculum: curriculum.image_size_from is not None,
-            "where images do not grow",
-            "curriculum.image_size_from=auto",
-        ),
-        Unused(
-            ("curriculum.length_multiple",),
-            lambda curriculum: curriculum.length_from is not None,
-            "where sequences do not grow",
-            "curriculum.length_from=auto",
-        ),
+        Unused.without("curriculum.image_size_from", "auto", "curriculum.image_size_multiple"),
+        Unused.without("curriculum.length_from", "auto", "curriculum.length_multiple"),
     ),
     panel=lambda resolved: {"curriculum": "; ".join(resolved.curriculum) or None},
     techniques=TECHNIQUES,

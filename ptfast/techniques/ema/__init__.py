@@ -105,14 +105,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="evaluation",
     rules=(one_average,),
-    unused=(
-        Unused(
-            ("ema.swa_every",),
-            lambda ema: ema.swa_start is not None,
-            "without such an average",
-            "ema.swa_start=75%",
-        ),
-    ),
+    unused=(Unused.without("ema.swa_start", "75%", "ema.swa_every"),),
     panel=lambda average: {"average": average},
     techniques=TECHNIQUES,
 )
