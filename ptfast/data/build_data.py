@@ -233,7 +233,7 @@ def _count_classes(source: Source, ignore_index: int) -> int:
         what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
         raise DataError("D004", what, key="data", suggestion=hint)
     highest = below = 0
-    places = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SCANNED)).astype(np.int64))
+    places = source.spread(_SCANNED)
     for chunk in np.array_split(places, -(-len(places) // _AT_ONCE)):
         if isinstance(source, TensorSource):
             masks = source.targets.index_select(0, as_tensor(chunk))

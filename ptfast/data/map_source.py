@@ -135,6 +135,11 @@ class MapSource(BaseSource):
             setattr(taken, name, column)
         return taken
 
+    def spread(self, most: int) -> Indices:
+        """Up to `most` samples, evenly spread over all, because data is often sorted."""
+        size = len(self)
+        return np.unique(np.linspace(0, size - 1, min(size, most)).astype(np.int64))
+
     def fetch(self, indices: Indices, epoch: int = 0) -> Any:
         """The raw batch `(inputs, targets)` of samples `indices`, on the CPU, as they are stored."""
         raise NotImplementedError

@@ -25,7 +25,7 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sample_orders import OwnOrder
-from ptfast.data.sampling.sampler import InOrder, Sampler, Sharding
+from ptfast.data.sampling.sampler import InOrder, Sampler, Sharding, Share
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
 from ptfast.data.transforms.augment_plan import Augment
@@ -88,26 +88,27 @@ class Loader:
 
     def sample_numbers(self, step: int) -> list[NDArray[np.int64]]:
         """The samples of each of this rank's micro-batches in a step; none for a stream."""
-        if self.batches.shares is None:
-            return []
-        kept = self._data.kept
-        shares = [share for share in self.batches.shares(step)[0] if share.num_samples]
-        return [share.indices if kept is None else kept[share.indices] for share in shares]
+        return [numbers for _, numbers in self._numbered(step)]
 
     def not_finite(self, first_step: int, last_step: int) -> list[int]:
         """This rank's samples with numbers that are not finite, in the first of these steps that has some.
 
         Streams are not checked, because reading would consume them.
         """
-        shares = self.batches.shares
-        if shares is None or not isinstance(source := self._data.train, MapSource):
-            return []
+        source: Any = self._data.train
         for step in range(first_step, last_step):
-            for share in shares(step)[0]:
-                numbers = share.indices if self._data.kept is None else self._data.kept[share.indices]
+            for share, numbers in self._numbered(step):
                 if found := not_finite(source.fetch(share.indices, share.epoch), numbers):
                     return found
         return []
+
+    def _numbered(self, step: int) -> list[tuple[Share, NDArray[np.int64]]]:
+        """This rank's shares of a step and the numbers of their samples in the dataset; none for a stream."""
+        if self.batches.shares is None:
+            return []
+        kept = self._data.kept
+        shares = (share for share in self.batches.shares(step)[0] if share.num_samples)
+        return [(share, share.indices if kept is None else kept[share.indices]) for share in shares]
 
     def _transformed(self, batches: Iterator[StepBatch], first_step: int) -> Iterator[StepBatch]:
         for step, batch in enumerate(batches, first_step):

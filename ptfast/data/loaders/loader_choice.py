@@ -152,7 +152,7 @@ def count_workers(workers: int | str, ahead_bytes: int = 0) -> int:
 
 def time_samples(source: MapSource) -> SampleCost:
     """Time and size of a sample, from a few dozen spread over the data."""
-    places = np.linspace(0, len(source) - 1, min(len(source), _TIMED_SAMPLES)).astype(np.int64)
+    places = source.spread(_TIMED_SAMPLES)
     first = source.fetch(places[:1])
     start, count = time.perf_counter(), 0
     for chunk in np.array_split(places, -(-len(places) // 8)):

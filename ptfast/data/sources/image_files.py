@@ -97,8 +97,7 @@ class ImageFiles(ImageSource):
 
     @property
     def original_bytes(self) -> int:
-        some = np.unique(np.linspace(0, len(self) - 1, _SOME).astype(np.int64))
-        return int(3 * len(self) * np.prod(self.sizes(some), 0).mean())
+        return int(3 * len(self) * np.prod(self.sizes(self.spread(_SOME)), 0).mean())
 
     @property
     def num_converted(self) -> int:

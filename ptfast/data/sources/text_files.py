@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ptfast.core.errors import DataError
+from ptfast.core.errors import DataError, shorten
 
 SUFFIXES = (".tsv", ".csv")
 """Of files of labelled texts."""
@@ -155,7 +155,7 @@ def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -
     """The first row, if it names columns: these, where the user names some."""
     first, others = [field.strip() for field in rows[0]], rows[1:]
     if missing := [name for name in text if name not in first]:
-        what = f"no such column in the first line, which is {', '.join(map(_short, first))}"
+        what = f"no such column in the first line, which is {_shown(first)}"
         raise DataError("D005", what, key="data.text", value=missing[0])
     if text or label:
         return tuple(first)
@@ -198,13 +198,12 @@ def _unclear(path: Path, first: Sequence[str]) -> DataError:
     what = f"which of its {len(first)} columns hold the text and the label is unclear"
     hint = "Begin it with a line that names them, such as title,text,label"
     if _are_names(first):
-        names = ", ".join(map(_short, first))
-        hint = f"Set data.text (a name, or [a,b]) and data.label to names in its first line ({names})"
+        hint = f"Set data.text (a name, or [a,b]) and data.label to names in its first line ({_shown(first)})"
     return DataError("D005", what, key=f"{path}:1", suggestion=hint)
 
 
-def _short(field: str) -> str:
-    return field if len(field) <= _SHORT else f"{field[: _SHORT - 3]}..."
+def _shown(fields: Sequence[str]) -> str:
+    return ", ".join(shorten(field, _SHORT) for field in fields)
 
 
 def _are_names(fields: Sequence[str]) -> bool:

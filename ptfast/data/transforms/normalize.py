@@ -89,7 +89,7 @@ def statistics(
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
     everything = np.arange(len(source))
-    spaced = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE_LIMIT)).astype(np.int64))
+    spaced = source.spread(_SAMPLE_LIMIT)
     # Packing has summed up the pixels of each image.
     if (sums := source.pixel_sums(everything)) is not None:
         if 3 * sums[0] > EXACT_BYTES and (of_some := source.pixel_sums(spaced)) is not None:
