@@ -89,37 +89,18 @@ def build_data(
             a whole, and a collate function for built-in data.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
-    if isinstance(source, DataSet):
-        if collate is not None:
-            what = f"batches of {source.name} are made without {collate.name}"
-            hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
-            raise ConfigError("C011", what, key=collate.key, suggestion=hint)
-        if known is not None and isinstance(source, ReadsAsKnown):
-            source.known, source.max_length = known, known.context_length or source.max_length
-        name, splits = source.name, source.load(val=val, seed=seed)
-    else:
-        from ptfast.data.sources.custom_dataset import adapt
-
-        name = type(source).__name__
-        splits = adapt(source, seed=seed, task=task, known=known, collate=collate)
+    name = source.name if isinstance(source, DataSet) else type(source).__name__
+    splits = _load(source, val, seed, task, known, collate)
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = _with_masks(splits, ignore_index)
     contents = once(partial(_contents, splits)) if known is None else None
     splits, kept = _hold_out(splits, val, seed)
-    for split, each in splits.sources.items():
-        labels, num_classes = getattr(each, "targets", None), splits.info.num_classes
-        if labels is not None and splits.info.task == "classification" and num_classes:
-            check_labels(labels, num_classes, split)
-    choice, files, read = None, splits.train, tuple(splits.sources.values())
-    skipping = [source for source in read if isinstance(source, ImageFiles) and source.skips]
+    _check_classes(splits)
+    choice, files = None, splits.train
+    skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
     if shuffle_buffer is not None:
-        from ptfast.data.sources.webdataset_shards import ShardedImages
-
-        if not isinstance(files, (IterableSource, ShardedImages)):
-            what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
-            raise ConfigError("C011", what, key="data.shuffle_buffer", value=shuffle_buffer, suggestion=hint)
-        files.shuffle_buffer = shuffle_buffer
+        _draw_among(files, shuffle_buffer)
     if choose is not None:
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
@@ -127,11 +108,7 @@ def build_data(
             splits = _hold(splits, crops, holder or Holder())
     train = splits.train
     # Held labels may show that all count; yet whether they are counted must not depend on the loader.
-    ignores_labels = bool(skipping)
-    for each in splits.sources.values():
-        targets = getattr(each, "targets", None)
-        any_ignored = targets is not None and bool((targets == IGNORE_INDEX).any())
-        ignores_labels = ignores_labels or each.ignores_labels or any_ignored
+    ignores_labels = bool(skipping) or any(map(_ignores_labels, splits.sources.values()))
     num_train = len(train) if isinstance(train, MapSource) else None
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
     if known is not None:
@@ -173,6 +150,23 @@ def build_data(
     if isinstance(source, DataSet):
         return data
     return replace(data, weights=partial(checked_weights, source, kept))
+
+
+def _load(
+    source: Any, val: Duration, seed: int, task: str, known: DataInfo | None, collate: Collate | None
+) -> Splits:
+    """The splits of a built-in dataset or of a user's, as they are read."""
+    if isinstance(source, DataSet):
+        if collate is not None:
+            what = f"batches of {source.name} are made without {collate.name}"
+            hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
+            raise ConfigError("C011", what, key=collate.key, suggestion=hint)
+        if known is not None and isinstance(source, ReadsAsKnown):
+            source.known, source.max_length = known, known.context_length or source.max_length
+        return source.load(val=val, seed=seed)
+    from ptfast.data.sources.custom_dataset import adapt
+
+    return adapt(source, seed=seed, task=task, known=known, collate=collate)
 
 
 def _contents(splits: Splits) -> Contents:
@@ -248,6 +242,29 @@ def _count_classes(source: Source, ignore_index: int) -> int:
         hint = f"Set task.ignore_index={_VOID} if such pixels do not count, or number the classes from 0"
         raise DataError("D004", what, key="data", suggestion=hint)
     return highest + 1
+
+
+def _check_classes(splits: Splits) -> None:
+    """Raise DataError D004 for a label that is no class, where all are known."""
+    for split, each in splits.sources.items():
+        labels, num_classes = getattr(each, "targets", None), splits.info.num_classes
+        if labels is not None and splits.info.task == "classification" and num_classes:
+            check_labels(labels, num_classes, split)
+
+
+def _draw_among(source: Source, size: int) -> None:
+    """Have each sample drawn out of `size` neighbours; C011 for data that is shuffled as a whole."""
+    from ptfast.data.sources.webdataset_shards import ShardedImages
+
+    if not isinstance(source, (IterableSource, ShardedImages)):
+        what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
+        raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
+    source.shuffle_buffer = size
+
+
+def _ignores_labels(source: Source) -> bool:
+    targets = getattr(source, "targets", None)
+    return source.ignores_labels or (targets is not None and bool((targets == IGNORE_INDEX).any()))
 
 
 def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices | None]:

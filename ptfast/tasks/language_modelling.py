@@ -74,7 +74,6 @@ class LanguageModelling(TokenClassification):
     needs_classes = False
     class_dim = -1
     takes_linear_logits = True
-    """The loss of a training batch may be taken of `LinearLogits`."""
 
     def __init__(self, info: DataInfo, loss: LossFunction | None = None) -> None:
         super().__init__(info, loss)
