@@ -141,7 +141,7 @@ def build_data(
         splits.val,
         splits.test,
         "; ".join(filter(None, [f"{name}: {', '.join(counts)}", splits.note])),
-        choice,
+        choice=choice,
         unreadable=(lambda: [file for each in skipping for file in each.unreadable()]) if skipping else None,
         order=files.order,
         kept=kept,
@@ -195,7 +195,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
                 highest = max(highest, int(source.targets.max())) if split == "train" else highest
         num_classes = info.num_classes if info.task == "multilabel" else highest + 1
         info = replace(info, task="classification", num_classes=num_classes, target_kind="whole")
-        return splits._replace(info=info)
+        return replace(splits, info=info)
     task = info.task if task == "auto" else task
     for source in splits.sources.values():
         if isinstance(source, TensorSource):
@@ -203,7 +203,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
                 source.targets = source.targets.float()
             elif task == "classification" and not source.targets.is_floating_point():
                 source.targets = source.targets.long()
-    return splits._replace(info=info)
+    return replace(splits, info=info)
 
 
 def _with_masks(splits: Splits, ignore_index: int) -> Splits:
@@ -218,7 +218,7 @@ def _with_masks(splits: Splits, ignore_index: int) -> Splits:
         elif info.task == "semantic_segmentation":
             # Masks in files are checked as they are read.
             source.label_check = LabelCheck(info.num_classes, ignore_index)
-    return splits._replace(info=info)
+    return replace(splits, info=info)
 
 
 def _count_classes(source: Source, ignore_index: int) -> int:
@@ -275,18 +275,18 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices
         # The default is a share; a number of samples was asked for by the user.
         if val.unit == "percent":
             note = "; ".join(filter(None, [splits.note, "nothing is held out of iterable data"]))
-            return splits._replace(note=note), None
+            return replace(splits, note=note), None
         hint = "Use data.val=0, or a map-style dataset"
         raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
     train, held = split_indices(len(splits.train), val, seed)
-    return splits._replace(train=splits.train.take(train), val=splits.train.take(held)), train
+    return replace(splits, train=splits.train.take(train), val=splits.train.take(held)), train
 
 
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     """The same splits, decoded into memory."""
     files, sources = splits.train, splits.sources.values()
     if crops and isinstance(files, ImageSource) and files.cuts and files.storage != "memory":
-        splits = splits._replace(train=HeldImages(files))
+        splits = replace(splits, train=HeldImages(files))
     held = {
         split: source.hold(holder)
         for split, source in splits.sources.items()
@@ -295,4 +295,4 @@ def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
     converted = sum(source.num_converted for source in sources if isinstance(source, ImageFiles))
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
     note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
-    return splits._replace(**held, note=note)
+    return replace(splits, **held, note=note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,8 @@ def image_info(
     )
 
 
-class Splits(NamedTuple):
+@dataclass(frozen=True)
+class Splits:
     """The splits that a dataset loads."""
 
     info: DataInfo
@@ -83,15 +84,9 @@ class ReadsAsKnown:
 
 
 @dataclass(frozen=True)
-class Data:
-    """The splits of a run and the facts about them."""
+class Data(Splits):
+    """The splits of a run; their note is a line for the panel, e.g. `digits: 1,617 train, 180 val`."""
 
-    info: DataInfo
-    train: Source
-    val: Source | None
-    test: Source | None
-    note: str
-    """One line for the panel, e.g. `digits: 1,617 train, 180 val`."""
     choice: Any = None
     """How it is loaded, a `Choice` of `ptfast.data.loaders.loader_choice`; None if not chosen yet."""
     unreadable: Callable[[], list[str]] | None = None

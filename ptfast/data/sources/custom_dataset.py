@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ def adapt(
             held_out = getattr(dataset, name, None)
             if isinstance(held_out, Dataset):
                 train = _adapt(held_out, seed, task, known or splits.info, collate).train
-                splits = splits._replace(**{name: train})
+                splits = replace(splits, **{name: train})
     return splits
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,7 +177,7 @@ class TextFile(ReadsAsKnown):
                 source.storage = "pack"
             checksums = [each.sha256 for each in manifest.splits["text"].parts]
             facts = describe_part(len(encoded.tokens), "tokens", *checksums)
-            splits = splits._replace(contents=lambda: {"train": facts})
+            splits = replace(splits, contents=lambda: {"train": facts})
         return splits
 
     def _read_packed(self, manifest: Manifest) -> tuple[Tokenizer, Encoded, int]:
