@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import PLAIN, Cases
-from ranks import on_ranks
+from rank_cases import PLAIN
+from strategy_cases import Cases
 from torch.utils.data import Dataset
 from toys import blobs
 
@@ -54,19 +54,20 @@ class Told(Display):
 def cases(ranks: Ranks) -> dict[str, Any]:
     """Runs on two ranks with slow data on the second, or on both."""
     found: dict[str, Any] = {}
-    stragglers.LEAST_S = 0.1
     for name, rank in (("one", 1), ("both", 0)):
         data = ("data._target_=test_stragglers.SlowBlobs", f"data.rank={rank}")
-        run = Cases(ranks).build(name, *WORDS, *data)
+        run = Cases(ranks).build(f"slow-{name}", *WORDS, *data)
         run.display = told = Told()
-        fit(run)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stragglers, "LEAST_S", 0.1)
+            fit(run)
         slow = [(number, each["cause"], each["slower"]) for number, each in run.slow_ranks.items()]
         found[name] = {"warnings": told.warnings, "slow": slow}
     return found
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    found = on_ranks("test_stragglers", tmp_path)
+def test_two_ranks(two_ranks: dict[str, Any]) -> None:
+    found = two_ranks["test_stragglers"]
     ((rank, cause, slower),) = found["one"]["slow"]
     assert (rank, cause) == (1, "data")
     assert slower > 1
