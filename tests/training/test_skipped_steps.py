@@ -190,11 +190,24 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         torch.distributed.all_gather_object(every, (same_bits(ends, expected), ends["model"], skipped))
         alike = same_bits(every[0][1], every[1][1])
         found[name] = [every[0][0], every[1][0], alike, every[0][2] == every[1][2] == [len(BAD)]]
+    # Gradients that only one rank has, as of its share of sharded weights.
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), math.nan if ranks.rank == 1 else 1.0)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    steps = checked_steps.CheckedSteps(
+        optimizer, build_step, [weight], torch.device("cpu"), ranks, Progress(), 10
+    )
+    steps.check(torch.ones(()))
+    steps.take()
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, weight.tolist())
+    found["of one rank"] = told == [[1.0] * 3] * 2
     return found
 
 
 def test_ranks_agree_on_a_step_that_one_of_them_cannot_take(two_ranks: dict[str, Any]) -> None:
-    assert two_ranks["test_skipped_steps"] == {name: [True] * 4 for name in AMONG_RANKS}
+    expected = {name: [True] * 4 for name in AMONG_RANKS}
+    assert two_ranks["test_skipped_steps"] == {**expected, "of one rank": True}
 
 
 def test_steps_that_are_never_finite_end_the_run(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
