@@ -26,7 +26,7 @@ WORDS = (*WORDS, "batch_size=8", "steps=30", "log_every=5steps", "eval.every=100
 
 
 class SlowBlobs(Dataset[Any]):
-    """Its samples take 3 ms each on the ranks from `rank` on."""
+    """Its samples take 5 ms each on the ranks from `rank` on."""
 
     num_classes = 2
 
@@ -38,7 +38,7 @@ class SlowBlobs(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if torch.distributed.get_rank() >= self.rank:
-            time.sleep(0.003)
+            time.sleep(0.005)
         return self.inner[index]
 
 
@@ -59,7 +59,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         run = Cases(ranks).build(f"slow-{name}", *WORDS, *data)
         run.display = told = Told()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stragglers, "LEAST_S", 0.1)
+            patch.setattr(stragglers, "LEAST_S", 0.2)
             fit(run)
         slow = [(number, each["cause"], each["slower"]) for number, each in run.slow_ranks.items()]
         found[name] = {"warnings": told.warnings, "slow": slow}
