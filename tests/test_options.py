@@ -11,9 +11,10 @@ import pytest
 import stand_ins
 from running import summary, train
 from stand_ins import SMALL, WITH
-from trials import ON_GPU, SLOW, Words, every_option, merged, read, trained, trial_of, words_of
+from trials import ON_GPU, SLOW, Words, composed, every_option, merged, read, trained, trial_of, words_of
 
 from ptfast.config.catalogue import CATALOGUE
+from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.core.errors import MachineError
 from ptfast.core.sections.section import Need, Technique
@@ -82,6 +83,13 @@ def test_it_trains(option: str, files: Path, in_tmp: Path, monkeypatch: pytest.M
         assert caught.value.code == "E004"
     else:
         assert trained(words).losses
+
+
+def test_trials_are_composed_as_hydra_would() -> None:
+    for technique in [technique for technique in CATALOGUE if technique.on][::25]:
+        words = words_of(technique, technique.on)
+        quickly, whole = composed(words), compose(words)
+        assert (quickly.tree, quickly.places) == (whole.tree, whole.places), technique.name
 
 
 def words_for(option: str, technique: Technique | None, files: Path) -> Words:

@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import pytest
 from bad_configs import EXIT_CODES
-from forked import Forked, run_command
 
 from ptfast.cli.command_line import run
 from ptfast.cli.commands import COMMANDS
@@ -188,15 +187,6 @@ def test_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert result.items() >= summary.items()
     assert {"panel", "progress", "evaluation"} <= {each["event"] for each in found}
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_ranks_print_objects_too(tmp_path: Path) -> None:
-    words = [*TINY, f"run.dir={tmp_path / 'run'}", "parallel=ddp", "parallel.nproc=2"]
-    process = Forked(run_command("train", *words, "--json"))
-    said, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert [each["steps"] for each in parsed(said) if each["event"] == "result"] == [4]
 
 
 @pytest.mark.parametrize("line", ["recipes", "techniques precision", "schema", "train --cfg job", "--help"])

@@ -98,6 +98,12 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Planted]:
     return kind
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the picture, which takes longer than all else; others look at it."""
+    monkeypatch.setattr(ablate_run, "draw", lambda *given: None)
+
+
 def ablated(folder: Path, *words: str, only: str = ONLY, budget: str = "4m") -> dict[str, Any]:
     assert run(["ablate", *WORDS, *words, "--only", only, "--budget", budget, "--out", str(folder)]) == 0
     return json.loads((folder / "measure.json").read_text())
@@ -134,6 +140,7 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     assert len(receipt["weights"]) == 4 * len(receipt["plan"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Planted], in_tmp: Path) -> None:
     planted.speeds = {"backend.hold_memory=true": 0.995, "rewrites.bias_before_norm=false": 0.9}
     only = "held-memory,no-bias-before-batch-norm,denormals-flushed-to-zero,channels-last"
@@ -146,6 +153,7 @@ def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Pla
     assert set(receipt["pick"]) == {"held memory", "denormals flushed to zero"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_optimizers_without_the_step_kernel_of_the_pick(planted: type[Planted], in_tmp: Path) -> None:
     planted.speeds = {"optimizer.foreach=true": 1.3}
     receipt = ablated(in_tmp / "out")
@@ -164,10 +172,12 @@ def test_shares_of_single_runs_tell_nothing_until_a_deviation_is_known() -> None
     assert low < 1 < high
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_lower_precision_where_the_config_has_some(planted: type[Planted], in_tmp: Path) -> None:
     assert "bfloat16 autocast" in ablated(in_tmp / "out", "preset=fast")["pick"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_switch_that_fails_alone_leaves_the_plan_with_its_reason(
     planted: type[Planted], in_tmp: Path, capsys: Capture
 ) -> None:
@@ -176,6 +186,7 @@ def test_a_switch_that_fails_alone_leaves_the_plan_with_its_reason(
     assert "not measured (it is not to be had): channels last" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_config_as_given_may_be_the_best(planted: type[Planted], in_tmp: Path) -> None:
     planted.given_speed = 3.0
     assert ablated(in_tmp / "out", "seed=7")["best"] == []
@@ -211,6 +222,7 @@ def test_a_budget_that_is_too_small_is_refused_before_it_is_spent(
     assert not (in_tmp / "out").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_budget_that_is_told_reaches_what_was_missed(planted: type[Planted], in_tmp: Path) -> None:
     only = "fused-optimizer-step,channels-last,gradient-accumulation,muon,lars,lamb,nadam,radam,novograd,adam"
     findings = ablated(in_tmp / "short", only=only, budget="50s")["findings"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import PLAIN, Cases
-from ranks import on_ranks
+from rank_cases import PLAIN
+from strategy_cases import Cases
 from torch.utils.data import Dataset
 from toys import blobs
 
@@ -26,7 +26,7 @@ WORDS = (*WORDS, "batch_size=8", "steps=30", "log_every=5steps", "eval.every=100
 
 
 class SlowBlobs(Dataset[Any]):
-    """Its samples take 3 ms each on the ranks from `rank` on."""
+    """Its samples take 5 ms each on the ranks from `rank` on."""
 
     num_classes = 2
 
@@ -38,7 +38,7 @@ class SlowBlobs(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if torch.distributed.get_rank() >= self.rank:
-            time.sleep(0.003)
+            time.sleep(0.005)
         return self.inner[index]
 
 
@@ -54,19 +54,20 @@ class Told(Display):
 def cases(ranks: Ranks) -> dict[str, Any]:
     """Runs on two ranks with slow data on the second, or on both."""
     found: dict[str, Any] = {}
-    stragglers.LEAST_S = 0.1
     for name, rank in (("one", 1), ("both", 0)):
         data = ("data._target_=test_stragglers.SlowBlobs", f"data.rank={rank}")
-        run = Cases(ranks).build(name, *WORDS, *data)
+        run = Cases(ranks).build(f"slow-{name}", *WORDS, *data)
         run.display = told = Told()
-        fit(run)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stragglers, "LEAST_S", 0.2)
+            fit(run)
         slow = [(number, each["cause"], each["slower"]) for number, each in run.slow_ranks.items()]
         found[name] = {"warnings": told.warnings, "slow": slow}
     return found
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    found = on_ranks("test_stragglers", tmp_path)
+def test_two_ranks(two_ranks: dict[str, Any]) -> None:
+    found = two_ranks["test_stragglers"]
     ((rank, cause, slower),) = found["one"]["slow"]
     assert (rank, cause) == (1, "data")
     assert slower > 1

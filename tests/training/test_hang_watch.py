@@ -45,7 +45,7 @@ def test_it_says_where_it_stands_and_goes_on(
     holds: bool, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_watch, "collectives_of_gpus", lambda: b"recorded")
-    assert train(*WORDS, sleeping(2, holds)) == 0
+    assert train(*WORDS, sleeping(1 + holds, holds)) == 0
     assert records(Path("r"))[-1]["step"] == 6
     assert "in on_step" in Path("r/hang-rank0.txt").read_text()
     if not holds:

@@ -27,6 +27,7 @@ from toys import (
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
+from ptfast.data.loaders import worker_processes
 from ptfast.tasks.classification import Classification
 from ptfast.training import stopping
 from ptfast.training.fit import fit
@@ -135,6 +136,12 @@ SWA = ("ema=swa", "ema.swa_start=2steps", "ema.swa_every=1steps")
 PLAIN, WORKER = "dataloader=plain", ("dataloader=workers", "dataloader.workers=1")
 
 
+@pytest.fixture
+def ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are stuck are ended after a moment."""
+    monkeypatch.setattr(worker_processes, "_CLOSE_S", 0.1)
+
+
 def end_stuck(*words: str, name: str, steps: int) -> None:
     """Have data not come, and the signal end the run with the state of its last finished step saved."""
     Path("stuck").write_text(name)
@@ -147,6 +154,7 @@ def end_stuck(*words: str, name: str, steps: int) -> None:
     assert Path("a/saved/last").resolve().name == f"step-{steps}"
 
 
+@pytest.mark.usefixtures("ended_soon")
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(
     ("words", "name", "steps"),
@@ -168,6 +176,7 @@ def test_a_run_whose_data_does_not_come_goes_on_to_the_same_bits(
     assert records(Path("a")) == records(Path("whole"))
 
 
+@pytest.mark.usefixtures("ended_soon")
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(
     ("words", "steps"),

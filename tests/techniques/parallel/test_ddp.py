@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from forked import Forked, run_command
-from rank_cases import RUNNING
 from running import WITH_TESTS, records, same_bits, summary, train, weights
+from strategy_cases import RUNNING
+from test_json import parsed
 from torch import nn
 from torch.distributed.run import main as torchrun
 
@@ -266,13 +267,15 @@ def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:
     [("SIGTERM", 75, "preempted"), pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow)],
 )
 def test_a_signal_to_the_launcher_saves_and_ends_all(in_tmp: Path, name: str, code: int, status: str) -> None:
-    with running("run.dir=a") as process:
+    """And the first rank prints objects if the launcher is to."""
+    with running("run.dir=a", "--json") as process:
         process.send_signal(signal.Signals[name])
-        _, err = process.communicate(timeout=40)
+        said, err = process.communicate(timeout=40)
         assert (process.returncode, of_ptfast(err)) == (code, [])
         assert_no_rank_lives()
     result = summary(Path("a"))
     assert result["status"] == status
+    assert [each["steps"] for each in parsed(said) if each["event"] == "result"] == [result["steps"]]
     assert Path("a/saved/last").resolve().name == f"step-{result['steps']}"
 
 

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from config_trees import Tree, check, refused
-from rank_cases import MIXED, SMALL
 from running import build_run, read_config, records, same_bits, summary, training_state, weights
+from strategy_cases import MIXED, SMALL
 from test_ddp import a_run
 
 from ptfast.core.distributed import Ranks

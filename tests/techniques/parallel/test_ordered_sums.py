@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import ELASTIC
 from running import WITH_TESTS, build_run, records, same_bits, train, training_state, weights
+from strategy_cases import ELASTIC
 from toys import Lines
 
 from ptfast.core.distributed import Ranks

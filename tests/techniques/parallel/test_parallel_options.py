@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from config_trees import Tree, refused
-from rank_cases import SYNCED
 from running import build_run, same_bits, weights
+from strategy_cases import SYNCED
 from torch import nn
 from toys import DoubleNormed, Lines
 
