@@ -46,23 +46,6 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _quick_composing() -> None:
-    """Take a third off the time of composing: Hydra maps all choices for each entry of a defaults list.
-
-    They are for choices that refer to others, `${model}`; few do. Child processes have Hydra as it is.
-    """
-    from hydra._internal import defaults_list
-
-    map_choices = defaults_list._create_interpolation_map
-
-    def where_needed(overrides: Any, entries: list[Any], self_added: bool) -> Any:
-        refers = any(not each.is_self() and each.is_interpolation() for each in entries)
-        return map_choices(overrides, entries, self_added) if refers else None
-
-    defaults_list._create_interpolation_map = where_needed
-
-
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of two ranks in the cases of `rank_cases`, all in one pair of processes.
