@@ -78,8 +78,9 @@ class SweepJob:
         points = [word for word in composed.arguments if not word.startswith("hydra")]
         shown = " ".join(word.removeprefix("++") for word in redact(points)) or "defaults"
         print(f"{'' if self.num_parallel > 1 else chr(10)}job {number}: {shown}", flush=True)
-        # A single run would warn of the sweep's own keys.
-        alone = [word for word in points if not word.startswith("sweep.")]
+        # A single run would warn of keys that are for the sweep.
+        own = ("sweep.", "run.root=", "run.name=")
+        alone = [word for word in points if not word.lstrip("+").startswith(own)]
         environment, output = {}, None
         if self.num_parallel > 1:
             output = run_dir / OUTPUT

@@ -68,7 +68,8 @@ def test_a_sweep_prints_one_ranked_table(
     in_this_process(monkeypatch)
     words = ("train", "-m", *SMALL, "optimizer=sgd,adamw", "model.hidden=[8],[32]", "run.root=my runs (1)")
     assert run_cli(words) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "warning" not in err
     (folder,) = Path("my runs (1)/sweeps").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3"]
     assert not Path("runs").exists()
