@@ -105,6 +105,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         why="Forward, backward, clipping and optimizer are one function, on CUDA one graph to launch.",
         claim="The host's time of small kernels goes; little is left to gain for large ones.",
         source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021 on CUDA Graphs.",
+        measured="A step of a small MLP in 174 us, against 254 us; compiling took 12.6 s.",
+        command="python scripts/bench_overhead.py --hidden 1",
         avoid="The run is short, or shapes change all the time. If a step cannot be compiled, the model is.",
         audit="A step of many small kernels: idle gaps in a GPU's trace, or a small model on a CPU.",
     ),
