@@ -85,8 +85,8 @@ def build_library() -> Path:
 
 def start(command: list[str]) -> None:
     """Become `command`, with the driver loaded before torch's libraries."""
-    # No address space is reserved here, in which segments of memory could grow.
-    fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    # No address space is reserved here, in which segments of memory could grow, and cuDNN plans no attention.
+    fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
     os.execvpe(command[0], command, {**fixed, **os.environ, "LD_PRELOAD": str(build_library())})
 
 
