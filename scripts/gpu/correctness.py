@@ -48,7 +48,7 @@ def run_tests(kind: str, check: Check) -> Figures:
     without = check.emulated and kind == "rest"
     words += ["-p", "emulated_gpu"] if check.emulated and not without else []
     words += QUICK_TESTS[kind] if check.quick else ["tests"]
-    env = {"LD_PRELOAD": ""} if without else None
+    env = {"LD_PRELOAD": "", "PYTEST_ADDOPTS": ""} if without else None
     check.python("-m", "pytest", *words, cwd=ROOT, emulate=False, ok=(0, 1, 5), env=env)
     notes = read_notes(noted, kind)
     outcomes = [note["outcome"] for note in notes.values()]
