@@ -81,6 +81,8 @@ _SECRET_WORDS = {
     *("token", "key", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth"),
     *("authorization", "bearer", "cookie", "cookies", "header", "headers"),
 }
+_MEASURE = re.compile(r"(num|max|min|n)_.*|.*_(heads|dim|size|length|layers|dropout|token_ids?)")
+"""Names of a model's sizes and of special tokens, such as `num_key_value_heads`."""
 _KEPT_SECRET: set[str] = set()
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CREDENTIALS = re.compile(
@@ -275,8 +277,11 @@ def _cut(text: str) -> str:
 
 
 def is_secret(key: str, *, misspelt: bool = False) -> bool:
-    """Return True if a key ends in a word such as token (`apiKey`), or with `misspelt` in one like it."""
-    words = [word.lower() for word in _WORD.findall(key.rpartition(".")[2])]
+    """Return True if a key's name has a word such as token (`apiKey`), or with `misspelt` one like it."""
+    name = key.rpartition(".")[2]
+    if _MEASURE.fullmatch(name):
+        return False
+    words = [word.lower() for word in _WORD.findall(name)]
     close = misspelt and any(difflib.get_close_matches(word, _SECRET_WORDS, 1, 0.65) for word in words)
     return close or not _SECRET_WORDS.isdisjoint(words)
 

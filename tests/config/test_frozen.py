@@ -185,7 +185,11 @@ def test_secret_names(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["tokenizer", "batch_tokens", "monkey", "keyboard", "secretary", "key.value", "author"]
+    "key",
+    [
+        *("tokenizer", "batch_tokens", "monkey", "keyboard", "secretary", "key.value", "author"),
+        *("num_key_value_heads", "model.pad_token_id", "max_token_length", "key_dim"),
+    ],
 )
 def test_harmless_names(key: str) -> None:
     assert not is_secret(key)
