@@ -95,7 +95,8 @@ class Loader:
 
         Streams are not checked, because reading would consume them.
         """
-        source: Any = self._data.train
+        if not isinstance(source := self._data.train, MapSource):
+            return []
         for step in range(first_step, last_step):
             for share, numbers in self._numbered(step):
                 if found := not_finite(source.fetch(share.indices, share.epoch), numbers):

@@ -11,7 +11,7 @@ from ptfast.data.decoding.image_decoding import SUFFIXES
 from ptfast.data.label_checks import differing_names
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
-"""Folders or files of each split, by the names that they may have."""
+"""Folders of each split, by the names that they may have."""
 Listing = tuple[list[str], list[int]]
 
 

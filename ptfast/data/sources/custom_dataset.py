@@ -189,15 +189,13 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None, collate: 
     labels = _labels(dataset, source)
     source.ignores_labels = len(labels) != len(dataset) or bool((labels == IGNORE_INDEX).any())
     few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
-    info = _info(
-        dataset, sample, labels, task, known, source.fetch(source.spread(_SCAN_LIMIT))[0] if few else None
-    )
+    info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
     if info.task in _WITH_CLASSES and info.num_classes:
         translates = _names_otherwise(labels, info.task)
         source.label_check = LabelCheck(as_classes=translates)
         labels = as_classes(labels, "train sample") if translates else labels
         if bool((labels == IGNORE_INDEX).all()):
-            labels = source.fetch(source.spread(_SCAN_LIMIT))[1]
+            labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
         source.label_check = LabelCheck(info.num_classes, as_classes=translates)
     source.all_labels = labels if len(labels) == len(dataset) else None
@@ -258,7 +256,12 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
         # Only all labels show whether floats are classes or figures.
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return first
-    return source.fetch(source.spread(_SCAN_LIMIT))[1]
+    return _scan(source)[1]
+
+
+def _scan(source: DatasetSource) -> Any:
+    """Up to 2,000 samples, spread over the whole."""
+    return source.fetch(source.spread(_SCAN_LIMIT))
 
 
 def _is_tokens(sample: Tensor) -> bool:

@@ -30,9 +30,10 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.packs.pack_reader import Manifest, open_pack
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, held_out
-from ptfast.data.sources.class_folders import SPLITS
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
 from ptfast.data.sources.text_files import SUFFIXES, Table, read_table, read_text
+
+_SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
 
 class TextTsv(ReadsAsKnown):
@@ -113,7 +114,7 @@ class TextTsv(ReadsAsKnown):
             raise DataError("D001", what, key="data.root", value=root, suggestion="It must hold train.tsv")
         files = {
             split: [root / f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
-            for split, stems in SPLITS.items()
+            for split, stems in _SPLITS.items()
         }
         found = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
         if found["train"] is None:
