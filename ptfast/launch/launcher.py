@@ -92,8 +92,9 @@ def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: i
         f"--rdzv-id=ptfast-{os.getpid()}",
     ]
     state, left = place.state_folder, max_restarts
+    last = place.folder / "saved" / "last"
     while True:
-        start_s = time.time()
+        start_s, before = time.time(), _identity(last)
         arguments = [str(place.folder), str(state) if state is not None else "", str(os.getpid())]
         ended = run_elastic("ptfast.launch.rank_main", arguments, options)
         try:
@@ -101,7 +102,9 @@ def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: i
         except (ParallelError, ReportedError) as error:
             if error.exit_code != ParallelError.exit_code or ended.received is not None:
                 raise
-            newest = next(iter(list_states(place.folder / "saved")), state)
+            # Until the ranks have resumed or saved, the states there are an earlier attempt's.
+            states = list_states(last.parent) if _identity(last) != before else []
+            newest = next(iter(states), state)
             left = max_restarts if newest != state else left - 1
             if left < 0 or not max_restarts:
                 raise
@@ -110,6 +113,11 @@ def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: i
             state = newest
             for name in (run_directory.FAILURE, run_directory.SUMMARY):
                 (place.folder / name).unlink(missing_ok=True)
+
+
+def _identity(link: Path) -> tuple[int, int] | None:
+    """What tells a link from one that takes its place; None without a link."""
+    return (link.lstat().st_ino, link.lstat().st_mtime_ns) if link.is_symlink() else None
 
 
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:
@@ -184,6 +192,8 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 @contextlib.contextmanager
 def _prepared(place: Place, composed: Composed) -> Iterator[None]:
     """Make, lock and fill the run directory; it is removed again if the run could not begin."""
+    from ptfast.core.tensors.saved_state import restore_links
+
     made = run_directory.create_folder(place.folder)
     exit_code = None
     # Only the holder of the lock may remove the directory: two starts may have been given the same one.
@@ -191,6 +201,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
         try:
             for name in (run_directory.FAILURE, run_directory.SUMMARY, run_directory.EXAMPLES):
                 (place.folder / name).unlink(missing_ok=True)
+            restore_links(place.folder / "saved")
             if place.state_folder is None:
                 for name in (run_directory.RESOLVED, run_directory.WANDB):
                     (place.folder / name).unlink(missing_ok=True)

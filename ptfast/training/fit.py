@@ -97,8 +97,9 @@ def _fit(run: Run) -> str:
             if status == "finished" and progress.step < run.total_steps:
                 status = _judge(run)
         ends = progress.step >= run.total_steps or status != "finished"
-        if is_kept or ends or run.saver.due or progress.step in run.cadence.save_steps:
-            _save(run, settles=data_comes, ends=ends)
+        is_scheduled = ends or run.saver.due or progress.step in run.cadence.save_steps
+        if is_kept or is_scheduled:
+            _save(run, settles=data_comes, ends=ends, best_only=not is_scheduled)
     ended = status in ("finished", "stopped", "paused")
     if ended and "test" in run.eval_loaders and "test" not in run.figures:
         try:
@@ -185,7 +186,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
             run.display.warn(advice)
 
 
-def _save(run: Run, *, settles: bool, ends: bool) -> None:
+def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> None:
     """Save the state; `settles` completes averages first, and a run that `ends` waits until it is on disk."""
     run.settle()
     run.saver.hold()
@@ -202,7 +203,7 @@ def _save(run: Run, *, settles: bool, ends: bool) -> None:
 
     # A callback expects the state of the step at which it is called, unless the config says otherwise.
     called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
-    save_training(run, background=not (ends or called), tell=tell)
+    save_training(run, background=not (ends or called), best_only=best_only, tell=tell)
     run.clock.to(None)
     if not ends:
         run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)

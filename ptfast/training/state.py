@@ -13,11 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.distributed import on_all_ranks
+from ptfast.core.distributed import broadcast_object, on_all_ranks
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, name_of, summary_of
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
-from ptfast.core.tensors.saved_state import ShardedDraft, State, check_length, point, prune, write_state
+from ptfast.core.tensors.saved_state import (
+    ShardedDraft,
+    State,
+    abandon_after,
+    check_length,
+    list_states,
+    point,
+    prune,
+    step_of,
+    write_state,
+)
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
@@ -25,12 +35,17 @@ from ptfast.training.user_code import callback_states
 
 
 def save_training(
-    run: Run, *, background: bool = False, tell: Callable[[Path], Any] = lambda folder: None
+    run: Run,
+    *,
+    background: bool = False,
+    best_only: bool = False,
+    tell: Callable[[Path], Any] = lambda folder: None,
 ) -> None:
     """Write the current state, mark it if it is the best, delete those that are no more kept; on every rank.
 
     Args:
         background: it may be written while training goes on.
+        best_only: it is saved as one of the best alone, so that `saving.keep` does not count it.
         tell: called on the first rank with the folder, when the state is on disk.
     """
     run.saver.begin()
@@ -64,15 +79,15 @@ def save_training(
         "info": asdict(run.info),
         "resolved": asdict(run.resolved),
         "stream": run.marks.state(run.progress.step) if run.marks is not None else None,
+        "best_only": best_only,
     }
     saved = run.folder / "saved"
     step, keep, is_first = run.progress.step, run.keep_states, run.ranks.is_first
     write = partial(run.saver.write, background=background, lasting=_lasting(run, training))
-    is_best = run.keep_best > 0 and run.progress.best_step == step
     best_steps = [kept for _, kept in run.progress.best_states]
 
     def mark(state_folder: Path) -> Path:
-        if is_best:
+        if best_steps[:1] == [step]:
             point(saved, "best", state_folder)
         prune(saved, keep, best_steps)
         return state_folder
@@ -170,11 +185,24 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
     if steps_before != run.total_steps:
         extendable = extendable and run.schedule.begins_like(steps_before, step)
     check_length(step, steps_before, run.total_steps, extendable)
-    # A kill between a state and the link to it leaves the link behind.
-    saved = run.folder / "saved"
-    best = saved / f"step-{run.progress.best_step}"
-    if run.ranks.is_first and run.keep_best and best.is_dir():
-        point(saved, "best", best)
+    if run.ranks.is_first:
+        _restore_saved(run, run.folder / "saved")
+    # Which states are kept is decided by every rank for itself.
+    run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
+
+
+def _restore_saved(run: Run, saved: Path) -> None:
+    """Abandon states after the one resumed, forget best ones that are gone, and put both links right."""
+    if (current := saved / f"step-{run.progress.step}").is_dir():
+        abandon_after(saved, current)
+    known = {step_of(folder) for folder in list_states(saved)}
+    best = [(value, step) for value, step in run.progress.best_states if step in known]
+    run.progress.best_states = best[: run.keep_best]
+    # A kill between a state and the link to it leaves the link behind, as does `saving.best=0`.
+    if run.progress.best_states:
+        point(saved, "best", saved / f"step-{run.progress.best_states[0][1]}")
+    else:
+        (saved / "best").unlink(missing_ok=True)
 
 
 def _restore_parts(run: Run, state: State) -> None:
@@ -193,8 +221,6 @@ def _restore_parts(run: Run, state: State) -> None:
             callback.load_state_dict(callback_state)
     known = {each.name for each in fields(Progress)}
     run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
-    if run.progress.best_value is not None and not run.progress.best_states:
-        run.progress.best_states = [(run.progress.best_value, run.progress.best_step or 0)]
     if run.marks is not None and (stream := state.facts.get("stream")) is not None:
         note = run.marks.load(stream, run.progress.step)
         run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))

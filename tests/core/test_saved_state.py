@@ -22,11 +22,13 @@ from ptfast.core.tensors import saved_state
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 from ptfast.core.tensors.saved_state import (
     State,
+    abandon_after,
     find_state,
     list_states,
     point,
     prune,
     read_state,
+    restore_links,
     write_state,
 )
 
@@ -174,10 +176,41 @@ def test_states_of_an_attempt_gone_back_from_are_dropped(saved: Path) -> None:
     for step in (10, 20, 30):
         folder = write_state(saved, step, a_state(step=step))
     point(saved, "best", folder)
+    abandon_after(saved, saved / "step-10")
+    assert list_states(saved) == [saved / "step-10"] == [find_state(saved.parent)]
+    # A kill leaves them on disk until the next state is written.
+    assert (saved / ".step-30.abandoned").is_dir()
     write_state(saved, 15, a_state(step=15))
     prune(saved, 2)
-    assert [path.name for path in list_states(saved)] == ["step-15", "step-10"]
-    assert not (saved / "best").is_symlink()
+    assert sorted(path.name for path in saved.iterdir()) == ["last", "step-10", "step-15"]
+
+
+def test_states_saved_as_the_best_alone_do_not_count(saved: Path) -> None:
+    for step in range(1, 8):
+        state = a_state(step=step)
+        state.facts["best_only"] = step not in (2, 4, 7)
+        write_state(saved, step, state)
+        prune(saved, 3, best_steps=[step])
+    assert [path.name for path in list_states(saved)] == ["step-7", "step-4", "step-2"]
+
+
+@pytest.mark.parametrize("left_out", [[], ["step-3", "step-5"]])
+def test_a_copy_with_folders_for_links_holds_the_same_states(
+    saved: Path, tmp_path: Path, left_out: list[str]
+) -> None:
+    for step in (3, 5):
+        folder = write_state(saved, step, a_state(step, step))
+        if step == 3:
+            point(saved, "best", folder)
+    copy = tmp_path / "copy"
+    shutil.copytree(saved.parent, copy, ignore=lambda *_: left_out)
+    assert [read_state(each).facts["progress"]["step"] for each in list_states(copy / "saved")] == [5, 3]
+    restore_links(copy / "saved")
+    assert (copy / "saved/last").readlink() == Path("step-5")
+    assert (copy / "saved/best").readlink() == Path("step-3")
+    assert sorted(path.name for path in (copy / "saved").iterdir()) == ["best", "last", "step-3", "step-5"]
+    write_state(copy / "saved", 6, a_state(6, 6))
+    assert find_state(copy).name == "step-6"
 
 
 def test_a_state_is_written_over_one_of_the_same_step(saved: Path) -> None:

@@ -144,6 +144,31 @@ def test_a_finished_run_whose_states_are_gone_is_left_alone(
     assert Path("a/metrics.jsonl").read_text() == before
 
 
+def test_a_link_to_the_best_is_not_left_to_an_older_one(in_tmp: Path) -> None:
+    words = ("saving.every=6steps", "eval.every=6steps", "schedule=constant", "run.resume=auto", "run.dir=a")
+    assert train(*words, "epochs=1", "saving.best=1") == 0
+    assert Path("a/saved/best").is_symlink()
+    assert train(*words, "epochs=2", "saving.best=0", "saving.keep=1") == 0
+    assert not Path("a/saved/best").is_symlink()
+    assert train(*words, "epochs=4", "saving.best=4", "saving.keep=1") == 0
+    kept = json.loads(Path("a/saved/last/state.json").read_text())["progress"]["best_states"]
+    assert Path("a/saved/best").resolve().name == f"step-{kept[0][1]}"
+    assert {folder.name for folder in list_states(Path("a/saved"))} >= {f"step-{step}" for _, step in kept}
+    assert len(kept) > 1
+
+
+def test_a_copy_without_links_is_resumed(in_tmp: Path, stopped: Path) -> None:
+    shutil.copytree(stopped, "copy")
+    shutil.copytree(
+        stopped, "bare", ignore=lambda *_: [folder.name for folder in (stopped / "saved").glob("step-*")]
+    )
+    assert train(*BASE, "run.dir=a") == 0
+    for copy in (Path("copy"), Path("bare")):
+        assert train(*BASE, f"run.dir={copy}") == 0
+        assert_same_run(copy, Path("a"))
+        assert (copy / "saved/last").is_symlink()
+
+
 def test_a_run_goes_on_from_the_state_named(in_tmp: Path) -> None:
     words = (*BASE[:-1], "saving.keep=9")
     assert train(*words, "run.dir=whole") == 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import SavedStateError, cannot_write
-from ptfast.core.run_directory import CONFIG
+from ptfast.core.run_directory import CONFIG, read_json
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 FORMAT = 1
@@ -34,6 +34,8 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 REPLACED = ".replaced"
 """Ending of the name of a hidden state whose step is saved once more."""
+LINKS = ("best", "last")
+"""Links to states in `saved`."""
 TREE = "tree.json"
 """The values of a state of several ranks besides its tensors, and where each tensor goes."""
 
@@ -141,7 +143,8 @@ def write_manifest(
     (draft / "state.json").write_text(json.dumps(facts, indent=1))
     own = [path for path in sorted(draft.iterdir()) if path.name not in digests]
     digests |= {path.name: _sha256(path) for path in own}
-    manifest = {"format": version, "step": step, "sha256": digests}
+    best_only = bool(facts.get("best_only"))
+    manifest = {"format": version, "step": step, "best_only": best_only, "sha256": digests}
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*own, draft / MANIFEST, draft]:
         _flush(path)
@@ -155,21 +158,32 @@ def point(saved: Path, name: str, folder: Path) -> None:
     draft.replace(saved / name)
 
 
-def prune(saved: Path, keep: int, best_steps: Container[int] = ()) -> None:
-    """Remove drafts, and all but the newest `keep` states, those of `best_steps`, and what links point at.
+def restore_links(saved: Path) -> None:
+    """Put back the links `best` and `last`, in whose place a copy of the run (`scp -r`) has folders."""
+    for copied in (path for name in LINKS if _is_folder(path := saved / name)):
+        if (home := saved / f"step-{step_of(copied)}").exists():
+            shutil.rmtree(_hide(copied, ".removed"), ignore_errors=True)
+        else:
+            copied.rename(home)
+        point(saved, copied.name, home)
 
-    States beyond `last` belong to an attempt that was abandoned for an earlier state: they go too.
-    """
+
+def abandon_after(saved: Path, folder: Path) -> None:
+    """Make `folder` the last state; newer ones are hidden now, and removed when the next is saved."""
+    for newer in (state for state in list_states(saved) if step_of(state) > step_of(folder)):
+        _hide(newer, ".abandoned")
+    point(saved, "last", folder)
+
+
+def prune(saved: Path, keep: int, best_steps: Container[int] = ()) -> None:
+    """Remove drafts, and states that are not among the newest `keep` scheduled, the best or linked ones."""
     for draft in saved.glob(".step-*"):
         shutil.rmtree(draft, ignore_errors=True)
-    last = (saved / "last").resolve()
-    states = list_states(saved)
-    beyond = [folder for folder in states if step_of(folder) > step_of(last)]
-    kept = [folder for folder in states if folder not in beyond][:keep]
-    kept += [folder for folder in states if step_of(folder) in best_steps]
-    followed = {last, (saved / "best").resolve()}
+    states, followed = list_states(saved), {(saved / name).resolve() for name in LINKS}
+    scheduled = [folder for folder in states if not read_json(folder / MANIFEST).get("best_only")]
     for folder in states:
-        if folder in beyond or (folder not in kept and folder.resolve() not in followed):
+        is_kept = folder in scheduled[:keep] or step_of(folder) in best_steps
+        if not is_kept and folder.resolve() not in followed:
             shutil.rmtree(_hide(folder, ".removed"), ignore_errors=True)
     best = saved / "best"
     if best.is_symlink() and not best.exists():
@@ -180,16 +194,25 @@ def list_states(saved: Path) -> list[Path]:
     """The state folders of a run, newest first."""
     if not saved.is_dir():
         return []
-    # A replaced one counts only if a kill came before the new one took its place.
-    found = [*saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
-    folders = {step_of(path): path for path in found if path.is_dir() and step_of(path) >= 0}
+    # A copy may hold a state under the name of a link alone. A replaced one counts only if a kill came before
+    # the new one took its place.
+    copies = [path for name in LINKS if _is_folder(path := saved / name)]
+    found = [*copies, *saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
+    folders = {step: path for path in found if path.is_dir() and (step := step_of(path)) >= 0}
     return [folders[step] for step in sorted(folders, reverse=True)]
 
 
 def step_of(folder: Path) -> int:
-    """The step of a state folder, by its name; -1 for any other."""
+    """The step of a state folder by its name, or by its manifest in place of a link; -1 for any other."""
+    if folder.name in LINKS:
+        step = read_json(folder / MANIFEST).get("step")
+        return step if type(step) is int else -1
     found = re.fullmatch(r"step-([0-9]+)", folder.name.removeprefix(".").removesuffix(REPLACED))
     return int(found[1]) if found else -1
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def config_of(state_folder: Path) -> Path:

@@ -28,6 +28,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.core.run_directory import write_json
+from ptfast.core.tensors.saved_state import abandon_after, point
 from ptfast.launch import launcher
 from ptfast.launch.agent import Agent, Ended, watch
 from ptfast.launch.launcher import _check_started, _outcome, _run_ranks
@@ -330,7 +331,9 @@ def test_ranks_are_started_again_as_long_as_they_get_further(
 
     def run(module: str, arguments: list[str], options: list[str]) -> Ended:
         given.append(Path(arguments[1]).name)
-        (in_tmp / "saved" / (next(states) or "step-2")).mkdir(parents=True, exist_ok=True)
+        if name := next(states):
+            (in_tmp / "saved" / name).mkdir(parents=True, exist_ok=True)
+            point(in_tmp / "saved", "last", Path(name))
         if not codes[len(given) - 1]:
             write_json(in_tmp / "summary.json", {"status": "finished"})
         return Ended({1: code} if (code := codes[len(given) - 1]) else {})
@@ -347,6 +350,30 @@ def test_ranks_are_started_again_as_long_as_they_get_further(
         == 0
     )
     assert given[4:] == ["step-4", "step-6"]
+
+
+def test_ranks_that_never_resumed_are_started_again_from_the_state_named(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, given = in_tmp / "saved", []
+    for name in ("step-8", "step-32"):  # of an earlier attempt
+        (saved / name).mkdir(parents=True)
+        point(saved, "last", Path(name))
+
+    def run(module: str, arguments: list[str], options: list[str]) -> Ended:
+        given.append(Path(arguments[1]).name)
+        if len(given) == 2:
+            abandon_after(saved, saved / "step-8")
+        if len(given) == 3:
+            (saved / "step-12").mkdir()
+            point(saved, "last", Path("step-12"))
+        if len(given) == 4:
+            write_json(in_tmp / "summary.json", {"status": "finished"})
+        return Ended({1: -9} if len(given) < 4 else {})
+
+    monkeypatch.setattr(launcher, "run_elastic", run)
+    assert _run_ranks(Place(in_tmp, saved / "step-8"), compose(), 2, max_restarts=2) == 0
+    assert given == ["step-8", "step-8", "step-8", "step-12"]
 
 
 def test_ranks_that_were_killed_before_they_saved_are_no_preempted_run(in_tmp: Path) -> None:
