@@ -8,6 +8,7 @@ _RUN = "[+recipe=NAME] [key=value ...]"
 _FOLDER = Flag("--out", "folder to write into; by default a new one under runs", read=path)
 _WRITE = Flag("--write", "recipe to write with what was found", read=path)
 _SECONDS = Flag("--seconds", "seconds to measure each", read=number())
+_CHECKPOINT = Flag("--checkpoint", "of the run: best, which is the default, last or step-N", default="best")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -97,11 +98,11 @@ COMMANDS: dict[str, Command] = {
         kinds=_LAUNCH,
     ),
     "eval": Command(
-        "RUN|STATE [key=value ...]",
-        "evaluate a saved state",
+        "RUN|CHECKPOINT [key=value ...]",
+        "evaluate a trained model",
         "config_commands.eval",
-        (Flag("--split", "evaluate one split: val or test"),),
-        ("eval RUN", "eval RUN/saved/best --split test"),
+        (Flag("--split", "evaluate one split: val or test"), _CHECKPOINT),
+        ("eval RUN", "eval RUN --split test --checkpoint last"),
         min_words=1,
         max_words=1,
         imports_torch=True,
@@ -117,13 +118,14 @@ COMMANDS: dict[str, Command] = {
             Flag("--top-k", "choose from so many of the likeliest tokens; default: all", read=number(1)),
             Flag("--out", "file to write instead of the terminal", read=path),
             Flag("--masks", "folder to write predicted masks to, as PNG of class numbers", read=path),
+            _CHECKPOINT,
         ),
         ("predict RUN pictures/ --out found.jsonl", "predict RUN --prompt 'ROMEO:'"),
         min_words=1,
         imports_torch=True,
     ),
     "export": Command(
-        "RUN|STATE --out FOLDER [key=value ...]",
+        "RUN|CHECKPOINT --out FOLDER [key=value ...]",
         "write a trained model for use without ptfast",
         "export_command.export",
         (
@@ -132,8 +134,9 @@ COMMANDS: dict[str, Command] = {
             switch("--onnx", "write an ONNX graph, too"),
             choice("--weights", "by default those that predict uses", "averaged", "last"),
             switch("--weights-only", "write no graph, of a model that cannot be traced"),
+            _CHECKPOINT,
         ),
-        ("export RUN --out exported --onnx", "export RUN/saved/best --out exported --hub my-model"),
+        ("export RUN --out exported --onnx", "export RUN --checkpoint last --out exported --hub my-model"),
         min_words=1,
         max_words=1,
         imports_torch=True,

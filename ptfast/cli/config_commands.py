@@ -81,16 +81,11 @@ def train(args: Namespace) -> int:
 
 def eval(args: Namespace) -> int:
     where, *overrides = args.words
-    from ptfast.core.tensors.saved_state import config_of, find_state
-    from ptfast.training.saved_model import evaluate_saved
+    from ptfast.training.saved_model import evaluate_saved, saved_run
 
-    state_folder = find_state(Path(where))
-    composed, config = load_config(config_of(state_folder), overrides, trains=False)
-
-    typed = [key for key, place in composed.places.items() if place == COMMAND_LINE]
-    other_data = any(key.split(".")[0] == "data" for key in typed)
-    with composed.naming_places():
-        return evaluate_saved(config, state_folder, args.split, other_data=other_data)
+    other_data = any(word.lstrip("+").partition("=")[0].split(".")[0] == "data" for word in overrides)
+    with saved_run(Path(where), overrides, checkpoint=args.checkpoint) as saved:
+        return evaluate_saved(saved, args.split, other_data=other_data)
 
 
 def find(args: Namespace) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from ptfast.config.read import load_config
 from ptfast.core.errors import EXIT_OK, ConfigError
-from ptfast.core.tensors.saved_state import config_of, find_state
 from ptfast.report.terminal.display import say
 from ptfast.report.terminal.json_lines import emit
 from ptfast.training.exports.export_run import export_run
-from ptfast.training.saved_model import load_saved
+from ptfast.training.saved_model import saved_run
 from ptfast.training.user_code import naming_user_code
 
 PLAIN = ("device=cpu", "precision=fp32")
@@ -27,13 +25,13 @@ def export(args: Namespace) -> int:
     if args.weights_only and args.onnx:
         what = "cannot be combined with --onnx, which writes a graph"
         raise ConfigError("C011", what, key="--weights-only", suggestion="Give one of the two")
-    state_folder = find_state(Path(where))
-    composed, config = load_config(config_of(state_folder), [*PLAIN, *overrides], trains=False)
     options = {name: getattr(args, name) for name in ("hub", "weights", "onnx")}
-    with composed.naming_places():
-        saved = load_saved(config, state_folder)
-        with naming_user_code(saved):
-            differences = export_run(saved, state_folder, args.out, graph=not args.weights_only, **options)
+    words = [*PLAIN, *overrides]
+    with (
+        saved_run(Path(where), words, checkpoint=args.checkpoint) as saved,
+        naming_user_code(saved),
+    ):
+        differences = export_run(saved, args.out, graph=not args.weights_only, **options)
     if emit("result", out=args.out, hub=args.hub, differences=differences):
         return EXIT_OK
     for name, difference in differences.items():

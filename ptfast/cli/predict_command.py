@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.cli.arguments import write_out
-from ptfast.config.read import load_config
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
-from ptfast.core.tensors.saved_state import config_of, find_state
 from ptfast.core.units import labelled
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.data.new_inputs import read_inputs
@@ -23,7 +21,7 @@ from ptfast.models.transformers import HfModel
 from ptfast.report.terminal.display import is_terminal, say, standard_output
 from ptfast.tasks.semantic_segmentation import mask_picture
 from ptfast.training.evaluate import averaged_over_views
-from ptfast.training.saved_model import load_saved
+from ptfast.training.saved_model import saved_run
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.user_code import naming_user_code
 
@@ -43,10 +41,7 @@ def predict(args: Namespace) -> int:
         raise ConfigError("C016", "an argument is missing", key="predict", suggestion=hint)
     if args.prompt is not None and paths:
         raise ConfigError("C011", "cannot be combined with --prompt", key=paths[0], suggestion="Give one")
-    state_folder = find_state(Path(path))
-    composed, config = load_config(config_of(state_folder), overrides, trains=False)
-    with composed.naming_places():
-        saved = load_saved(config, state_folder)
+    with saved_run(Path(path), overrides, checkpoint=args.checkpoint) as saved:
         if saved.ema is not None:
             saved.ema.copy_to_model()
         if args.prompt is not None:

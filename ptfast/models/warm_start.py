@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ptfast.core.errors import SavedStateError
+from ptfast.core.run_directory import read_json
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import TREE, read_state
+from ptfast.core.tensors.saved_state import TREE, name_checkpoint, read_state
 from ptfast.core.tensors.trees import map_tensors
 
 KEY = "model.weights"
@@ -78,7 +79,10 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
         raise SavedStateError("S002", what, key=KEY, value=path, suggestion=hint)
     model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
     kind = "averaged weights" if averages else "weights"
-    return [f"{kind} from {path}", *(f"fresh head: {line}" for line in fresh)]
+    # Only a run's folder leaves open which of its checkpoints it stands for.
+    facts = {} if Path(source).is_file() else read_json(path.with_name("state.json"))
+    which = f" ({name_checkpoint(path.parent, facts)})" if "progress" in facts else ""
+    return [f"{kind} from {path}{which}", *(f"fresh head: {line}" for line in fresh)]
 
 
 def _find_file(source: Path) -> Path:

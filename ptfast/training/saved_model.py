@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.resolved import Resolved
-from ptfast.core.tensors.saved_state import config_of, read_state
+from ptfast.core.tensors.saved_state import config_of, find_checkpoint, name_checkpoint, read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
-from ptfast.report.terminal.display import is_terminal, standard_output, terminal_display
+from ptfast.report.terminal.display import is_terminal, say, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
@@ -23,9 +26,24 @@ from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.data_stage import build_eval_loaders, choose_task, load_data, reader_options
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
-from ptfast.training.stages.partial_run import PartialRun
+from ptfast.training.stages.partial_run import Checkpoint, PartialRun
 from ptfast.training.state import restore_model
 from ptfast.training.user_code import naming_user_code
+
+
+@contextlib.contextmanager
+def saved_run(path: Path, words: Sequence[str] = (), *, checkpoint: str = "best") -> Iterator[PartialRun]:
+    """A checkpoint of the run in `path`, or an export, with `words` laid over its config, as `load_saved`.
+
+    In the end standard error says which it was. Errors raised inside say where their key was given.
+    """
+    folder = find_checkpoint(path, checkpoint)
+    composed, config = load_config(config_of(folder), words, trains=False)
+    with composed.naming_places():
+        saved = load_saved(config, folder)
+        assert saved.checkpoint is not None
+        yield saved
+        say(f"ptfast: {saved.checkpoint.label}", sys.stderr)
 
 
 def load_saved(config: Config, state_folder: Path) -> PartialRun:
@@ -42,6 +60,7 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
         config=config,
         before=Resolved.read(folder, state.facts),
         state=state,
+        checkpoint=Checkpoint(state_folder, name_checkpoint(state_folder, state.facts)),
     )
     set_up_machine(run, trains=False)
     run.progress.step = int(state.facts["progress"]["step"])
@@ -61,10 +80,8 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
     return run
 
 
-def evaluate_saved(
-    config: Config, state_folder: Path, split: str | None = None, *, other_data: bool = False
-) -> int:
-    """Evaluate a saved state on every split of its data besides `train`, or on one, and print the figures.
+def evaluate_saved(saved: PartialRun, split: str | None = None, *, other_data: bool = False) -> int:
+    """Evaluate a saved model on every split of its data besides `train`, or on one, and print the figures.
 
     On a terminal they are a panel; elsewhere each split is a line of JSON, tables of metrics included.
     `other_data` than that of training is read with the vocabulary, statistics and classes of training.
@@ -73,7 +90,8 @@ def evaluate_saved(
         PtfastError: C005 if the data has no such split; D003, D004 or D005 if the model cannot read the other
             data; S003 if the data of training has changed.
     """
-    saved = load_saved(config, state_folder)
+    config, checkpoint = saved.config, saved.checkpoint
+    assert checkpoint is not None
     if other_data:
         data = load_data(config, known=saved.info)
     else:
@@ -116,7 +134,7 @@ def evaluate_saved(
             print(json.dumps({"step": step, "split": name, **figures, **given}), flush=True)
     for loader in loaders.values():
         loader.close()
-    rows += [("time", duration(time.perf_counter() - start_s)), ("state", str(state_folder))]
+    rows += [("time", duration(time.perf_counter() - start_s)), ("checkpoint", str(checkpoint.folder))]
     title = f"{config.recipe or 'train'}: evaluated at step {step:,}"
     display.panel(title, rows)
     return EXIT_OK

@@ -58,8 +58,8 @@ class Note(Callback):
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small finished run with averaged weights."""
     folder = tmp_path_factory.mktemp("digits") / "run"
-    words = ("optimizer.lr=0.05", "ema.decay=0.9", "precision=bf16", "eval.every=6steps", "saving.keep=2")
-    assert train(*TINY, *words, f"run.dir={folder}") == 0
+    words = ("optimizer.lr=0.05", "ema.decay=0.9", "precision=bf16", "eval.every=6steps")
+    assert train(*TINY, *words, "saving.every=6steps", "saving.keep=2", f"run.dir={folder}") == 0
     return folder
 
 
@@ -70,17 +70,15 @@ def lines(text: str) -> list[dict[str, Any]]:
 def test_eval_repeats_the_figures_of_the_run(
     digits_run: Path, in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for state, step in (
-        (digits_run, 12),
-        (digits_run / "saved/step-6", 6),
-        (digits_run / "saved/best", None),
-    ):
-        assert run(["eval", str(state)]) == 0
+    for step, *words in ((12, "--checkpoint", "last"), (6, "--checkpoint", "step-6")):
+        assert run(["eval", str(digits_run), *words]) == 0
         (figures,) = lines(capsys.readouterr().out)
-        step = figures["step"] if step is None else step
         (logged,) = [each for each in records(digits_run) if (each["split"], each["step"]) == ("val", step)]
         logged.pop("epoch")
         assert figures == logged
+    assert run(["eval", str(digits_run)]) == 0
+    (figures,) = lines(capsys.readouterr().out)
+    assert {name: figures[name] for name in summary(digits_run)["best"]} == summary(digits_run)["best"]
 
 
 def test_the_predictions_in_the_report_are_those_that_are_evaluated(digits_run: Path) -> None:
@@ -106,8 +104,8 @@ def test_eval_takes_overrides_and_names_splits(
 ) -> None:
     assert run(["eval", str(digits_run), "eval.batch_size=7", "--split", "val"]) == 0
     (figures,) = lines(capsys.readouterr().out)
-    assert figures["accuracy"] == summary(digits_run)["val"]["accuracy"]
-    assert figures["loss"] == pytest.approx(summary(digits_run)["val"]["loss"], rel=1e-3)
+    assert figures["accuracy"] == summary(digits_run)["best"]["accuracy"]
+    assert figures["loss"] == pytest.approx(summary(digits_run)["best"]["loss"], rel=1e-3)
     assert run(["eval", str(digits_run), "--split", "test"]) == 2
     assert "There are: val" in capsys.readouterr().err
     assert run(["eval", str(digits_run), "data.val=0"]) == 2
@@ -246,7 +244,7 @@ def test_code_of_ones_own(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> N
     Path("points").rename("moved")
     assert run(["eval", "moved"]) == 0
     (figures,) = lines(capsys.readouterr().out)
-    assert figures["loss"] == summary(Path("moved"))["val"]["loss"]
+    assert figures["loss"] == summary(Path("moved"))["best"]["loss"]
     assert run(["train", "--config", "moved/", "--cfg", "job"]) == 0
     # Of one that is not, it is imported once the user says so.
     with Path("moved/config.yaml").open("a") as config:

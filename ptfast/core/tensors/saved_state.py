@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
-from ptfast.core.errors import SavedStateError, cannot_write
+from ptfast.core.errors import ConfigError, SavedStateError, cannot_write
 from ptfast.core.run_directory import CONFIG, read_json
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
@@ -221,8 +221,48 @@ def config_of(state_folder: Path) -> Path:
     return own if own.is_file() else state_folder.parent.parent / CONFIG
 
 
+def find_checkpoint(path: Path, checkpoint: str = "best") -> Path:
+    """The checkpoint of a run to use after training; a folder of one, such as an export, stands for itself.
+
+    Args:
+        checkpoint: `best`, which is the last one where none is kept as the best; `last`; or `step-N`.
+
+    Raises:
+        PtfastError: C005 for another name, C011 if `path` is a checkpoint already, S004 if it is not there.
+    """
+    details: dict[str, Any] = {"key": "--checkpoint", "value": checkpoint}
+    if not re.fullmatch(r"best|last|step-\d+", checkpoint):
+        hint = "Use best, last or step-N"
+        raise ConfigError("C005", "no name of a checkpoint", **details, suggestion=hint)
+    if (path / MANIFEST).is_file():
+        if checkpoint not in ("best", path.resolve().name):
+            what, hint = f"{path} is a checkpoint itself", "Give the run directory"
+            raise ConfigError("C011", what, **details, suggestion=hint)
+        return path.resolve()
+    for folder in (path / "saved" / checkpoint, path / checkpoint):
+        if (folder / MANIFEST).is_file():
+            return folder.resolve()
+    last = find_state(path)
+    if checkpoint in ("best", "last"):
+        return last
+    hint = f"There are: {', '.join(folder.name for folder in list_states(last.parent))}"
+    raise SavedStateError("S004", f"not in {path}", **details, suggestion=hint)
+
+
+def name_checkpoint(folder: Path, facts: Mapping[str, Any]) -> str:
+    """A checkpoint in words, such as `best by val accuracy, step 312`; its `facts` are those of its state."""
+    step = f"step {facts['progress']['step']:,}"
+    if "export" in facts:
+        return str(facts["export"].get("checkpoint", step))
+    by = f" by {facts['best_metric'].replace('.', ' ', 1)}" if "best_metric" in facts else ""
+    for name, why in (("best", by), ("last", "")):
+        if (folder.parent / name).resolve() == folder.resolve():
+            return f"{name}{why}, {step}"
+    return step
+
+
 def find_state(path: Path) -> Path:
-    """The state folder that `path` means: itself, as of an export, or a run's last state; S004 if none."""
+    """The checkpoint to resume: `path` itself, or the last one of the run there; S004 if there is none."""
     if (path / MANIFEST).is_file():
         return path.resolve()
     for candidate in (path / "saved" / "last", path / "last"):

@@ -73,7 +73,6 @@ class RawModel(nn.Module):
 
 def export_run(
     saved: PartialRun,
-    state_folder: Path,
     out: Path,
     *,
     hub: Path | None = None,
@@ -98,8 +97,9 @@ def export_run(
         NumericsError: N003 for a form that gives something else than the model.
         MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
     """
-    state = saved.state
+    state, checkpoint = saved.state, saved.checkpoint
     assert state is not None
+    assert checkpoint is not None
     for flag, folder in (("--out", out), ("--hub", hub)):
         if folder is not None and (folder.exists() or folder.is_symlink()):
             hint = "Choose another folder, or remove it"
@@ -155,9 +155,10 @@ def export_run(
             if onnx:
                 check(ONNX, _write_onnx(program, draft / ONNX))
         facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}
+        facts["export"]["checkpoint"] = checkpoint.label
         if graph:
             facts["export"] |= {**_shapes(sizes, raw, prepare, wanted[0]), "differences": differences}
-        shutil.copy(config_of(state_folder), draft / CONFIG)
+        shutil.copy(config_of(checkpoint.folder), draft / CONFIG)
         write_manifest(draft, saved.progress.step, plain_json(facts), EXPORT_FORMAT)
         if graph:
             (draft / "load.py").write_text(load_script(saved.info, facts["export"]["input"]), "utf-8")

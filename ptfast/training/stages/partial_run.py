@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,13 @@ from ptfast.run import Run
 from ptfast.training.stages.training_plan import TrainingPlan
 
 
+class Checkpoint(NamedTuple):
+    """The folder of a checkpoint, and what it is: `best by val accuracy, step 312`."""
+
+    folder: Path
+    label: str
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class PartialRun(Run):
     """A run and what its stages build it from; a saved model is one whose first stages alone were walked."""
@@ -25,6 +34,8 @@ class PartialRun(Run):
     """What each `auto` became when the run began; empty for a new run."""
     state: State | None = None
     """The saved state to resume, or that of a saved model."""
+    checkpoint: Checkpoint | None = None
+    """Where a saved model comes from."""
     data: Data | None = None
     """The splits; None for a saved model, and once the run is built."""
     plan: TrainingPlan = field(init=False)
