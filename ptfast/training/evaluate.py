@@ -22,6 +22,7 @@ from ptfast.core.tensors.trees import tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
+from ptfast.training.first_outputs import checking_outputs
 from ptfast.training.first_step import with_output_check
 from ptfast.training.loss_window import begin_sums
 from ptfast.training.stopping import Stopped, interruptible
@@ -47,27 +48,29 @@ class ViewAveraged(nn.Module):
         self.model, self.training, self._flip, self._shift = model, model.training, flip, shift
 
     def forward(self, images: Tensor) -> Any:
-        in_place = self._over_mirrors(images)
         if not self._shift:
-            return in_place
+            return self._over_mirrors(images)
         height, width = images.shape[-2:]
+        # All views are made first, each with memory of its own: a model may write to its inputs.
         padded = F.pad(images, (self._shift,) * 4, mode="reflect")
-        up, down = (
-            self._over_mirrors(padded[..., start : start + height, start : start + width])
+        views = [
+            padded[..., start : start + height, start : start + width].clone()
             for start in (2 * self._shift, 0)
-        )
+        ]
+        in_place, up, down = (self._over_mirrors(view) for view in (images, *views))
         return tree_map(lambda still, up, down: (still + (up + down) / 2) / 2, in_place, up, down)
 
     def _over_mirrors(self, images: Tensor) -> Any:
-        outputs = self.model(images)
         if not self._flip:
-            return outputs
+            return self.model(images)
+        flipped = images.flip(-1)
+        outputs = self.model(images)
 
         def mean(output: Tensor, mirrored: Tensor) -> Tensor:
             as_large = mirrored.dim() > 2 and mirrored.shape[-2:] == images.shape[-2:]
             return (output + (mirrored.flip(-1) if as_large else mirrored)) / 2
 
-        return tree_map(mean, outputs, self.model(images.flip(-1)))
+        return tree_map(mean, outputs, self.model(flipped))
 
 
 def averaged_over_views(run: Run) -> nn.Module:
@@ -143,7 +146,8 @@ def evaluate(
                 if num_samples:
                     looked = predictor
                     if index == 0:
-                        looked = with_output_check(predictor, model, task, data, " in evaluation")
+                        looked = checking_outputs(predictor, run)
+                        looked = with_output_check(looked, model, task, data, " in evaluation")
                     loss, count = task.evaluate(looked, data, metrics)
                     loss_sum += loss
                     num_items += count
@@ -152,6 +156,10 @@ def evaluate(
             else:
                 abandoned = 0
         predictor.train(was_training)
+        if loader.written and not run.writes_told:
+            run.writes_told = True
+            what = f"the model, loss or a metric changes the {loader.written} of evaluation in place"
+            run.display.note(f"{what}, and gets copies: x = x - 1 in place of x -= 1 would save them")
         if abandoned and not run.ranks.distributed:
             raise Abandoned
         sums = begin_sums([loss_sum, num_items, abandoned], device, run.ranks)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of
 from ptfast.core.protocols import Mixed
-from ptfast.core.tensors.trees import tree_leaves
+from ptfast.core.tensors.trees import copied, tree_leaves
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.training.user_code import MODEL, failure, misfit, naming_user_code, parts_of
@@ -98,7 +98,7 @@ class FirstStep:
 
     def loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
         """The result of the task's `loss`; C017 for a misfit, for no loss, and for a user's own error."""
-        run, self._data = self._run, data if self._evaluates else None
+        run, self._data = self._run, copied(data) if self._evaluates else None
         seen: Any = with_output_check(model, run.model, run.task, data)
         try:
             with self.switches.in_forward():

@@ -13,6 +13,7 @@ from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
+from ptfast.core.plain_display import Display
 from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.saved_state import config_of, find_checkpoint, name_checkpoint, read_state
 from ptfast.core.units import duration, listed
@@ -116,7 +117,7 @@ def evaluate_saved(saved: PartialRun, split: str | None = None, *, other_data: b
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
     step, redraws, rows = saved.progress.step, is_terminal(standard_output()), []
-    display = terminal_display()
+    display, saved.display = terminal_display(), Display(sys.stderr)
     start_s = time.perf_counter()
     for name in [split] if split else loaders:
         tables: dict[str, MetricTable] = {}

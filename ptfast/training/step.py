@@ -18,6 +18,7 @@ from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival
 from ptfast.core.tensors.torch_internals import after_backward, backward
+from ptfast.core.tensors.trees import copied
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
@@ -298,7 +299,7 @@ class Trainer:
         run.forward.train()
         try:
             with run.forward.forgetting() if averaged else _nothing:
-                self.accumulate(first, run.progress.step)
+                self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples), run.progress.step)
             if self.whole is not None:
                 window.inspect_gradients()
                 self.whole.prepare()

@@ -6,6 +6,7 @@ dict. Models' inputs and outputs are walked by torch's, whose module is private,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,3 +37,8 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
         items = [map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def copied(value: Any) -> Any:
+    """A batch with memory of its own, which code that writes to it in place may have."""
+    return map_tensors(lambda part: part.clone() if isinstance(part, Tensor) else copy.deepcopy(part), value)

@@ -16,6 +16,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
+from ptfast.core.tensors.trees import copied
 from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import DeviceBatches
@@ -202,19 +203,55 @@ class EvaluationLoader:
     side: SideStream | None = None
     caches: bool = False
     """Prepare the batches once, and keep them."""
+    lends: bool = False
+    """Batches lie in memory that later evaluations read again."""
+    written: str | None = None
+    """The part of a batch, `inputs` or `targets`, that code which evaluates has changed in place."""
     _cached: list[MicroBatch] | None = field(default=None, init=False)
+    _copies: bool = field(default=True, init=False)
+    """Until a whole pass has shown that nobody writes to the batches."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        if self._cached is not None:
-            return iter(self._cached)
-        steps = self.batches.steps(0, self.num_steps)
-        batches = (micro_batch for step in steps for micro_batch in step.micro_batches)
-        if self.caches:
+        batches = iter(self._cached or ())
+        if self._cached is None:
+            steps = self.batches.steps(0, self.num_steps)
+            batches = (micro_batch for step in steps for micro_batch in step.micro_batches)
+        if self.caches and self._cached is None:
             # Tensors made under inference mode could not be used with gradients later.
             with torch.inference_mode(False):
                 self._cached = list(batches)
-            return iter(self._cached)
-        return batches if self.side is None else prefetched(batches, self.side)
+            batches = iter(self._cached)
+        elif self._cached is None and self.side is not None:
+            batches = prefetched(batches, self.side)
+        return self._lent(batches) if self.lends else batches
+
+    def _lent(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The same batches, copied until it is known that nobody writes to them.
+
+        Raises:
+            ConfigError: C017 if samples are changed after a pass in which none were.
+        """
+        copies, first = self._copies, True
+        for data, num_samples in batches:
+            lent = data
+            if copies:
+                # Tensors of inference mode do not count their changes.
+                with torch.inference_mode(False):
+                    lent = copied(data)
+            versions = [part._version for part in lent]
+            yield MicroBatch(lent, num_samples)
+            for name, part, held, version in zip(("inputs", "targets"), lent, data, versions, strict=True):
+                changed = part._version != version
+                # Changes by way of `.data` or numpy are not counted: one batch is compared.
+                if copies and first and self.written is None:
+                    changed = changed or not torch.isclose(part, held, rtol=0, atol=0, equal_nan=True).all()
+                if changed and not copies:
+                    what = f"the {name} of evaluation were changed in place, which no earlier pass did"
+                    hint = "Make a new tensor: x = x - 1 in place of x -= 1 or x.sub_(1)"
+                    raise ConfigError("C017", what, key="model._target_", suggestion=hint)
+                self.written = name if changed else self.written
+            first = False
+        self._copies = self.written is not None
 
     def close(self) -> None:
         self.batches.close()
@@ -282,4 +319,5 @@ def build_eval_loader(
         left_out=size - counted,
         side=side,
         caches=isinstance(source, TensorSource) and source.prepared_bytes <= CACHE_LIMIT_BYTES,
+        lends=isinstance(source, TensorSource),
     )

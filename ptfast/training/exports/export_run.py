@@ -26,6 +26,7 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.training.evaluate import ViewAveraged, averaged_over_views
 from ptfast.training.exports.hub_layout import model_card, write_hub
 from ptfast.training.exports.load_script import load_script
+from ptfast.training.first_outputs import unsteadiness
 from ptfast.training.stages.data_stage import load_data, reader_options
 from ptfast.training.stages.model_stage import build_plain_model
 from ptfast.training.stages.partial_run import PartialRun
@@ -120,7 +121,14 @@ def export_run(
     batches, differences = [raw, raw[:1]] if graph else [], dict[str, float]()
     predictor = RawModel(averaged_over_views(saved), None, images=False).eval()
     with torch.inference_mode():
-        wanted = [predictor(prepare.inputs(batch)) for batch in batches]
+        wanted = [predictor(prepare.inputs(batch.clone())) for batch in batches]
+        for logits in wanted[:1]:
+            found = unsteadiness(predictor, saved.model, ((prepare.inputs(raw.clone()),), {}), logits)
+            if found is not None:
+                what, hint = found
+                hint += ", or add --weights-only"
+                key, path = "model._target_", saved.config.model.target.path
+                raise NumericsError("N003", what, key=key, value=path, suggestion=hint)
 
     def from_raw(model: nn.Module) -> RawModel:
         if saved.flip or saved.shift:
@@ -131,7 +139,7 @@ def export_run(
         if not batches:
             return
         with torch.inference_mode():
-            pairs = [(model(batch), logits) for batch, logits in zip(batches, wanted, strict=True)]
+            pairs = [(model(batch.clone()), logits) for batch, logits in zip(batches, wanted, strict=True)]
         differences[name] = found = max(_difference(*pair) for pair in pairs)
         if not found <= LIMIT:
             what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"

@@ -1,0 +1,110 @@
+"""Checks of a model in evaluation: outputs that are random, or depend on the rest of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.errors import name_of
+from ptfast.core.tensors.trees import copied, map_tensors, tensors_in, tree_leaves
+from ptfast.data.sampling.counter_draws import seeded
+from ptfast.run import Run
+
+RANDOM = "gives other outputs for the same inputs in evaluation"
+RANDOM_HINT = "F.dropout needs training=self.training; nn.Dropout follows eval() by itself"
+DEPENDENT = "gives other outputs for a sample alone than in a batch"
+DEPENDENT_HINT = "Use BatchNorm with running statistics, and statistics over no other sample"
+STEADY, ALONE = 1e-4, 1e-2
+"""Largest differences, as parts of the largest output, of the same batch again and of a sample alone; ten
+times as much in 16 bits."""
+_SEED = 0x5EED
+
+
+class FirstOutputs:
+    """`forward` of a run's model in evaluation, which warns once if its outputs are unsteady.
+
+    Cost: in the first evaluation of a process, a forward pass of a batch and one of a sample more. Random
+    states and buffers are put back.
+    """
+
+    def __init__(self, forward: Any, run: Run) -> None:
+        self.forward, self._run = forward, run
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        run = self._run
+        if run.outputs_checked:
+            return self.forward(*args, **keywords)
+        run.outputs_checked = True
+        given = copied((args, keywords))
+        outputs = self.forward(*args, **keywords)
+        half = run.precision.half_type is not None or any(p.itemsize == 2 for p in run.model.parameters())
+        with contextlib.suppress(Exception):  # some models take only batches of one size
+            if found := unsteadiness(self.forward, run.model, given, outputs, 10.0 if half else 1.0):
+                what, hint = found
+                run.display.warn(f"model: {name_of(run.model)} {what}. {hint}")
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.forward, name)
+
+
+def checking_outputs(forward: Any, run: Run) -> Any:
+    """`forward` as `FirstOutputs` for a model that is not ours, until it has been checked."""
+    ours = name_of(run.model).startswith("ptfast.")
+    if run.outputs_checked or ours or run.sharded or not run.ranks.is_first:
+        return forward
+    return FirstOutputs(forward, run)
+
+
+def unsteadiness(
+    forward: Any, model: nn.Module, given: tuple[Any, Any], outputs: Any, factor: float = 1.0
+) -> tuple[str, str] | None:
+    """What is wrong with `outputs` of the arguments `given`, and a hint; None if they repeat.
+
+    The batch is computed again, and then its first sample alone. `factor` widens the tolerated differences.
+    """
+    with _untouched(model):
+        args, keywords = copied(given)
+        if _difference(outputs, forward(*args, **keywords)) > factor * STEADY:
+            return RANDOM, RANDOM_HINT
+        size = next((len(part) for part in tensors_in(given) if part.dim()), 0)
+        if size < 2:
+            return None
+
+        def first(value: Any) -> Any:
+            is_batch = isinstance(value, Tensor) and value.dim() and len(value) == size
+            return value[:1] if is_batch else value
+
+        args, keywords = map_tensors(first, copied(given))
+        alone = forward(*args, **keywords)
+        together = [first(leaf) for leaf in tree_leaves(outputs)]
+        return (DEPENDENT, DEPENDENT_HINT) if _difference(together, alone) > factor * ALONE else None
+
+
+def _difference(one: Any, other: Any) -> float:
+    """The largest difference of outputs of equal shapes, as a part of the largest one."""
+    largest = 0.0
+    for left, right in zip(tree_leaves(one), tree_leaves(other), strict=False):
+        both = isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
+        if both and left.is_floating_point() and left.numel():
+            top = left.abs().max().clamp(min=torch.finfo(left.dtype).tiny)
+            largest = max(largest, float((left - right).abs().max() / top))
+    return largest
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """A context after which buffers and random states are as before; draws inside are new ones."""
+    kept = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
+    devices = sorted({buffer.device.index for buffer in model.parameters() if buffer.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices), seeded(_SEED):
+            yield
+    finally:
+        for buffer, before, version in kept:
+            if buffer._version != version:
+                buffer.copy_(before)
