@@ -19,8 +19,13 @@ _NO_MEMORY = (
     *("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc"),
     *("_status_alloc_failed", "unable to find an engine"),  # cuBLAS and cuDNN, for their own memory
 )
-_NETWORK = ("urllib", "http", "socket", "ssl", "requests", "urllib3", "httpx", "httpcore", "huggingface_hub")
+_NETWORK = (
+    *("urllib", "http", "socket", "ssl", "requests", "urllib3"),
+    *("httpx", "httpx2", "httpcore", "httpcore2"),
+)
 """Packages whose errors come from fetching files."""
+_HUB = "huggingface_hub"
+"""Fetches files as well, and raises an OSError if that fails; its other errors have other causes."""
 _UNKNOWN_MEMORY = 4 * 2**30
 _STEAL, _IDLE = 7, (3, 4)
 """Fields of a CPU in /proc/stat, by proc(5)."""
@@ -205,7 +210,8 @@ def network_error(error: BaseException | None) -> BaseException | None:
     found = None
     while error is not None:
         package = type(error).__module__.partition(".")[0]
-        if isinstance(error, (ConnectionError, TimeoutError)) or package in _NETWORK:
+        fetches = package in _NETWORK or (package == _HUB and isinstance(error, OSError))
+        if isinstance(error, (ConnectionError, TimeoutError)) or fetches:
             found = error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return found

@@ -60,6 +60,10 @@ class DataInfo:
     extra: dict[str, Any] = field(default_factory=dict)
     """Facts that `predict` needs to read new inputs the same way (vocabulary, normalisation), for JSON."""
 
+    def facts(self) -> dict[str, Any]:
+        """What a model's constructor may take: the known facts by name, and all of them as `info`."""
+        return {name: fact for name, fact in vars(self).items() if fact is not None} | {"info": self}
+
 
 class MicroBatch(NamedTuple):
     """One forward and backward of one rank."""

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -31,10 +31,11 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         pretrained: ask the constructor for published weights, with a fresh head where the classes differ.
 
     Raises:
-        ConfigError: the data does not say what the constructor needs (C011), there are no published weights
-            (C012), the target gives something that is no module (C009), or layers without sizes (C017).
+        ConfigError: the data does not say what the constructor needs or does not fit (C011), there are no
+            published weights (C012), the target gives something that is no module (C009), or layers without
+            sizes (C017).
     """
-    facts = {f.name: getattr(info, f.name) for f in fields(info) if getattr(info, f.name) is not None}
+    facts = info.facts()
     if info.task == "regression":
         facts.setdefault("num_classes", 1)
     parameters = keywords(target.resolve())
@@ -56,6 +57,10 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
         what = f"needs {keys}, which {info.kind} data does not determine"
         hint = f"Set model.{missing[0]}{attribute}, or choose a model that fits the data"
         raise ConfigError("C011", what, key="model._target_", value=target.path, suggestion=hint)
+    own = target.kwargs.get("vocab_size")
+    if isinstance(own, int) and info.vocab_size is not None and own < info.vocab_size:
+        what = f"too few: the data has {info.vocab_size:,} token ids"
+        raise ConfigError("C011", what, key="model.vocab_size", value=own)
     model = target.build(**facts)
     if not isinstance(model, nn.Module):
         what = f"gives a {type(model).__name__}, not a torch.nn.Module"
@@ -77,14 +82,18 @@ def unknown_keyword(
         door: our function that passes keywords on.
         make: the library's function that makes the model; the classes beside it say what it takes.
     """
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    found = re.search(r"(unexpected|multiple values for) keyword argument\W.*?'(\w+)'", str(error))
     if found is None:
         return ConfigError("C002", f"{what} ({error})", key="model")
+    key, value = f"model.{found[2]}", given.get(found[2])
+    if found[1] != "unexpected":
+        return ConfigError("C002", f"{what}, because it sets it itself", key=key, value=value)
     beside = vars(sys.modules[make.__module__]).values()
     classes = [each for each in beside if isinstance(each, type) and each.__module__ == make.__module__]
     known = {name for each in (door, make, *classes) for name in keywords(each)}
-    hint = did_you_mean(found[1], sorted({*Model.model_fields, *known} - {"self", "target"}), "model.{}")
-    return ConfigError("C002", what, key=f"model.{found[1]}", value=given.get(found[1]), suggestion=hint)
+    known -= {"self", "target", found[2]}
+    hint = did_you_mean(found[2], sorted({*Model.model_fields, *known}), "model.{}")
+    return ConfigError("C002", what, key=key, value=value, suggestion=hint)
 
 
 LOOK_S = 0.03

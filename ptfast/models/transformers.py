@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra
+from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra, summary_of, text_of
 from ptfast.core.machine import network_error
+from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.core.sections.targets import keywords
 from ptfast.models import Model
@@ -46,13 +49,10 @@ class HfModel(nn.Module):
 
 def build(
     name: str,
-    task: str = "classification",
-    kind: str = "text",
+    info: DataInfo | None = None,
     num_classes: Count | None = None,
-    vocab_size: Count | None = None,
     pad_id: int | None = None,
     pretrained: bool = False,
-    extra: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> HfModel:
     """Construct a transformers model with the head that the task needs.
@@ -60,50 +60,62 @@ def build(
     Args:
         name: a model on the hub (`distilbert-base-uncased`), a folder, or a bare architecture (`distilbert`),
             whose sizes then are keywords here.
-        task: chooses the head, filled from the data.
-        kind: kind of the data, filled from the data.
+        info: facts about the data, filled in: kind and task choose the head; the vocabulary grows if the data
+            has more token ids.
         num_classes: outputs, filled from the data.
-        vocab_size: number of token ids, filled from the data; a model whose own is larger keeps it.
         pad_id: token id of padding, filled from the data.
         pretrained: start from the published weights, with a fresh head.
-        extra: how the data was read, filled from the data: published weights know one tokenizer's numbers.
-        kwargs: fields of the model's config, such as `num_hidden_layers`.
+        kwargs: fields of the model's config, such as `num_hidden_layers` or `vocab_size`. The config is built
+            with them, so that fields it derives from others follow.
 
     Raises:
         MachineError: transformers is not installed (E004), or the model cannot be fetched (E005).
-        ConfigError: a field that the model's config does not have (C002), a task without a head or, with
-            published weights, the tokenizer of another model (C011).
+        ConfigError: a field that the model's config does not have (C002) or a value that it rejects (C005), a
+            task without a head or, with published weights, the tokenizer of another model (C011).
     """
-    tokenizer = (extra or {}).get("tokenizer")
-    used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
-    # A user's own `tokenizer.json` is trusted to be that of the model.
-    if pretrained and used != name and not used.endswith(".json"):
-        own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
-        what = f"the weights of {name} know only the tokens of its own tokenizer"
-        hint = f"Set data.tokenizer={own}"
-        raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
+    info = info or DataInfo("text", "classification")
+    if pretrained:
+        _check_tokenizer(name, info)
     transformers = import_extra("transformers", "hf", "model")
-    if task not in HEADS:
-        raise ConfigError("C011", f"there is no head for the task `{task}`", key="model.name", value=name)
-    image = kind == "image" and task != "language_modelling"
-    head = getattr(transformers, "AutoModelForImageClassification" if image else HEADS[task])
+    if info.task not in HEADS:
+        raise ConfigError(
+            "C011", f"there is no head for the task `{info.task}`", key="model.name", value=name
+        )
+    image = info.kind == "image" and info.task != "language_modelling"
+    head = getattr(transformers, "AutoModelForImageClassification" if image else HEADS[info.task])
+    written: dict[str, Any] = {}
     try:
-        known = name in transformers.CONFIG_MAPPING
-        make = transformers.AutoConfig.for_model if known else transformers.AutoConfig.from_pretrained
-        config: Any = make(name)
+        if name in transformers.CONFIG_MAPPING:
+            config: Any = transformers.AutoConfig.for_model(name)
+        else:
+            config = transformers.AutoConfig.from_pretrained(name)
+            written, _ = transformers.PretrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         raise _unreachable(name, error) from error
-    facts = {"num_labels": num_classes, "pad_token_id": pad_id}
-    if vocab_size is not None and vocab_size > getattr(config, "vocab_size", vocab_size):
-        facts["vocab_size"] = vocab_size
-    if task == "language_modelling":
-        facts.pop("num_labels")
-    for key, value in {**{k: v for k, v in facts.items() if v is not None}, **kwargs}.items():
-        if key in kwargs and not hasattr(config, key):
+    for key, value in kwargs.items():
+        if not hasattr(config, key):
             hint = did_you_mean(key, [*Model.model_fields, *keywords(build), *config.to_dict()], "model.{}")
             what = f"the config of {name} has no such field"
             raise ConfigError("C002", what, key=f"model.{key}", value=value, suggestion=hint)
-        setattr(config, key, value)
+    fields = {"pad_token_id": pad_id, "vocab_size": info.vocab_size}
+    if (info.vocab_size or 0) <= (getattr(config, "vocab_size", math.inf) or 0):
+        del fields["vocab_size"]
+    if info.task != "language_modelling":
+        fields["num_labels"] = num_classes
+    # A config may know a size by a second name, from which its constructor derives nothing.
+    given = {config.attribute_map.get(key, key): value for key, value in kwargs.items()}
+    fields = {key: value for key, value in fields.items() if value is not None} | given
+    if "num_labels" in fields:
+        # They name the classes of the published head.
+        written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
+    try:
+        config = type(config).from_dict(_merged(written, fields))
+    except Exception as error:
+        what = f"the config of {name} rejects this ({summary_of(error)})"
+        words = re.findall(r"\w+", text_of(error))
+        key = next((key for key in kwargs if key in words), None)
+        value = kwargs[key] if key else name
+        raise ConfigError("C005", what, key=f"model.{key or 'name'}", value=value) from error
     if pretrained:
         try:
             model = head.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
@@ -113,7 +125,29 @@ def build(
             raise _unreachable(name, error) from error
     else:
         model = head.from_config(config)
-    return HfModel(model, kind, pad_id)
+    return HfModel(model, info.kind, pad_id)
+
+
+def _check_tokenizer(name: str, info: DataInfo) -> None:
+    """Raise a C011 if the data was not read by the tokenizer of the published weights."""
+    tokenizer = info.extra.get("tokenizer")
+    used = str(tokenizer.get("source", tokenizer["kind"])) if tokenizer else name
+    # A user's own `tokenizer.json` is trusted to be that of the model.
+    if used != name and not used.endswith(".json"):
+        own = f"{name}/tokenizer.json" if Path(name).is_dir() else name
+        what = f"the weights of {name} know only the tokens of its own tokenizer"
+        hint = f"Set data.tokenizer={own}"
+        raise ConfigError("C011", what, key="data.tokenizer", value=used, suggestion=hint)
+
+
+def _merged(written: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """`written` with `fields` in place of its own; of a nested config, with those that are given."""
+    nested = {
+        key: _merged(written[key], value)
+        for key, value in fields.items()
+        if isinstance(value, dict) and isinstance(written.get(key), dict)
+    }
+    return {**written, **fields, **nested}
 
 
 def _unreachable(name: str, error: Exception) -> MachineError:

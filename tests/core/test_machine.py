@@ -151,3 +151,17 @@ def test_what_others_keep_busy_is_told_from_what_this_process_does(
     assert machine.others_cores() == pytest.approx((5 - 2) / 2)
     assert machine.others_cores(num_local_ranks=2) == pytest.approx(0.5)
     assert machine.others_cores(num_local_ranks=8) == 0.0
+
+
+def test_errors_of_the_hub_count_as_network_errors_only_where_it_fails_to_fetch() -> None:
+    errors = pytest.importorskip("huggingface_hub.errors", reason="needs the package huggingface_hub")
+    for error, fetching in (
+        (errors.LocalEntryNotFoundError("not in the cache"), True),
+        (errors.OfflineModeIsEnabled("offline"), True),
+        (errors.HFValidationError("Repo id must use alphanumeric chars"), False),
+        (errors.SafetensorsParsingError("not a safetensors file"), False),
+    ):
+        assert (machine.network_error(error) is error) == fetching
+        wrapped = OSError("cannot load")
+        wrapped.__cause__ = error
+        assert (machine.network_error(wrapped) is error) == fetching

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.targets import Target
 from ptfast.models.build_model import build_model
 from ptfast.models.gpt import Gpt
 from ptfast.models.layers import Block, attention
@@ -296,6 +300,49 @@ def test_transformers_models_take_and_give_tensors() -> None:
         build("distilbert", num_classes=3, dimm=3)
 
 
+def test_the_config_of_a_transformers_model_derives_sizes_from_those_given(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    from ptfast.models.transformers import build
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    written = {
+        "model_type": "llama",
+        "vocab_size": 30,
+        **sizes,
+        "hidden_size": 32,
+        "id2label": {0: "a", 1: "b"},
+    }
+    written["rope_parameters"] = {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    info = DataInfo("text", "classification", 3, vocab_size=20)
+    nested = {"rope_parameters": {"rope_theta": 7.0}}
+    for name, vocabulary in (("llama", 32000), (str(tmp_path), 30)):
+        config = build(name, info, 3, **sizes, **(nested if vocabulary == 30 else {})).model.config  # type: ignore[union-attr]
+        assert (config.head_dim, config.num_labels, config.vocab_size) == (16, 3, vocabulary)
+        assert build(name, info, 3, **sizes, vocab_size=25).model.config.vocab_size == 25  # type: ignore[union-attr]
+        larger = replace(info, vocab_size=40_000)
+        assert build(name, larger, 3, **sizes).model.config.vocab_size == 40_000  # type: ignore[union-attr]
+    assert config.rope_parameters == written["rope_parameters"] | {"rope_theta": 7.0}
+    with pytest.raises(
+        ConfigError, match=r"model.hidden_size=wide: the config of llama rejects this"
+    ) as caught:
+        build("llama", info, 3, hidden_size="wide")
+    assert caught.value.code == "C005"
+    with pytest.raises(ConfigError, match=r"model.vocab_size=19: too few: the data has 20 token ids"):
+        build_model(Target("ptfast.models.transformers.build", {"name": "llama", "vocab_size": 19}), info)
+
+
+def test_a_transformers_model_of_other_sizes_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    from ptfast.models.transformers import build
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+    model: Any = build("beit", IMAGES, 5, **sizes, image_size=32).model
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
 def test_timm_models_by_name() -> None:
     pytest.importorskip("timm", reason="needs the package timm")
     from ptfast.models.timm import build
@@ -305,3 +352,10 @@ def test_timm_models_by_name() -> None:
         build("resnet1", 5)
     with pytest.raises(ConfigError, match=r"model.drop_rat=0.1: timm's .* Did you mean model.drop_rate\?"):
         build("resnet18", 5, drop_rat=0.1)
+    for name, key, said in (
+        ("mvitv2_tiny", "depths", r"does not take this. Did you mean model.depth\?"),
+        ("convmixer_768_32", "dim", "does not take this, because it sets it itself"),
+        ("poolformer_s12", "layers", "does not take this"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model.{key}=8: timm's {name} {said}"):
+            build(name, 5, **{key: 8})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ptfast.cli.predict_command import generate
 from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import DataInfo
 from ptfast.models.gpt import Gpt
 
 PROMPT = torch.tensor([1, 2])
@@ -26,7 +27,8 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    model = build("gpt2", task="language_modelling", kind="tokens", vocab_size=9, **sizes).eval()
+    info = DataInfo("tokens", "language_modelling", vocab_size=9)
+    model = build("gpt2", info, **sizes).eval()
     assert model.model.config.vocab_size > 9  # type: ignore[union-attr]
     return model
 

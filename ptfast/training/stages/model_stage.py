@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +53,7 @@ def build_plain_model(run: PartialRun) -> None:
     target = section.target
     status = run.display.status("building the model")
     with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
-        check_constructs(target, asdict(info))
+        check_constructs(target, info.facts())
         _check_size(target, info)
         run.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
     if fresh and section.weights and section.weights != "pretrained":
