@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import DataError
+from ptfast.data.decoding.pictures import UnknownScaleError, in_square, rgb_pixels
 from ptfast.data.streams.tar_headers import InTar
 from ptfast.data.transforms.resized_crops import resize
 
@@ -61,8 +62,8 @@ def decode(content: bytes, name: str) -> Decoded:
         raise DataError("D005", "is empty (0 bytes)", key=name, suggestion=REMEDY)
     shape = jpeg_shape(content)
     try:
-        if shape is not None:
-            _check_pixels(shape[0] * shape[1], name)
+        if shape is not None and shape[0] * shape[1] > MAX_PIXELS:
+            raise _too_large(shape[0] * shape[1], name)
         if shape is None or shape[2] not in (1, 3):
             return _by_pil(content, name)
         converted = shape[2] == 1
@@ -74,11 +75,7 @@ def decode(content: bytes, name: str) -> Decoded:
     except DataError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        # torchvision names the line of its own source before it says what is wrong.
-        reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
-        what = f"is damaged or truncated: {reason.rstrip('.')}"
-        raise DataError("D005", what, key=name, suggestion=REMEDY) from None
+        raise _unreadable(error, name) from None
 
 
 @functools.cache
@@ -117,10 +114,10 @@ def size_of(path: str) -> tuple[int, int]:
                 header = file.read(_HEADER_BYTES)
         if (shape := jpeg_shape(header)) is not None:
             return shape[:2]
-        with _opened(path if in_tar is None else io.BytesIO(in_tar.read()), path) as image:
+        with opened(path if in_tar is None else io.BytesIO(in_tar.read()), path) as image:
             return image.height, image.width
     except OSError as error:
-        raise DataError("D005", f"cannot be read: {error.strerror or error}", key=path) from None
+        raise _unreadable(error, path) from None
 
 
 def read_file(path: str) -> bytes:
@@ -131,7 +128,7 @@ def read_file(path: str) -> bytes:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of Path.read_bytes
             return file.read()
     except OSError as error:
-        raise DataError("D005", f"cannot be read: {error.strerror}", key=path) from None
+        raise _unreadable(error, path) from None
 
 
 def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> DataError:
@@ -142,24 +139,11 @@ def mixed_sizes(path: str, shape: Iterable[int], expected: Iterable[int]) -> Dat
     return DataError("D005", what, key=path, suggestion=hint)
 
 
-def fit(pixels: Pixels, size: int, resize: Callable[[Tensor, int, int], Tensor] = resize) -> Pixels:
-    """Resize the shorter side to `size` (bilinear, antialiased, unless `resize` does) and crop the centre."""
-    height, width, _ = pixels.shape
-    if (height, width) == (size, size):
+def fit(pixels: Pixels, size: int, resize: Callable[..., Tensor] = resize) -> Pixels:
+    """Resize the shorter side to `size` and crop the center, as `in_square`."""
+    if pixels.shape[:2] == (size, size):
         return pixels
-    image = resize_shorter(pixels, size, resize)
-    top, left = (len(image) - size) // 2, (image.shape[1] - size) // 2
-    return image[top : top + size, left : left + size].contiguous().numpy()
-
-
-def resize_shorter(
-    pixels: Pixels, size: int, resize: Callable[[Tensor, int, int], Tensor] = resize
-) -> Tensor:
-    """Bring the shorter side to `size`: uint8 (height, width, channels)."""
-    height, width, _ = pixels.shape
-    scale = size / min(height, width)
-    shape = max(size, round(height * scale)), max(size, round(width * scale))
-    return resize(torch.from_numpy(np.ascontiguousarray(pixels)), *shape)
+    return in_square(torch.from_numpy(np.ascontiguousarray(pixels)), size, resize).numpy()
 
 
 def jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
@@ -181,39 +165,50 @@ def jpeg_shape(content: bytes) -> tuple[int, int, int] | None:
 
 
 def _by_pil(content: bytes, path: str) -> Decoded:
-    with _opened(io.BytesIO(content), path) as image:
-        _check_pixels(image.width * image.height, path)
-        if image.mode == "RGB":
-            return Decoded(np.array(image), False)
-        # Old Pillows open a PNG of 16 bits as one of 32.
-        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-            # PIL's own conversion clips 16 bits at 255 instead of scaling them.
-            grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
-            return Decoded(np.repeat(grey[..., None], 3, axis=2), True)
-        return Decoded(np.array(image.convert("RGB")), True)
+    with opened(io.BytesIO(content), path) as image:
+        return Decoded(rgb_pixels(image).numpy(), image.mode != "RGB")
 
 
 @contextlib.contextmanager
-def _opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
-    """The PIL image in `file`, none of whose pixels have been read."""
+def opened(file: str | io.BytesIO, path: str) -> Iterator[Any]:
+    """The PIL image in `file`, its pixels not read yet; every error inside is a D005 that names `path`."""
     from PIL import Image, UnidentifiedImageError
 
-    # The size is checked here; PIL's own limit warns at legitimate sizes.
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    # Never lowered again, so that threads cannot disagree: PIL would warn at sizes that are accepted here.
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, MAX_PIXELS)
     try:
         with Image.open(file) as image:
+            if (pixels := image.width * image.height) > MAX_PIXELS:
+                raise _too_large(pixels, path)
             yield image
+    except DataError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(int(re.findall(r"\d+", str(error))[0]), path) from None
     except UnidentifiedImageError:
         what = "is not an image that can be decoded, despite its name"
         raise DataError("D005", what, key=path, suggestion=REMEDY) from None
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
+    except UnknownScaleError as error:
+        hint = "Save it with 8 bits, or with values from black to white"
+        raise DataError("D005", str(error), key=path, suggestion=hint) from None
+    except Exception as error:
+        raise _unreadable(error, path) from None
 
 
-def _check_pixels(pixels: int, path: str) -> None:
-    if pixels > MAX_PIXELS:
-        what = f"claims {pixels:,} pixels, more than {MAX_PIXELS:,}: not decoded"
-        raise DataError("D005", what, key=path, suggestion="Remove it, or scale it down")
+def _unreadable(error: Exception, name: str) -> DataError:
+    """The error for a file that the system or a decoder does not read; they raise all kinds of exceptions."""
+    if isinstance(error, OSError) and error.strerror:
+        return DataError("D005", f"cannot be read: {error.strerror}", key=name)
+    lines = str(error).strip().splitlines()
+    # torchvision names the line of its own source before it says what is wrong.
+    reason = re.sub(r"^.*\.cpp:\d+, ", "", lines[0]) if lines else type(error).__name__
+    return DataError("D005", f"is damaged or truncated: {reason.rstrip('.')}", key=name, suggestion=REMEDY)
+
+
+def _too_large(pixels: int, path: str) -> DataError:
+    what = f"claims {pixels:,} pixels, more than {MAX_PIXELS:,}: not decoded"
+    return DataError("D005", what, key=path, suggestion="Remove it, or scale it down")
 
 
 Result = TypeVar("Result")

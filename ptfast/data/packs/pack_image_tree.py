@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.image_decoding import decode, decode_file, read_file, resize_shorter
+from ptfast.data.decoding.image_decoding import decode, decode_file, read_file
+from ptfast.data.decoding.pictures import resize_shorter
 from ptfast.data.packs.pack_reader import ROW, Manifest, SourceFacts, SplitFacts, header_of
 from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan
 from ptfast.data.packs.packed_images import pixel_sums
@@ -105,7 +107,7 @@ def convert_images(job: _ImageJob, *, size: int | None, jpeg: bool, skip_corrupt
         height, width, _ = pixels.shape
         # Nothing is gained by storing enlarged images.
         if size is not None and min(height, width) > size:
-            pixels = resize_shorter(pixels, size).numpy()
+            pixels = resize_shorter(torch.from_numpy(np.ascontiguousarray(pixels)), size).numpy()
         stored = content if jpeg else np.ascontiguousarray(pixels).data.cast("B")
         data.append(stored)
         by_row = pixels.reshape(len(pixels), -1)

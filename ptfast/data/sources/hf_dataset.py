@@ -12,7 +12,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, import_extra
 from ptfast.core.sections.section import Count
 from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
-from ptfast.data.decoding.image_decoding import fit
+from ptfast.data.decoding.image_decoding import Pixels, decode, fit, in_threads, read_file
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
 from ptfast.data.label_checks import check_labels
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
@@ -120,12 +120,26 @@ class HfDataset(ReadsAsKnown):
         sources: dict[str, MapSource] = {}
         height = width = 0
         for split, part in splits.items():
-            images = [np.array(image.convert("RGB")) for image in part[column]]
-            if self.image_size is not None:
-                images = [fit(image, self.image_size) for image in images]
+            images = self._decoded(part, split, column)
             if len({image.shape for image in images}) > 1:
                 what, hint = "its images differ in size", "Bring all to one size with data.image_size=32, say"
                 raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
             height, width = images[0].shape[:2]
             sources[split] = TensorSource(torch.from_numpy(np.stack(images)), labels[split], images=True)
         return (3, height, width), sources
+
+    def _decoded(self, part: Any, split: str, column: str) -> list[Pixels]:
+        """The images of a split, decoded from the bytes of their files as all other images are."""
+        kind = import_extra("datasets", "hf", "data", "hf").Image
+        if not isinstance(part.features[column], kind):
+            what = f"holds {part.features[column]}, not images"
+            raise DataError("D005", what, key="data.image", value=column)
+        files = part.cast_column(column, kind(decode=False))[column]
+
+        def decoded(row: int) -> Pixels:
+            file, name = files[row] or {}, f"{self.path}, row {row:,} of {split}"
+            content = read_file(file["path"]) if file.get("path") and not file["bytes"] else file.get("bytes")
+            pixels = decode(content or b"", name).pixels
+            return pixels if self.image_size is None else fit(pixels, self.image_size)
+
+        return in_threads(len(files), decoded)

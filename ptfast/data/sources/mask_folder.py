@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits
-from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes
+from ptfast.data.decoding.image_decoding import (
+    Pixels,
+    decode_file,
+    fit,
+    in_threads,
+    mixed_sizes,
+    opened,
+    read_file,
+)
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.class_folders import image_files, passed_over, splits_among
 from ptfast.data.sources.image_files import ImageSource, set_shapes
@@ -98,15 +107,10 @@ class MaskedImages(ImageSource):
 
 def read_mask(file: str) -> Pixels:
     """The class number of each pixel, uint8 (height, width): grey values, or entries of a palette."""
-    from PIL import Image
-
-    try:
-        with Image.open(file) as mask:
-            if mask.mode in ("L", "P", "1"):
-                return np.array(mask, np.uint8)
-            mode = mask.mode
-    except OSError as error:
-        raise DataError("D005", f"cannot be read: {error}", key=file) from None
+    with opened(io.BytesIO(read_file(file)), file) as mask:
+        if mask.mode in ("L", "P", "1"):
+            return np.array(mask, np.uint8)
+        mode = mask.mode
     what, hint = f"has pixels of mode {mode}, not class numbers", "Save it as grey values, or with a palette"
     raise DataError("D005", what, key=file, suggestion=hint)
 

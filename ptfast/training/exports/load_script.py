@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ptfast.core.protocols import DataInfo
+from ptfast.data.decoding.pictures import UnknownScaleError, in_square, resize_shorter, rgb_pixels
+from ptfast.data.transforms.resized_crops import resize
 
 _PAGE = '''\
 """python load.py {usage}    needs {needs}"""
+from __future__ import annotations
+
 import json
 import sys
 from pathlib import Path
 
 import torch
-{imports}
+{imports}{helpers}
 here = Path(__file__).parent
 info = json.loads((here / "state.json").read_text())["info"]
 names = info["class_names"] or [*map(str, range(info["num_classes"] or 0))]
@@ -29,19 +34,6 @@ for word in sys.argv[1:]:
         logits = model(read(word)[None])[0]
     {show}
 '''
-_PICTURE = """\
-    image = Image.open(word).convert("RGB")
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    pixels = pixels.view(image.height, image.width, 3)
-"""
-_FIT = """\
-    if pixels.shape[:2] != ({side}, {side}):
-        size = [max({side}, round(n * ({side} / min(pixels.shape[:2])))) for n in pixels.shape[:2]]
-        batch = pixels[None].permute(0, 3, 1, 2)
-        pixels = interpolate(batch, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
-        top, left = [(n - {side}) // 2 for n in pixels.shape[:2]]
-        pixels = pixels[top : top + {side}, left : left + {side}]
-"""
 _GREY = """\
     grey = pixels.double() @ torch.tensor([0.299, 0.587, 0.114]).double()
     pixels = (grey * ({most} / 255)).round().byte()[..., None]
@@ -60,15 +52,19 @@ _SHOW = {
 def load_script(info: DataInfo, given: dict[str, Any]) -> str:
     """The text of `load.py`; `given` is `export.input` of the export's facts."""
     usage, needs, imports, tokenizer = "FILE.pt...", "torch alone; a file holds a tensor", "", ""
+    helpers = ""
     read = "    return torch.load(word, weights_only=True)\n"
     entries = 'extra["tokenizer"]["entries"]'
     show = _SHOW.get(info.task, 'print(word, logits.tolist(), sep=": ")')
     if info.kind == "image" and given["dtype"] == "uint8":
-        usage, needs, read = "PICTURE...", "torch, and Pillow to decode pictures", _PICTURE
-        imports = "from PIL import Image\n"
+        usage, needs = "PICTURE...", "torch, and Pillow to decode pictures"
+        imports, functions = "from PIL import Image\n", [UnknownScaleError, rgb_pixels]
         if side := given["resize_and_crop"]:
-            imports += "from torch.nn.functional import interpolate\n"
-            read += _FIT.format(side=side)
+            imports += "from torch.nn import functional as F\n"
+            functions += [resize, resize_shorter, in_square]
+        helpers = "".join(f"\n\n{inspect.getsource(each)}" for each in functions) + "\n"
+        read = "    pixels = rgb_pixels(Image.open(word))\n"
+        read += f"    pixels = in_square(pixels, {side:d})\n" if side else ""
         if given["shape"][-1] == 1:
             read += _GREY.format(most=info.extra.get("max_value", 255))
         read += "    return pixels\n"
@@ -89,4 +85,5 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
             tokens = "word" if text["kind"] == "characters" else "word.split()"
             read = f"    return torch.tensor([{one} for token in {tokens}]{cut})\n"
             show = show.replace("{next}", f"{entries}[logits[-1].argmax()]")
-    return _PAGE.format(usage=usage, needs=needs, imports=imports, tokenizer=tokenizer, read=read, show=show)
+    parts = {"imports": imports, "tokenizer": tokenizer, "helpers": helpers, "read": read, "show": show}
+    return _PAGE.format(usage=usage, needs=needs, **parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -63,12 +64,51 @@ def test_text_with_named_classes_and_a_test_split_without_labels(hub: dict[str, 
     assert data.val.fetch(np.array([0]))[0].tolist() == [[3, 1]]
 
 
-def test_images(hub: dict[str, Any]):
-    images = [Image.fromarray(np.full((4, 6, 3), i, np.uint8)) for i in range(3)]
-    hub["train"] = Table(["x", "y"], image=images, label=[0, 1, 0])
-    data = load()
+def images_on_disk(folder: Path, images: list[Any]) -> HfDataset:
+    """A dataset with a column of images, PIL's or bytes of files, saved to `folder`."""
+    datasets = pytest.importorskip("datasets")
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])}
+    columns = {"image": images, "label": [i % 2 for i in range(len(images))]}
+    datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).save_to_disk(str(folder))
+    return HfDataset(str(folder))
+
+
+def load_from(source: HfDataset) -> Any:
+    return build_data(source, val=NO_VAL, seed=0, task="auto")
+
+
+def test_images(tmp_path: Path):
+    data = load_from(
+        images_on_disk(tmp_path, [Image.fromarray(np.full((4, 6, 3), i, np.uint8)) for i in range(3)])
+    )
     assert data.info.input_shape == (3, 4, 6)
     assert data.train.fetch(np.array([2]))[0].flatten().tolist() == [2] * 72
+
+
+def test_images_of_16_bits_keep_their_upper_8(tmp_path: Path):
+    deep = [
+        (np.arange(64, dtype=np.uint16).reshape(8, 8) * 900 + place).astype(np.uint16) for place in (0, 99)
+    ]
+    data = load_from(images_on_disk(tmp_path, [Image.fromarray(each) for each in deep]))
+    pixels = data.train.fetch(np.arange(2))[0].numpy()
+    assert np.array_equal(pixels, np.repeat(np.stack(deep)[..., None] >> 8, 3, axis=3))
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ({"bytes": b"no image", "path": None}, "row 1 of train: is not an image that can be decoded"),
+        (None, r"row 1 of train: is empty \(0 bytes\)"),
+        (
+            Image.fromarray(np.full((4, 4), 70_000, np.int32)),
+            "row 1 of train: holds integers from 70000 to 70000",
+        ),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_named_by_its_row(tmp_path: Path, image: Any, said: str):
+    good = Image.fromarray(np.zeros((4, 4, 3), np.uint8))
+    with pytest.raises(DataError, match=said):
+        load_from(images_on_disk(tmp_path, [good, image, good]))
 
 
 def test_what_does_not_fit(hub: dict[str, Any]):

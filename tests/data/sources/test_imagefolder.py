@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
@@ -177,6 +177,11 @@ def spoil(tree: Path, how: str) -> Path:
         target.write_bytes(b"")
     elif how == "text":
         target.write_text("this is no image")
+    elif how == "comment":
+        # PIL raises a ValueError for it.
+        comment = PngImagePlugin.PngInfo()
+        comment.add_text("c", "x" * 2_000_000, zip=True)
+        Image.fromarray(pixels(1)).save(target, "PNG", pnginfo=comment)
     elif how == "bomb":
         at = content.index(b"\xff\xc0")
         target.write_bytes(content[: at + 5] + struct.pack(">HH", 60000, 60000) + content[at + 9 :])
@@ -290,7 +295,7 @@ def test_crops_come_from_whole_files_whatever_the_threads(tree: Path):
     assert subset.labels(np.array([1, 0])).tolist() == [0, 4]
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "text", "bomb"])
+@pytest.mark.parametrize("how", ["truncated", "empty", "text", "comment", "bomb"])
 def test_skipping_a_file_moves_no_other_sample(tree: Path, how: str):
     everything = np.arange(6)
     whole = files_of(tree).fetch(everything)[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
@@ -69,6 +69,12 @@ def damage_a_mask(folder: Path) -> None:
     (folder / "masks" / "b.png").write_text("no image")
 
 
+def comment_a_mask(folder: Path) -> None:
+    comment = PngImagePlugin.PngInfo()
+    comment.add_text("c", "x" * 2_000_000, zip=True)
+    Image.new("L", (8, 8)).save(folder / "masks" / "b.png", pnginfo=comment)
+
+
 def enlarge_a_pair(folder: Path) -> None:
     write(folder, {"b": (16, 16)})
 
@@ -88,7 +94,8 @@ def remove_the_images(folder: Path) -> None:
         (remove_a_mask, "D003", "1 of 3 images have no mask, the first is b"),
         (shrink_a_mask, "D005", "b.png: is 4x8, and its image is 8x8"),
         (paint_a_mask, "D005", "b.png: has pixels of mode RGB, not class numbers"),
-        (damage_a_mask, "D005", "b.png: cannot be read"),
+        (damage_a_mask, "D005", "b.png: is not an image that can be decoded"),
+        (comment_a_mask, "D005", "b.png: is damaged or truncated: Decompressed data too large"),
         (enlarge_a_pair, "D005", "data.image_size=8"),
         (rename_the_masks, "D001", "has no folder masks/"),
         (remove_the_images, "D002", "holds no images"),
