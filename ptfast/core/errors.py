@@ -56,7 +56,7 @@ CODES = {
     "E006": "a tracking service that cannot be reached, or refuses",
     "N001": "a loss or gradient that is not finite",
     "N002": "a gradient that does not fit its loss",
-    "N003": "an export that gives other outputs than its model",
+    "N003": "an export that gives other outputs than its model, or a model with random outputs",
     "S001": "a saved state that is damaged",
     "S002": "a saved state of another model",
     "S003": "a saved state of another config",

@@ -20,9 +20,9 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.tensors.arrivals import Arrival, scalars
 from ptfast.core.tensors.trees import tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
+from ptfast.profiling.first_outputs import checking_outputs
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
-from ptfast.training.first_outputs import checking_outputs
 from ptfast.training.first_step import with_output_check
 from ptfast.training.loss_window import begin_sums
 from ptfast.training.stopping import Stopped, interruptible

@@ -23,10 +23,10 @@ from ptfast.core.tensors.dtensors import write_tensors
 from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, config_of, write_manifest, writing
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.streams.iterable import IterableSource
+from ptfast.profiling.first_outputs import unsteadiness
 from ptfast.training.evaluate import ViewAveraged, averaged_over_views
 from ptfast.training.exports.hub_layout import model_card, write_hub
 from ptfast.training.exports.load_script import load_script
-from ptfast.training.first_outputs import unsteadiness
 from ptfast.training.stages.data_stage import load_data, reader_options
 from ptfast.training.stages.model_stage import build_plain_model
 from ptfast.training.stages.partial_run import PartialRun
