@@ -73,6 +73,8 @@ def pack(args: Namespace) -> int:
         print(f"{folder} holds a pack of other data or with other settings: packing again")
     elif read_header(folder) not in ({}, plan.header):
         print(f"{folder} holds part of a pack with other settings: starting over")
+    if plan.note:
+        print(plan.note)
     start_s = time.perf_counter()
     try:
         with _progress("packing", "MiB" if texts else "images", plan.num_seen) as show:

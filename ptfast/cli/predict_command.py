@@ -77,6 +77,7 @@ def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: 
             channels_last=bool(saved.resolved.channels_last),
             normalize=saved.config.data.normalize,
             skip=skip,
+            note=lambda text: print(f"ptfast: {text}", file=sys.stderr),
         ):
             num_predicted += len(inputs)
             records = saved.task.predict(model, inputs)

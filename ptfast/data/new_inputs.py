@@ -18,7 +18,7 @@ from ptfast.data.decoding.image_decoding import decode_file, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.sources.arrays import as_inputs, read_arrays
-from ptfast.data.sources.class_folders import image_files
+from ptfast.data.sources.class_folders import PassedOver, image_files
 from ptfast.data.sources.text_files import read_texts
 
 Named = tuple[str, Tensor]
@@ -34,12 +34,14 @@ def read_inputs(
     normalize: bool = True,
     batch_size: int = 64,
     skip: Callable[[DataError], None] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[list[str], Tensor]]:
     """Read files as model inputs: images, `.npy` or `.npz` arrays, or text with one input a line.
 
     Args:
         info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
         skip: called with the error of an image that cannot be read, which is left out; None to raise it.
+        note: called with a remark on what is passed over in folders.
 
     Yields:
         Names, and inputs on `device`, of up to `batch_size` samples: (batch, channels, height, width)
@@ -51,7 +53,7 @@ def read_inputs(
     """
     kind, extra = info.kind, info.extra
     if kind == "image":
-        named = _each_image(extra, paths, skip)
+        named = _each_image(extra, _files(paths, note), skip)
     elif kind == "features":
         named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
     elif kind in ("text", "tokens") and "tokenizer" in extra:
@@ -78,10 +80,10 @@ def read_inputs(
 
 
 def _each_image(
-    extra: dict[str, Any], paths: Sequence[str], skip: Callable[[DataError], None] | None
+    extra: dict[str, Any], paths: Iterator[Path], skip: Callable[[DataError], None] | None
 ) -> Iterator[Named]:
     channels, height, width = extra["input_shape"]
-    for path in _files(paths):
+    for path in paths:
         if path.suffix in (".npy", ".npz"):
             yield from _each_row(path, images=True)
             continue
@@ -121,11 +123,14 @@ def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
                 yield f"{path}:{number}", torch.tensor(ids)
 
 
-def _files(paths: Sequence[str]) -> Iterator[Path]:
+def _files(paths: Sequence[str], note: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
     for text in paths:
         path = Path(text).expanduser()
         if path.is_dir():
-            inside = [Path(file) for file in image_files(path)[0]]
+            passed = PassedOver()
+            inside = [Path(file) for file in image_files(path, passed)]
+            if passed.note:
+                note(passed.note)
             if not inside:
                 raise DataError("D002", "holds no images", key="PATH", value=path)
             yield from inside

@@ -24,6 +24,16 @@ from ptfast.data.streams.tar_headers import InTar
 from ptfast.data.transforms.resized_crops import resize
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_SYSTEM = {
+    "__macosx",
+    "thumbs.db",
+    "desktop.ini",
+    "@eadir",
+    "@recycle",
+    "#recycle",
+    "$recycle.bin",
+    "lost+found",
+}
 MAX_PIXELS = 100_000_000
 """An image whose header promises more is refused as a decompression bomb."""
 AS_RGB = 3
@@ -42,6 +52,18 @@ class Decoded(NamedTuple):
 
     pixels: Pixels
     converted: bool
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a file or a folder on its path is hidden or made by a system: `.ipynb_checkpoints`, say."""
+    parts = path.split("/")
+    return any((part[:1] == "." and part not in (".", "..")) or part.lower() in _SYSTEM for part in parts)
+
+
+def without_hidden(count: int, first: str = "") -> str:
+    """A remark on hidden files and folders that are left out; empty for none."""
+    such = f", such as {first}" if first else ""
+    return f"left out {count:,} hidden or system file{'s' * (count > 1)}{such}" if count else ""
 
 
 def decode_file(path: str) -> Decoded:

@@ -17,7 +17,7 @@ from ptfast.data.decoding.pictures import resize_shorter
 from ptfast.data.packs.pack_reader import ROW, Manifest, SourceFacts, SplitFacts, header_of
 from ptfast.data.packs.pack_writer import PIECE_BYTES, Piece, Plan
 from ptfast.data.packs.packed_images import pixel_sums
-from ptfast.data.sources.class_folders import list_tree
+from ptfast.data.sources.class_folders import PassedOver, list_tree
 from ptfast.data.transforms.normalize import finish_statistics
 
 _PROBES = 32
@@ -41,7 +41,8 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
     Raises:
         DataError: D001 to D003 when there is no such tree.
     """
-    class_names, listings = list_tree(root, "SRC")
+    passed = PassedOver()
+    class_names, listings = list_tree(root, "SRC", passed)
     paths = [path for split_paths, _ in listings.values() for path in split_paths]
     source = SourceFacts.of(root, paths)
     mean_bytes = source.bytes / source.files if jpeg else _mean_pixels(listings["train"][0], size)
@@ -61,6 +62,7 @@ def plan_images(root: Path, *, size: int | None, jpeg: bool, skip_corrupt: bool)
         estimated_bytes=int(mean_bytes * source.files),
         convert=partial(convert_images, size=size, jpeg=jpeg, skip_corrupt=skip_corrupt),
         describe=partial(_describe, manifest),
+        note=passed.note,
     )
 
 

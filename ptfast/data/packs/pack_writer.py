@@ -83,6 +83,8 @@ class Plan:
     """Converts one job; pickled for every one of them, so it holds little."""
     describe: Callable[[dict[str, SplitFacts], dict[str, list[dict[str, Any]]], Path], Manifest]
     """The manifest of the pack in a folder, given its splits so far and the facts of their pieces."""
+    note: str = ""
+    """A remark for the user on what is passed over."""
 
 
 def make(

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptfast.core.errors import DataError
-from ptfast.data.decoding.image_decoding import SUFFIXES
+from ptfast.data.decoding.image_decoding import SUFFIXES, is_hidden, without_hidden
 from ptfast.data.label_checks import differing_names
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation", "dev"), "test": ("test",)}
 """Folders of each split, by the names that they may have."""
 Listing = tuple[list[str], list[int]]
+
+
+@dataclass
+class PassedOver:
+    """What is not read in trees of files, by its paths."""
+
+    hidden: set[str] = field(default_factory=set)
+    no_files: list[str] = field(default_factory=list)
+    """Pipes and devices (reading them would never end), links back to a folder above, unreadable folders."""
+
+    @property
+    def note(self) -> str:
+        """A remark for the user; empty for nothing."""
+        first, more = min(self.no_files, default=""), f" and {len(self.no_files) - 1:,} more"
+        others = f"passed over {first}{more * (len(self.no_files) > 1)}: no files" if first else ""
+        hidden = without_hidden(len(self.hidden), min(self.hidden, default=""))
+        return "; ".join(filter(None, [others, hidden]))
 
 
 def splits_among(names: Container[str]) -> dict[str, str]:
@@ -22,16 +40,18 @@ def splits_among(names: Container[str]) -> dict[str, str]:
 
 
 def list_tree(
-    root: Path, key: str = "data.root", passed: list[str] | None = None
+    root: Path, key: str = "data.root", passed: PassedOver | None = None
 ) -> tuple[tuple[str, ...], dict[str, Listing]]:
     """Class names, and for each split its files and their labels, in the order of their names.
 
-    `passed` receives what is passed over, as by `image_files`.
+    `passed` receives what is passed over.
 
     Raises:
         DataError: D001 to D003 for a tree that is not one of class folders.
     """
-    folders = {split: root / name for split, name in splits_among(_subfolders(root, key)).items()}
+    passed = passed or PassedOver()
+    inside = _subfolders(root, key, passed)
+    folders = {split: root / name for split, name in splits_among(inside).items()}
     if "train" not in folders:
         if (other := next(iter(folders.values()), None)) is not None:
             what = f"has {other.name}/ but no train/"
@@ -40,7 +60,7 @@ def list_tree(
     classes: tuple[str, ...] = ()
     listings: dict[str, Listing] = {}
     for split, folder in folders.items():
-        names = tuple(_subfolders(folder, key))
+        names = tuple(_subfolders(folder, key, passed))
         if not names:
             raise DataError("D002", "holds no class folders", key=key, value=folder)
         if len(names) == 1:
@@ -55,9 +75,7 @@ def list_tree(
             raise DataError("D003", what, key=str(folder), suggestion=hint)
         paths, labels = list[str](), list[int]()
         for label, name in enumerate(names):
-            found, others = image_files(folder / name)
-            if passed is not None:
-                passed += others
+            found = image_files(folder / name, passed)
             if not found:
                 hint = f"Put images in it ({', '.join(SUFFIXES[:3])}, ...), or remove it"
                 what = "class folder without images"
@@ -68,7 +86,7 @@ def list_tree(
     return classes, listings
 
 
-def _subfolders(folder: Path, key: str) -> list[str]:
+def _subfolders(folder: Path, key: str, passed: PassedOver) -> list[str]:
     hint = f"Set {key} to a folder of class folders"
     if not folder.exists():
         raise DataError("D001", "no such folder", key=key, value=folder, suggestion=hint)
@@ -80,41 +98,34 @@ def _subfolders(folder: Path, key: str) -> list[str]:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=folder) from None
     if not entries:
         raise DataError("D002", "is an empty folder", key=key, value=folder, suggestion=hint)
-    return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    passed.hidden.update(entry.path for entry in entries if is_hidden(entry.name))
+    return sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
 
 
-def image_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The files in `folder` and below that are images by their names, and what is passed over, in order.
-
-    Pipes and devices (reading them would never end), links back to a folder above, and folders that cannot be
-    read are passed over.
-    """
-    found, passed = list[str](), list[str]()
+def image_files(folder: Path, passed: PassedOver) -> list[str]:
+    """The files in `folder` and below that are images by their names, in order."""
+    found = list[str]()
     places = [(str(folder), [os.path.realpath(folder)])]
     for place, above in places:
         try:
             entries = list(os.scandir(place))
         except OSError:
-            passed.append(place)
+            passed.no_files.append(place)
             continue
         for entry in entries:
             try:
-                if entry.is_dir():
+                if is_hidden(entry.name):
+                    passed.hidden.add(entry.path)
+                elif entry.is_dir():
                     real = os.path.realpath(entry.path)
                     if any(Path(each).is_relative_to(real) for each in above):
-                        passed.append(entry.path)
+                        passed.no_files.append(entry.path)
                     else:
                         places.append((entry.path, [*above, real]))
-                elif entry.name.lower().endswith(SUFFIXES) and entry.name[0] != ".":
+                elif entry.name.lower().endswith(SUFFIXES):
                     # A broken link is listed, and reported like any file that cannot be read.
                     is_file = entry.is_file() or (entry.is_symlink() and not Path(entry.path).exists())
-                    (found if is_file else passed).append(entry.path)
+                    (found if is_file else passed.no_files).append(entry.path)
             except OSError:
-                passed.append(entry.path)
-    return sorted(found), sorted(passed)
-
-
-def passed_over(passed: list[str]) -> str:
-    """A remark on what is passed over; empty for nothing."""
-    more = f" and {len(passed) - 1:,} more" * (len(passed) > 1)
-    return f"passed over {passed[0]}{more}: no files" if passed else ""
+                passed.no_files.append(entry.path)
+    return sorted(found)

@@ -16,7 +16,7 @@ from ptfast.data.data_fingerprint import Contents, class_parts
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import load_packed_images
-from ptfast.data.sources.class_folders import Listing, list_tree, passed_over
+from ptfast.data.sources.class_folders import Listing, PassedOver, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
 DecodesJpeg = Literal["cpu", "nvjpeg"]
@@ -68,7 +68,7 @@ class ImageFolder:
                 hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
                 raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
             return load_packed_images(self.root, manifest, self.image_size)
-        passed: list[str] = []
+        passed = PassedOver()
         classes, listings = list_tree(self.root, passed=passed)
         files_class = ImageFiles
         if self.decoder == "nvjpeg":
@@ -83,7 +83,7 @@ class ImageFolder:
         info = image_info(set_shapes(sources), class_names=classes)
         files = cache(partial(self._look, classes, listings))
         return Splits.of(
-            info, sources, passed_over(passed), contents=lambda: files()[0], cache_key=lambda: files()[1]
+            info, sources, passed.note, contents=lambda: files()[0], cache_key=lambda: files()[1]
         )
 
     def _look(self, classes: tuple[str, ...], listings: dict[str, Listing]) -> tuple[Contents, str]:

@@ -27,7 +27,7 @@ from ptfast.data.decoding.image_decoding import (
     read_file,
 )
 from ptfast.data.sampling.sampler import Indices
-from ptfast.data.sources.class_folders import image_files, passed_over, splits_among
+from ptfast.data.sources.class_folders import PassedOver, image_files, splits_among
 from ptfast.data.sources.image_files import ImageSource, set_shapes
 
 Pair = tuple[str, str]
@@ -55,7 +55,7 @@ class MaskFolder:
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         inside = [path.name for path in self.root.glob("*") if path.is_dir()]
-        folders, passed = {"train": "."} | splits_among(inside), list[str]()
+        folders, passed = {"train": "."} | splits_among(inside), PassedOver()
         sources = {
             split: MaskedImages(_pairs(self.root / folder, passed), self.image_size)
             for split, folder in folders.items()
@@ -70,7 +70,7 @@ class MaskFolder:
             input_shape=shape,
             in_channels=shape[0],
         )
-        return Splits.of(info, sources, passed_over(passed))
+        return Splits.of(info, sources, passed.note)
 
 
 class MaskedImages(ImageSource):
@@ -121,15 +121,14 @@ def _resize_nearest(mask: Tensor, height: int, width: int) -> Tensor:
     return resized[0, 0, ..., None]
 
 
-def _pairs(folder: Path, passed: list[str]) -> list[Pair]:
+def _pairs(folder: Path, passed: PassedOver) -> list[Pair]:
     """The files of images and of their masks, in the order of their names."""
     found: dict[str, dict[str, str]] = {}
     for part in ("images", "masks"):
         if not (folder / part).is_dir():
             what, hint = f"has no folder {part}/", "Put images/ and masks/ into it, or into train/ and val/"
             raise DataError("D001", what, key="data.root", value=folder, suggestion=hint)
-        files, others = image_files(folder / part)
-        passed += others
+        files = image_files(folder / part, passed)
         found[part] = {str(Path(file).relative_to(folder / part).with_suffix("")): file for file in files}
     images, masks = found["images"], found["masks"]
     if not images:

@@ -19,6 +19,7 @@ from ptfast.core.machine import spare_cores
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
+from ptfast.data.decoding.image_decoding import is_hidden, without_hidden
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
@@ -65,10 +66,10 @@ class WebDataset:
         self.patterns = {split: pattern for split, pattern in wanted.items() if pattern is not None}
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        shards = {
-            split: open_shards(expand(pattern, "data.shards" if split == "train" else f"data.{split}_shards"))
-            for split, pattern in self.patterns.items()
-        }
+        shards, hidden = dict[str, list[tuple[Path, Shard]]](), list[str]()
+        for split, pattern in self.patterns.items():
+            key = "data.shards" if split == "train" else f"data.{split}_shards"
+            shards[split] = open_shards(expand(pattern, key, hidden))
         names, targets = _number_labels(shards)
         num_classes = 0 if names is not None else int(targets["train"].max()) + 1
         threads = spare_cores(16)
@@ -78,11 +79,13 @@ class WebDataset:
         }
         info = image_info(set_shapes(sources), class_names=names, num_classes=num_classes)
         paths = [path for found in shards.values() for path, _ in found]
+        num_hidden = len(hidden) + sum(int(shard.hidden) for found in shards.values() for _, shard in found)
         note = f"in {len(paths)} shard{'s' * (len(paths) > 1)}"
+        note = "; ".join(filter(None, [note, without_hidden(num_hidden)]))
 
         def contents() -> Contents:
             return {
-                f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard)
+                f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard[:-1])
                 for split, found in shards.items()
                 for path, shard in found
             }
@@ -157,8 +160,10 @@ def nearby(seed: int, epoch: int, shards: NDArray[np.integer], size: int) -> Ind
     return in_turn[np.argsort(numbers + shift, kind="stable")]
 
 
-def expand(pattern: str | Sequence[str], key: str) -> list[str]:
+def expand(pattern: str | Sequence[str], key: str, hidden: list[str]) -> list[str]:
     """The files of a pattern of shards: `{000..146}`, `{a,b}`, `*` (not in URLs), a folder or a list.
+
+    `hidden` receives the shards that are left out because they are hidden, as those of macOS.
 
     Raises:
         DataError: D001 for one that is not there.
@@ -171,10 +176,11 @@ def expand(pattern: str | Sequence[str], key: str) -> list[str]:
         for each in _braces(str(Path(text).expanduser())):
             path, root = Path(each), Path(Path(each).anchor)
             inside = [path]
-            if path.is_dir():
-                inside = sorted(path.glob("*.tar"))
-            elif not path.exists():
-                inside = sorted(root.glob(str(path.relative_to(root))))
+            if path.is_dir() or not path.exists():
+                fitting = path.glob("*.tar") if path.is_dir() else root.glob(str(path.relative_to(root)))
+                everything = sorted(fitting)
+                inside = [each for each in everything if not is_hidden(each.name)]
+                hidden += [str(each) for each in everything if is_hidden(each.name)]
             if not inside:
                 what = "holds no .tar files" if path.is_dir() else f"no such file: {each}"
                 hint = f"Set {key}=DIR/train-{{000..146}}.tar, or to a folder of shards"

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
 from ptfast.data.data_fingerprint import load_arrays, save_arrays
-from ptfast.data.decoding.image_decoding import SUFFIXES
+from ptfast.data.decoding.image_decoding import SUFFIXES, is_hidden
 from ptfast.data.streams.tar_headers import REMEDY, Member, members, read_at
 
-_FORMAT = 1
+_FORMAT = 2
 _LABELS = ("cls", "json", "txt")
 """Extensions of files with a label; the first one found counts."""
 _KEYS = ("label", "cls", "class")
@@ -36,6 +36,8 @@ class Shard(NamedTuple):
     sizes: NDArray[np.int64]
     labels: NDArray[Any]
     """int64, or text if one of them is."""
+    hidden: NDArray[np.int64]
+    """The number of its members that are left out, as macOS adds them: 0-d."""
 
 
 def index_shard(path: Path) -> Shard:
@@ -62,8 +64,10 @@ def index_shard(path: Path) -> Shard:
 
 def _read_shard(path: Path) -> Shard:
     rows: list[tuple[bytes, int, int, Label]] = []
+    everything = list(members(path))
+    shown = [member for member in everything if not is_hidden(member.name)]
     with path.open("rb", buffering=0) as file:
-        for key, files in itertools.groupby(members(path), lambda member: _split(member.name)[0]):
+        for key, files in itertools.groupby(shown, lambda member: _split(member.name)[0]):
             by_suffix: dict[str, Member] = {}
             for member in files:
                 if by_suffix.setdefault(suffix := _split(member.name)[1], member) is not member:
@@ -81,6 +85,7 @@ def _read_shard(path: Path) -> Shard:
         np.array(offsets, np.int64),
         np.array(sizes, np.int64),
         np.array(labels, np.int64) if numbers else np.array([str(label) for label in labels]),
+        np.array(len(everything) - len(shown)),
     )
 
 

@@ -72,8 +72,9 @@ def test_a_file_that_cannot_be_read_is_named_with_the_remedy_and_skipped_in_pred
     assert said in " ".join(capsys.readouterr().out.split())
     assert run(["predict", str(tmp_path / "run"), str(tree / "train")]) == 0
     captured = capsys.readouterr()
-    assert (len(captured.out.splitlines()), len(captured.err.splitlines())) == (18, 3)
+    assert (len(captured.out.splitlines()), len(captured.err.splitlines())) == (18, 4)
     assert "ptfast: warning: " in captured.err
+    assert f"ptfast: passed over {first} and 3 more: no files\n" in captured.err
     assert "04.jpg: is empty (0 bytes). Replace the file, or remove it" in captured.err
     assert run(["predict", str(tmp_path / "run"), str(tree / "train/class_0/04.jpg")]) == 3
     assert "error[D005]: " in capsys.readouterr().err

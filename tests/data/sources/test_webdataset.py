@@ -189,7 +189,7 @@ def test_patterns_stand_for_their_shards() -> None:
         shard(Path("s", f"{name}.tar"), sample(0))
 
     def names(pattern: Any) -> list[str]:
-        return [Path(place).stem for place in expand(pattern, "data.shards")]
+        return [Path(place).stem for place in expand(pattern, "data.shards", [])]
 
     assert names("s/t-{08..10}.tar") == ["t-08", "t-09", "t-10"]
     assert names("s/{t-08,v-0}.tar") == ["t-08", "v-0"]
@@ -198,7 +198,7 @@ def test_patterns_stand_for_their_shards() -> None:
     assert names(["s/v-0.tar", "s/t-{9..10..1}.tar"][:1]) == ["v-0"]
     # Down, and padded, as a shell does.
     assert names("s/t-{10..08}.tar") == ["t-10", "t-09", "t-08"]
-    assert expand("file:///{8..010}-{0..10..2}{2..1}", "") == [
+    assert expand("file:///{8..010}-{0..10..2}{2..1}", "", []) == [
         f"file:///0{n:02}-{{0..10..2}}{m}" for n in (8, 9, 10) for m in (2, 1)
     ]
     with pytest.raises(DataError, match=r"no such file: s/t-11.tar") as caught:
