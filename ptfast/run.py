@@ -128,12 +128,6 @@ class Run:
     checks_steps: bool = False
     """Steps whose loss or gradients are not finite are left out, up to `skip_limit` in a row."""
     skip_limit: int = 0
-    goes_back: bool = False
-    """Where a figure or a weight is not finite, the last state is trained from again (`numerics=rewind`)."""
-    not_finite: bool = False
-    """It has ended because a figure or a weight is not finite."""
-    saved_step: int | None = None
-    """The step of the newest state that this process has saved."""
     flip: bool = False
     """Evaluations average over each image and its mirror image."""
     shift: int = 0

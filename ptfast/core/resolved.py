@@ -127,8 +127,6 @@ class Progress:
     loss_spikes: int = 0
     largest_spike: dict[str, float] | None = None
     """Its `step`, its `loss`, and the `usual` one at the time."""
-    went_back: bool = False
-    """It went back to an earlier state (`numerics=rewind`), and checks its steps since."""
 
     @property
     def samples_per_s(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import sys
@@ -92,17 +91,9 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
         HangWatch(folder, ranks, part.display, clock, signals, limit_s),
     ):
         try:
-            run, cause = part.build(state_folder, signals), None
+            run = part.build(state_folder, signals)
             part.display.panel(*build_panel(dict(config), run))
-            try:
-                outcome = part.fit(run)
-            except PtfastError as error:
-                if not (run.goes_back and run.not_finite):
-                    raise
-                cause = error.what
-            if cause is not None:
-                del run  # Frees its memory, which the error kept alive so far.
-                outcome = part.fit(part.rewind(cause, state_folder, signals))
+            outcome = part.fit(run)
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
             outcome, raised = part.ended_by(error, signals)
             if raised is error:
@@ -135,31 +126,10 @@ class RankPart:
     """The step that a resumed run starts from."""
     attempt: Attempt | None = None
 
-    def rewind(self, cause: str, begun_from: Path | None, signals: Signals) -> Run:
-        """Build the run from its last state once more, to check every step from there on.
-
-        That is the last one that this process has saved, else the one that it was `begun_from`, if any.
-        """
-        state_folder = begun_from
-        assert self.run is not None
-        self.run.saver.finish()  # The state may be on its way to the disk.
-        if self.run.saved_step is not None:
-            state_folder = self.folder / "saved" / f"step-{self.run.saved_step}"
-        back = int(state_folder.name.removeprefix("step-")) if state_folder is not None else 0
-        self.display.warn(f"{cause}: going back to step {back}, to leave out steps that are not finite")
-        self.run.close()
-        self.logger.close()
-        if self.attempt is not None:
-            self.attempt.repeated_steps += self.run.progress.step - back
-        self.run = signals.run = None
-        gc.collect()
-        barrier(self.ranks)
-        return self.build(state_folder, signals, rewinds=True)
-
-    def build(self, state_folder: Path | None, signals: Signals, *, rewinds: bool = False) -> Run:
+    def build(self, state_folder: Path | None, signals: Signals) -> Run:
         """Join the other ranks, build the run, and open its loggers on the first of them."""
         config, ranks = self.config, self.ranks
-        if ranks.distributed and not rewinds:
+        if ranks.distributed:
             from ptfast.techniques.backend.torch_settings import resolve_device
 
             init_process_group(resolve_device(config.device, ranks), ranks, config.parallel.timeout.seconds)
@@ -177,7 +147,6 @@ class RankPart:
             state_folder=state_folder,
             # The first machine has checked it to choose the state; one rank of each other does so here.
             check_state=ranks.local_rank == 0 and not ranks.is_first,
-            rewinds=rewinds,
         )
         signals.run, self.clock = run, run.clock
         self.resumed_step = run.progress.step if state_folder is not None else None

@@ -28,7 +28,7 @@ class Attempt:
     """A process's line in `attempts.jsonl`, 300 bytes written anew by each log line: a SIGKILL leaves it."""
 
     def __init__(self, folder: Path, clock: Clock, step: int) -> None:
-        self.clock, self.repeated_steps = clock, 0
+        self.clock = clock
         self._file, self._step, self._started = folder / ATTEMPTS_FILE, step, time.time() - clock.elapsed_s()
         self._start = self._file.stat().st_size if self._file.exists() else 0
         self.write(step)
@@ -39,7 +39,7 @@ class Attempt:
     def write(self, step: int, status: str | None = None) -> None:
         """Say that training has reached `step`, and the `status` if it has ended."""
         facts = {"started": self._started, "from_step": self._step, "step": max(step, self._step)}
-        facts |= {"again": self.repeated_steps, "status": status, "seconds": self.clock.so_far()}
+        facts |= {"status": status, "seconds": self.clock.so_far()}
         with contextlib.suppress(OSError), self._file.open("r+b" if self._file.exists() else "wb") as file:
             file.seek(self._start)
             # The line before may have been cut off.
@@ -62,8 +62,8 @@ def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     for number, attempt in enumerate(attempts):
         begin, reached, later = attempt["from_step"], attempt["step"], attempts[number + 1 :]
         kept = max(begin, min([reached, *(other["from_step"] for other in later)]))
-        twice = reached - kept + attempt["again"]
-        share = twice / max(reached - begin + attempt["again"], 1)
+        twice = reached - kept
+        share = twice / max(reached - begin, 1)
         steps_done_twice += twice
         for cause, cause_s in attempt["seconds"].items():
             part = _PART_OF.get(cause, cause)

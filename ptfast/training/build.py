@@ -48,7 +48,6 @@ def build(
     state_folder: Path | None = None,
     check_state: bool = True,
     data: Data | None = None,
-    rewinds: bool = False,
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
@@ -59,7 +58,6 @@ def build(
         state_folder: the state to resume; None starts afresh.
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
-        rewinds: this run has gone back to this state, and checks its steps from here on.
     """
     device = resolve_device(config.device, ranks)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
@@ -101,10 +99,7 @@ def build(
     check_own_steps(run)
     if state is not None:
         restore_training(run, state, run.before.total_steps)
-    run.progress.went_back |= rewinds
-    mode, run.skip_limit = config.numerics.mode, config.numerics.limit
-    run.goes_back = mode == "rewind" and not run.progress.went_back
-    run.checks_steps = mode != "stop" and not run.goes_back
+    run.checks_steps, run.skip_limit = config.numerics.mode == "skip", config.numerics.limit
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
     run.state = run.data = None
     run.counter = StepCounter(run)

@@ -213,7 +213,6 @@ class LossWindow:
                 self.explain(last[0])
         loss = progress.window_loss / max(progress.window_items, 1)
         if not math.isfinite(loss) or (self.skips is not None and skipped_in_a_row >= self.skips.limit):
-            self._run.not_finite = True
             look.error = self._diagnosis(look, loss, skipped_in_a_row)
             raise look.error
         look.loss = loss if progress.window_items or not skipped_in_a_row else math.nan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.distributed import broadcast_object, on_all_ranks
+from ptfast.core.distributed import broadcast_object
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, name_of, summary_of
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
@@ -49,13 +49,6 @@ def save_training(
         tell: called on the first rank with the folder, when the state is on disk.
     """
     run.saver.begin()
-    if run.goes_back:
-        # All ranks find the same, and go back together.
-        weights = _to_check(run.model.state_dict(), run)
-        if not all(on_all_ranks(_are_finite(weights), run.ranks.num_ranks)):
-            run.not_finite = True
-            raise _not_finite_error(run.progress.step)
-    run.saved_step = run.progress.step
     if not (run.ranks.is_first or run.saves_together):
         return
     model = run.model.state_dict()
@@ -140,20 +133,12 @@ def _to_check(model: dict[str, Tensor], run: Run) -> list[Tensor]:
     return [torch.stack(list(torch._foreach_norm(trained, math.inf)))]
 
 
-def _are_finite(weights: list[Tensor]) -> bool:
-    parts = (torch.view_as_real(part) if part.is_complex() else part for part in weights)
-    return all(bool(end.isfinite()) for part in parts for end in torch.aminmax(part))
-
-
 def _check_finite(weights: list[Tensor], step: int) -> None:
-    if not _are_finite(weights):
-        raise _not_finite_error(step)
-
-
-def _not_finite_error(step: int) -> NumericsError:
-    what = f"the weights are not finite after step {step}"
-    hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
-    return NumericsError("N001", what, suggestion=hint)
+    parts = (torch.view_as_real(part) if part.is_complex() else part for part in weights)
+    if not all(bool(end.isfinite()) for part in parts for end in torch.aminmax(part)):
+        what = f"the weights are not finite after step {step}"
+        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
+        raise NumericsError("N001", what, suggestion=hint)
 
 
 def restore_model(model: nn.Module, state: State) -> None:

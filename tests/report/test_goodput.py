@@ -12,12 +12,12 @@ from ptfast.report.goodput import ATTEMPTS_FILE, PARTS, Attempt, goodput, read_g
 from ptfast.report.loggers import read_records
 
 
-def attempt(started: float, begin: int, step: int, status: str | None = None, **more: int) -> dict[str, Any]:
+def attempt(started: float, begin: int, step: int, status: str | None = None) -> dict[str, Any]:
     """Ten seconds: start-up 4, warm-up 1, steps 2, data 1, evaluation 1, saving 0.5, logging 0.5."""
     seconds = {"start_up": 4.0, "warm_up": 1.0, "forward": 0.5, "backward": 1.0, "optimizer": 0.5}
     seconds |= {"data": 1.0, "evaluation": 1.0, "saving": 0.5, "logging": 0.5}
-    place = {"started": started, "from_step": begin, "step": step, "again": 0, "status": status}
-    return {**place, **more, "seconds": seconds}
+    place = {"started": started, "from_step": begin, "step": step, "status": status}
+    return {**place, "seconds": seconds}
 
 
 def test_all_seconds_of_all_attempts_have_a_place() -> None:
@@ -46,8 +46,6 @@ def test_nobody_waits_for_a_run_that_was_stopped_at_will(status: str | None, los
         # A later attempt goes back behind the state from which this one began.
         ([attempt(0, 0, 20), attempt(10, 20, 24), attempt(20, 8, 40)], 12 + 4),
         ([attempt(0, 0, 20), attempt(10, 0, 40)], 20),
-        # It went back by itself (numerics=rewind).
-        ([attempt(0, 0, 20, again=5)], 5),
         # Killed before it was built, or beyond its last line.
         ([attempt(0, 8, 8), attempt(10, 12, 40)], 0),
     ],

@@ -1,15 +1,14 @@
-"""Steps that are not finite: left out on all ranks, explained, counted, and gone back to."""
+"""Steps that are not finite: left out on all ranks, explained and counted."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import WITH_TESTS, build_run, records, same_bits, summary, train, training_state, weights
+from running import build_run, records, same_bits, summary, train, training_state, weights
 from toys import Holed, Lines, Plant
 
 from ptfast.config.read import read_config
@@ -18,7 +17,6 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.plain_display import Display
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.trees import map_tensors
-from ptfast.launch.rank_main import RankPart
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.run import Run
 from ptfast.techniques.numerics import checked_steps
@@ -268,70 +266,18 @@ class Rooted(torch.nn.Module):
         return self.layers(inputs)
 
 
-def test_going_back_ends_in_the_bits_of_skipping(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad, build, models = [7, 8, 11], RankPart.build, list[Any]()
-
-    def built(*args: Any, **keywords: Any) -> Run:
-        if "rewinds" in keywords:
-            assert models[-1]() is None, "the model before takes memory"
-        run = build(*args, **keywords)
-        models.append(weakref.ref(run.model))
-        return run
-
-    monkeypatch.setattr(RankPart, "build", built)
-    assert train(*planted("numerics=skip", "run.dir=skips", steps=bad)) == 0
-    assert train(*planted("numerics=rewind", "run.dir=whole", steps=bad)) == 0
-    assert "going back to step 5" in capsys.readouterr().out
+def test_a_run_that_skips_steps_resumes_bit_for_bit(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [7, 8, 11]
+    assert train(*planted("numerics=skip", "run.dir=whole", steps=bad)) == 0
     monkeypatch.setattr(Plant, "stop", 9)
-    assert train(*planted("numerics=rewind", "run.dir=cut", steps=bad)) == 75
+    assert train(*planted("numerics=skip", "run.dir=cut", steps=bad)) == 75
     monkeypatch.setattr(Plant, "stop", None)
-    capsys.readouterr()
-    assert train(*planted("numerics=rewind", "run.dir=cut", "run.resume=auto", steps=bad)) == 0
-    assert "going back" not in capsys.readouterr().out, "its steps are checked since"
+    assert train(*planted("numerics=skip", "run.dir=cut", "run.resume=auto", steps=bad)) == 0
+    assert same_bits(weights(Path("whole")), weights(Path("cut")))
+    assert same_bits(training_state(Path("whole")), training_state(Path("cut")))
     for name in ("whole", "cut"):
-        assert same_bits(weights(Path("skips")), weights(Path(name)))
-        assert same_bits(training_state(Path("skips")), training_state(Path(name)))
         assert [line["step"] for line in records(Path(name))] == [2, 4, 5, 6, 8, 10, 12]
         assert summary(Path(name))["skipped_steps"] == 3
-
-
-@pytest.mark.slow
-def test_sharded_ranks_go_back_to_a_state_that_is_still_being_written(
-    in_tmp: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in WITH_TESTS.items():
-        monkeypatch.setenv(name, value)
-    words = ("parallel=fsdp", "parallel.nproc=2", "device=cpu", "saving.background=true")
-    for mode in ("skip", "rewind"):
-        assert train(*planted(f"numerics={mode}", f"run.dir={mode}", *words, steps=[7, 8, 11])) == 0
-    assert "going back to step 5" in capfd.readouterr().out
-    assert same_bits(*(weights(Path(mode)) for mode in ("skip", "rewind")))
-    assert same_bits(*(training_state(Path(mode)) for mode in ("skip", "rewind")))
-
-
-def test_weights_that_are_not_finite_are_gone_back_from(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Found as the state is saved: the loss of that step was finite, its gradients were not."""
-    words = ("run.dir=a", "log_every=50", "model._target_=test_skipped_steps.Steep", "numerics=rewind")
-    assert train(*planted(*words, steps=[])) == 0
-    assert "the weights are not finite after step 5: going back to step 0" in capsys.readouterr().out
-    assert all(bool(weight.isfinite().all()) for weight in weights(Path("a")).values())
-
-
-class Steep(torch.nn.Module):
-    """Has gradients that are not finite, of a finite loss, in its fifth step."""
-
-    def __init__(self, num_classes: int = 2) -> None:
-        super().__init__()
-        self.layer, self.count = torch.nn.Linear(4, num_classes), 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.count += self.training
-        outputs = self.layer(inputs)
-        return outputs + (outputs * 0).abs().sqrt() if self.training and self.count == 5 else outputs
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from ptfast.techniques.parallel import Parallel
 class Numerics(Section):
     """The treatment of steps whose loss or gradients are not finite."""
 
-    mode: Literal["stop", "skip", "rewind"] = "stop"
-    """End the run, leave such steps out, or go back to the last state and leave them out from there."""
+    mode: Literal["stop", "skip"] = "stop"
+    """End the run, or leave such steps out."""
     limit: Count = 10
     """Steps in a row that may be left out; then the run ends."""
 
@@ -39,6 +39,6 @@ def steps_that_can_be_skipped(
 FAMILY = Family(
     name="numerics",
     rules=(steps_that_can_be_skipped,),
-    unused=(Unused.unless("numerics.mode", ("skip", "rewind"), "numerics.limit"),),
+    unused=(Unused.unless("numerics.mode", ("skip",), "numerics.limit"),),
     free_keys=("numerics",),
 )

@@ -113,7 +113,6 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             # Fires only if this thread does not get Python's lock.
             faulthandler.dump_traceback_later(limit_s + LAST_S, file=self._file)
             self._beat()
-            run = None  # One that goes back to a state is to free its memory.
             if self._over.wait(TICK_S):
                 return
             run, cause = self._signals.run, self._cause
