@@ -170,11 +170,6 @@ class Run:
         """True if each rank holds a part of the weights: all ranks then have to join in using the model."""
         return getattr(self.forward, "sharded", False)
 
-    @property
-    def saves_together(self) -> bool:
-        """True if every rank holds something that is saved, and so has to take part in saving."""
-        return self.sharded or getattr(self.forward, "compression", None) is not None
-
     def uncompiled(self) -> AbstractContextManager[Any]:
         """A context in which the model runs as it was written, for forward passes that train nothing."""
         if self.compilation is None:

@@ -98,17 +98,13 @@ def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
 
 
 def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
-    """Refuse optimizers and freezing that do not work on sharded weights or compressed gradients."""
+    """Refuse optimizers and freezing that do not work on sharded weights."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
     backbone = optimizer.backbone_from
     waits = backbone is not None and bool(backbone.value)
     ends = [end for group in optimizer.groups for end in (group.trains_from, group.trains_until)]
     # Parameters that are frozen throughout, by an end at 0, never switch.
     switching = waits or any(end is not None and end.value for end in ends)
-    if switching and parallel.compression == "powersgd":
-        what = "keeps the error of each bucket, and freezing changes the buckets"
-        hint = "Use parallel.compression=bf16, or freeze throughout with trains_until: 0"
-        yield ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
     ours = sharded and path.startswith("ptfast.optim.")
     if ours and getattr(optimizer.target.resolve(), "needs_whole_layers", False):
         what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"

@@ -90,7 +90,7 @@ def _fit(run: Run) -> str:
                 status, _ = _poll_signals(run)
                 data_comes = False
             except Exception:
-                if not run.saves_together:
+                if not run.sharded:
                     run.settle()
                     save_training(run)
                 raise

@@ -49,7 +49,7 @@ def save_training(
         tell: called on the first rank with the folder, when the state is on disk.
     """
     run.saver.begin()
-    if not (run.ranks.is_first or run.saves_together):
+    if not (run.ranks.is_first or run.sharded):
         return
     model = run.model.state_dict()
     training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
@@ -59,10 +59,6 @@ def save_training(
         training["ema"] = run.ema.state_dict()
     if run.sharded:
         training["optimizer"] = state_by_name(run.optimizer, run.model)
-    elif run.saves_together:
-        training["compression"] = run.forward.compression.gather_state(run.ranks)
-    if not (run.ranks.is_first or run.sharded):
-        return
     to_check = _to_check(model, run)
     training["callbacks"] = callback_states(run) if run.ranks.is_first else []
     facts = {
@@ -197,10 +193,6 @@ def _restore_parts(run: Run, state: State) -> None:
         run.precision.scaler.load_state_dict(state.training["scaler"])
     if run.ema is not None and "ema" in state.training:
         run.ema.load_state_dict(state.training["ema"])
-    if "compression" in state.training and run.saves_together and not run.sharded:
-        saved_state = state.training["compression"]
-        if not run.forward.compression.load_state(saved_state, run.ranks, run.device):
-            run.display.note("the error feedback of PowerSGD starts at zero: the number of ranks has changed")
     callbacks: list[Any] = run.callbacks
     for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
         if callback_state is not None:

@@ -284,8 +284,7 @@ class Trainer:
         the order of sums of three ranks or more. Returns all batches, the first included.
         """
         run, window = self.run, self.window
-        averaged = run.ranks.distributed and not run.sharded and self.sums is None
-        resumes = averaged and run.progress.step
+        resumes = run.ranks.distributed and not run.sharded and self.sums is None and run.progress.step
         due = (resumes or run.compilation is not None) and self.optimizers is None
         if not due or run.progress.step >= run.total_steps:
             return batches
@@ -298,8 +297,7 @@ class Trainer:
         sums = window.sums()
         run.forward.train()
         try:
-            with run.forward.forgetting() if averaged else _nothing:
-                self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples), run.progress.step)
+            self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples), run.progress.step)
             if self.whole is not None:
                 window.inspect_gradients()
                 self.whole.prepare()

@@ -60,7 +60,6 @@ def test_keys_that_contradict_each_other(changes: Tree) -> None:
         ("curriculum__over", "50%", {"curriculum__batch_size_from": "auto"}),
         ("curriculum__length_multiple", 8, {"curriculum__length_from": "auto"}),
         ("parallel__bucket_mb", 10.0, {"parallel__strategy": "ddp"}),
-        ("parallel__powersgd_rank", 2, {"parallel__strategy": "ddp", "parallel__compression": "powersgd"}),
         ("augment__resized_ratio", [0.5, 2.0], {"augment__resized_crop": [0.3, 1.0]}),
         ("ema__swa_every", "2epochs", {"ema__swa_start": "75%"}),
         ("debug__active", 3, {"debug__mode": "profiler"}),

@@ -118,9 +118,6 @@ def ddp_cases(on: Cases) -> dict[str, Any]:
     found: dict[str, Any] = {"ddp": on.train("ddp", *SMALL)}
     for name, words in switches.items():
         found[name] = on.train(name, *SMALL, *words)
-    powersgd = ("parallel.compression=powersgd", "parallel.powersgd_start=2")
-    found["powersgd resumes"] = on.resumed("powersgd", *SMALL, *powersgd)
-    found["powersgd"] = {"weights": weights(Path("powersgd"))}
     found["layers"] = [normed(on.ranks, shares) for shares in ((3, 2), (0, 5), (4, 4))]
     found["resnet synced"] = on.train("resnet-synced", *RESNET, "parallel.sync_batchnorm=true")
     found["elastic"] = on.train("elastic", *ELASTIC)

@@ -8,7 +8,6 @@ from typing import Literal
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.section import Count, Family, Section, Unused
 from ptfast.techniques.compile import Compile
-from ptfast.techniques.parallel import Parallel
 
 
 class Numerics(Section):
@@ -20,19 +19,13 @@ class Numerics(Section):
     """Steps in a row that may be left out; then the run ends."""
 
 
-def steps_that_can_be_skipped(
-    numerics: Numerics, compile: Compile, parallel: Parallel
-) -> Iterator[PtfastError]:
+def steps_that_can_be_skipped(numerics: Numerics, compile: Compile) -> Iterator[PtfastError]:
     """Refuse what cannot leave a step out."""
     if numerics.mode == "stop":
         return
     if compile.mode == "step":
         what = "a step compiled whole shows no gradients that could be checked before it is taken"
         hint = "Use compile=model, or numerics=stop"
-        yield ConfigError("C011", what, key="numerics", value=numerics.mode, suggestion=hint)
-    if parallel.compression == "powersgd":
-        what = "PowerSGD keeps what it did not send, and would keep NaN"
-        hint = "Use parallel.compression=bf16, or numerics=stop"
         yield ConfigError("C011", what, key="numerics", value=numerics.mode, suggestion=hint)
 
 

@@ -46,12 +46,8 @@ class Parallel(Section):
     """ddp: every step uses the same parameters in the same order."""
     unused_parameters: bool = False
     """ddp: look in every step for parameters that the loss does not depend on."""
-    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    compression: Literal["none", "bf16", "fp16"] = "none"
     """ddp: what gradients are sent as."""
-    powersgd_rank: Count = 1
-    """Columns of the thin matrices that `compression=powersgd` sends."""
-    powersgd_start: Annotated[int, Range(2, 2**31)] = 1000
-    """Steps that send whole gradients before."""
     blocks: list[str] | Literal["auto"] = "auto"
     """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` finds what repeats."""
     prefetch: Count = 1
@@ -96,25 +92,21 @@ def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
 
 
 def allowed_by_ranks(
-    parallel: Parallel, gradients: Gradients, precision: Precision, micro_batches: int | None
+    parallel: Parallel, gradients: Gradients, micro_batches: int | None
 ) -> Iterator[PtfastError]:
-    """Refuse what the ranks, the parts of a batch or the precision rule out, as far as they are given."""
+    """Refuse what the ranks or the parts of a batch rule out, as far as they are given."""
     ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
     yield from ruled_out_by_ranks(
         parallel,
         alone=parallel.strategy == "single",
         accumulates=gradients.accumulate > 1 or bool(ranks and micro_batches and micro_batches > ranks),
-        scales=precision.mode == "amp_fp16",
     )
 
 
-def ruled_out_by_ranks(
-    parallel: Parallel, *, alone: bool, accumulates: bool, scales: bool
-) -> Iterator[PtfastError]:
+def ruled_out_by_ranks(parallel: Parallel, *, alone: bool, accumulates: bool) -> Iterator[PtfastError]:
     """What cannot be combined; checked again once `auto` is resolved.
 
-    A run is `alone` if one process trains, `accumulates` if a step has several micro-batches on a rank, and
-    `scales` fp16 gradients, which may overflow.
+    A run is `alone` if one process trains, and `accumulates` if a step has several micro-batches on a rank.
     """
     if parallel.sync_batchnorm and alone:
         what = "there are no ranks to take statistics over"
@@ -128,10 +120,6 @@ def ruled_out_by_ranks(
         what = "DDP records a static graph only in steps of one backward pass"
         hint = "Use gradients.accumulate=1, one micro-batch a rank"
         yield ConfigError("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
-    if parallel.compression == "powersgd" and scales:
-        what = "keeps the error it makes, which one overflowing fp16 gradient would make infinite for good"
-        hint = "Use precision=bf16, or parallel.compression=fp16"
-        yield ConfigError("C011", what, key="parallel.compression", value="powersgd", suggestion=hint)
 
 
 def whole_under_fsdp(
@@ -327,19 +315,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         drift=0.01,
     ),
     _parallel(
-        name="PowerSGD",
-        kind="reduced",
-        on=("parallel.compression=powersgd", "parallel.powersgd_start=2"),
-        off=("parallel.compression=none", "parallel.powersgd_start=1000"),
-        why="Ranks exchange two thin matrices per gradient, and send later what these miss.",
-        claim="ResNet-18 on CIFAR-10, 16 GPUs over 10 Gbit/s: a quarter less time, as accurate (rank 2).",
-        source="Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727",
-        avoid="Fast networks, no memory for one more copy of the gradients, or fp16's scaling (refused).",
-        audit="Machines joined by Ethernet, whose steps take much longer than those of one machine.",
-        alternatives="compression",
-        drift=0.1,
-    ),
-    _parallel(
         name="BatchNorm over all ranks",
         kind="training",
         on=("parallel.sync_batchnorm=true",),
@@ -369,9 +344,6 @@ FAMILY = Family(
     ),
     machine_rules=(gpus_for_ranks,),
     unused=(
-        Unused.unless(
-            "parallel.compression", ("powersgd",), "parallel.powersgd_rank", "parallel.powersgd_start"
-        ),
         Unused.unless(
             "parallel.strategy", ("ddp",), "parallel.bucket_mb", "parallel.gradient_as_bucket_view"
         ),

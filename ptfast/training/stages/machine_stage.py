@@ -71,7 +71,6 @@ def cut_batch(run: PartialRun) -> None:
         config.parallel,
         alone=not ranks.distributed,
         accumulates=run.micro_batches > ranks.num_ranks,
-        scales=run.precision.scaler is not None,
     ):
         raise problem
 

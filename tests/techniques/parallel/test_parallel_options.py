@@ -35,12 +35,6 @@ def test_compressed_gradients_drift_a_little(
     assert compressed == pytest.approx(plain, rel=drift)
 
 
-def test_power_sgd_remembers_over_a_restart(two_ranks: dict[str, Any]) -> None:
-    """The part not sent yet differs from rank to rank, and is saved of all."""
-    assert two_ranks["powersgd resumes"]
-    assert not same_bits(two_ranks["powersgd"]["weights"], two_ranks["ddp"]["weights"])
-
-
 def test_parameters_without_a_gradient_are_named(two_ranks: dict[str, Any]) -> None:
     for case, step in (("always", 0), ("later", 4)):
         said = two_ranks[case]
@@ -112,23 +106,11 @@ def test_a_model_without_batch_norm_has_none_to_sync() -> None:
         ),
         ({"parallel": {**DDP, "static_graph": True}, "micro_batches": 4}, "parallel.static_graph"),
         ({"parallel": {**DDP, "static_graph": True}, "gradients__accumulate": 2}, "parallel.static_graph"),
-        (
-            {"parallel": {**DDP, "compression": "powersgd"}, "precision__mode": "amp_fp16"},
-            "parallel.compression",
-        ),
-        (
-            {
-                "parallel": {**DDP, "compression": "powersgd"},
-                "optimizer__groups": [{"match": "*", "trains_until": "2steps"}],
-            },
-            "parallel.compression",
-        ),
-        ({"parallel": {**DDP, "powersgd_start": 1}}, None),
     ],
 )
-def test_switches_that_contradict_each_other(changes: Tree, key: str | None) -> None:
+def test_switches_that_contradict_each_other(changes: Tree, key: str) -> None:
     error = refused(**changes, device="cpu")
-    assert (error.code, error.key) == (("C011", key) if key else ("C005", "parallel.powersgd_start"))
+    assert (error.code, error.key) == ("C011", key)
 
 
 def test_batch_norm_over_the_one_rank_that_there_is(tmp_path: Path) -> None:
