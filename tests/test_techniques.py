@@ -74,7 +74,6 @@ NOT_EMULATED = (
     "nvidia_tf32",
     "float8",
     "compiler",
-    "nvJPEG",
     "expandable segments",
     "one kernel for a batch of images",
 )

@@ -91,8 +91,8 @@ class SweepJob:
         process = warm_process(
             self.run,
             ["train", *alone, f"run.dir={quoted(run_dir)}"],
-            # Its decoder reads JPEG files.
-            modules=["torchvision"] if re.search("torchvision|'decoder'", str(composed.tree)) else [],
+            # Folders of images read JPEG files by it.
+            modules=["torchvision"] if re.search("torchvision|imagefolder", str(composed.tree)) else [],
             environment=environment,
             output=output,
         )

@@ -43,9 +43,8 @@ class BaseSource:
 
     images = False
     """Raw inputs are uint8 images, channels last: (batch, height, width, channels)."""
-    storage: Literal["files", "pack", "memory", "gpu"] = "files"
-    """Where fetching gets samples: from files or the user's code, a memory-mapped pack, memory, or files that
-    the training GPU decodes."""
+    storage: Literal["files", "pack", "memory"] = "files"
+    """Where fetching gets samples: from files or the user's code, a memory-mapped pack, or memory."""
     repeatable = False
     """A sample is the same each time and draws from no generator: it may be held in memory, or fetched by a
     thread beside the training."""

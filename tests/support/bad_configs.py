@@ -238,22 +238,6 @@ CASES: dict[str, Case] = {
             )
         },
     ),
-    "21 a decoder on the GPU": train(
-        "data=imagefolder data.root=x data.decoder=nvjpeg",
-        "C011",
-        f"data.decoder=nvjpeg {TYPED} nvJPEG decodes for augment.resized_crop. Use augment=resized_crop",
-    ),
-    "21 a decoder on the GPU and workers": train(
-        "data=imagefolder data.root=x data.decoder=nvjpeg augment=resized_crop dataloader=workers",
-        "C011",
-        "decodes in the process that trains. Use dataloader=plain",
-    ),
-    "21 a decoder without a GPU": train(
-        "data=imagefolder data.root=x data.decoder=nvjpeg augment=resized_crop device=cpu",
-        "E005",
-        f"data.decoder=nvjpeg {TYPED} nvJPEG decodes on a CUDA device, and none is used.",
-        "Use data.decoder=cpu",
-    ),
     "21 crops the wrong way round": train(
         "augment=resized_crop augment.resized_ratio=[2,0.5]",
         "C011",

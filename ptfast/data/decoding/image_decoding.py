@@ -36,7 +36,7 @@ _SYSTEM = {
 }
 MAX_PIXELS = 100_000_000
 """An image whose header promises more is refused as a decompression bomb."""
-AS_RGB = 3
+_AS_RGB = 3
 """`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
 """They hold the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
@@ -93,7 +93,7 @@ def decode(content: bytes, name: str) -> Decoded:
             return Decoded(_by_pil(content, name).pixels, converted)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return Decoded(decode_jpeg(buffer, AS_RGB, False).permute(1, 2, 0).numpy(), converted)
+        return Decoded(decode_jpeg(buffer, _AS_RGB, False).permute(1, 2, 0).numpy(), converted)
     except DataError:
         raise
     except Exception as error:
@@ -105,13 +105,13 @@ def _jpeg_decoder() -> Callable[..., Tensor] | None:
     """torchvision's decoder, None where it was built without or no longer has one."""
     # `torchvision.io.decode_jpeg` warns of its retirement at each call, for 30 us that block other threads.
     try:
-        load_image_operators()
+        _load_image_operators()
         return torch.ops.image.decode_jpeg
     except (ImportError, AttributeError):
         return None
 
 
-def load_image_operators() -> None:
+def _load_image_operators() -> None:
     """Register torchvision's operators on images, from its library alone if it is found.
 
     Its Python modules import torch's compiler, which takes as long as torch itself.

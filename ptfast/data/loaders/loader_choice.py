@@ -172,8 +172,6 @@ def _quickest(
     num_samples: int | None,
     prefetch: int,
 ) -> Choice:
-    if train.storage == "gpu":
-        return Choice("plain", "the GPU decodes", 0)
     if train.storage == "memory":
         return Choice("memory", "the data is in memory", 0)
     cost = time_samples(train)

@@ -19,8 +19,6 @@ from ptfast.data.packs.packed_images import load_packed_images
 from ptfast.data.sources.class_folders import Listing, PassedOver, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
-DecodesJpeg = Literal["cpu", "nvjpeg"]
-
 
 class ImageFolder:
     """A tree of class folders of images; the loader decides when they are decoded.
@@ -33,12 +31,9 @@ class ImageFolder:
         threads: that decode what is held in memory; `auto` for one per core.
         on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out, and
             other samples keep their index.
-        decoder: of JPEG files for `augment.resized_crop`: `cpu`, or `nvjpeg` for the GPU that trains; the CPU
-            decodes all other files.
 
     Raises:
-        ConfigError: C011 for a pack with `decoder=nvjpeg` or `on_corrupt=skip`.
-        MachineError: E005 for a GPU that decodes no JPEG.
+        ConfigError: C011 for a pack with `on_corrupt=skip`.
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be decoded,
             D007 for a pack that is not whole or older than its source.
     """
@@ -51,18 +46,13 @@ class ImageFolder:
         image_size: Count | None = None,
         threads: int | Literal["auto"] = "auto",
         on_corrupt: OnCorrupt = "error",
-        decoder: DecodesJpeg = "cpu",
     ) -> None:
-        self.decoder: DecodesJpeg = decoder
         self.root, self.image_size = Path(root).expanduser(), image_size
         self.on_corrupt: OnCorrupt = on_corrupt
         self.threads = spare_cores(16) if threads == "auto" else threads
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         if (manifest := open_pack(self.root)) is not None:
-            if self.decoder != "cpu":
-                what, hint = "packs are read on the host", "Use data.decoder=cpu"
-                raise ConfigError("C011", what, key="data.decoder", value=self.decoder, suggestion=hint)
             if self.on_corrupt != "error":
                 what = "the pack has left out unreadable files already"
                 hint = "Use data.on_corrupt=error here, and ptfast pack --on-corrupt skip to leave files out"
@@ -70,14 +60,8 @@ class ImageFolder:
             return load_packed_images(self.root, manifest, self.image_size)
         passed = PassedOver()
         classes, listings = list_tree(self.root, passed=passed)
-        files_class = ImageFiles
-        if self.decoder == "nvjpeg":
-            from ptfast.data.decoding.nvjpeg import NvJpegFiles, check_decoder
-
-            check_decoder()
-            files_class = NvJpegFiles
         sources = {
-            split: files_class(paths, torch.tensor(labels), self.image_size, self.on_corrupt, self.threads)
+            split: ImageFiles(paths, torch.tensor(labels), self.image_size, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()
         }
         info = image_info(set_shapes(sources), class_names=classes)

@@ -182,33 +182,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         audit="RandomResizedCrop on PIL images, or ToTensor before a crop.",
         about=("augment/resized_crop",),
     ),
-    _augment(
-        name="nvJPEG",
-        kind="reduced",
-        drift=0.05,
-        on=("data.decoder=nvjpeg",),
-        off=("data.decoder=cpu",),
-        why="JPEG files are sent to the GPU compressed, at a tenth of the bytes, and decoded, cropped and "
-        "resized there when host cores are the bottleneck.",
-        claim="The host's cores are left to other work; how much is gained depends on GPU and batch, and "
-        "pixels differ from the host's by some levels where colours are subsampled.",
-        source="NVIDIA, nvJPEG documentation; torchvision.io.decode_jpeg(..., device='cuda').",
-        avoid="Host cores are free, or the GPU is busy: decoding takes time from training. A pack costs less"
-        " of either.",
-        audit="A GPU that waits for JPEG files while all cores decode.",
-        needs=("cuda", "images"),
-        trial=(
-            "data=imagefolder",
-            "data.root={images}",
-            "data.image_size=16",
-            "augment.resized_crop=[0.5,1.0]",
-            "model=mlp",
-            "model.hidden=[16]",
-            "batch_size=16",
-            "optimizer=sgd",
-            "optimizer.lr=0.001",
-        ),
-    ),
     Technique(
         name="mixup",
         kind="training",
