@@ -176,8 +176,7 @@ Config groups; ptfast --help GROUP shows options (GROUP=OPTION) and keys:
 
 
 def _of_group(group: str, section: Any) -> Iterator[str]:
-    """The options of a group, the keys of its section, and those of single options."""
-    from ptfast.config.checks.target_keywords import built_in_targets, source_keywords
+    """The options of a group, and the keys of its section."""
     from ptfast.config.editors.help import entries, field_docs
     from ptfast.core.sections.coerce import describe
     from ptfast.core.sections.targets import plain
@@ -196,16 +195,8 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
         default = None if field.is_required() else plain(field.get_default(call_default_factory=True))
         value = json.dumps(default).strip('"')
         yield _row(f"{key}={value}", f"{field_docs(section).get(key, '')} ({describe(field.annotation)})")
-    targets = built_in_targets(group)
-    if targets:
-        yield "\nKeys of single options, and of those built on them:"
-    for path, names in targets.items():
-        keywords = source_keywords(path, group)
-        text = "those of its library" if keywords is None else ", ".join(keywords) or "none"
-        yield _row(", ".join(names), text)
-    if targets:
-        yield f"\nptfast --help {group}=OPTION explains an option's. A class of your own has its own."
-    if targets and options:
+    if options and "target" in fields:
+        yield f"\nptfast --help {group}=OPTION explains an option's own keys."
         yield f"ptfast train {group}=OPTION --cfg job prints the values that an option sets."
 
 

@@ -122,9 +122,9 @@ def test_a_folder_elsewhere_is_searched_first(capsys: pytest.CaptureFixture[str]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    first, second, third = refused("optimizer.lrr=0.1", "epochs=0", "precision=ampp", "precision.moed=x")
+    first, second, third = refused("saving.keeep=1", "epochs=0", "precision=ampp", "precision.moed=x")
     assert first.startswith("[C003]: precision=ampp (command line): no such option")
-    assert second.startswith("[C002]: optimizer.lrr=0.1 (command line): unknown key. Did you mean")
+    assert second.startswith("[C002]: saving.keeep=1 (command line): unknown key. Did you mean")
     assert third == "[C005]: epochs=0 (command line): must be at least 1."
     write("recipes/bad.yaml", "seed: -1\nbatch_size: many\nmodel: {hiden: [8]}\neval:\n  every: ${nope}\n")
     (alone,) = refused("+recipe=bad")

@@ -1,22 +1,16 @@
-"""Check targets against their signature, or only their keywords against their source, which is quick."""
+"""Check targets against their signature."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ptfast.config.checks.target_kinds import check_kind
-from ptfast.config.files.paths import builtin_root
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, name_of
-from ptfast.core.protocols import TASKS, DataInfo
+from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.coerce import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, InUnit, coerce
 from ptfast.core.sections.targets import (
     EMPTY,
@@ -66,7 +60,6 @@ def check_target(
     fixed: Iterable[str] = (),
     locate: Locate = locate,
     prefix: str | None = None,
-    by_source: bool = False,
 ) -> tuple[Target, list[PtfastError]]:
     """Check what kind of thing a target is, its keywords and their values.
 
@@ -74,14 +67,8 @@ def check_target(
         section: one of `SECTIONS`, `callbacks`, `task`, or `` for a target inside another's keywords.
         fixed: keys of the section that are not the target's, for suggestions.
         prefix: the key that messages start with, by default the section.
-        by_source: look only for unknown keywords of built-in targets, and import nothing.
     """
     prefix = section if prefix is None else prefix
-    if by_source:
-        is_built_in = target.path in built_in_targets(section)
-        known = source_keywords(target.path, section) if is_built_in else None
-        strange = [] if known is None else [name for name in target.kwargs if name not in known]
-        return target, _unknown(target, strange, section, prefix, [*(known or ()), *fixed])
     try:
         function = locate(target.path)
         check_kind(function, target.path, section)
@@ -97,7 +84,7 @@ def check_target(
         value, nested = _check_nested(given, key, section if section == "metrics" else "", locate)
         problems += nested
         if name in strange:
-            problems += _unknown(target, [name], section, prefix, [*parameters, *fixed])
+            problems += _unknown(target, name, section, key, [*parameters, *fixed])
             continue
         try:
             if parameter:
@@ -134,20 +121,13 @@ def _check_nested(value: Any, key: str, section: str, locate: Locate) -> tuple[A
     return parts if isinstance(value, dict) else [*parts.values()], problems
 
 
-def _unknown(
-    target: Target, names: Iterable[str], section: str, prefix: str, known: list[str]
-) -> list[PtfastError]:
-    errors: list[PtfastError] = []
-    for name in names:
-        value = target.kwargs[name]
-        if (section, name, value) == ("optimizer", "fused", "auto"):
-            continue  # an option file may say so for any optimizer: on where there is such a thing
-        hint = did_you_mean(name, known, f"{prefix}.{{}}")
-        hint = hint or (f"It takes {', '.join(known[:12])}" if known else "It takes no keywords")
-        errors.append(
-            ConfigError("C002", "unknown key", key=f"{prefix}.{name}", value=value, suggestion=hint)
-        )
-    return errors
+def _unknown(target: Target, name: str, section: str, key: str, known: list[str]) -> list[PtfastError]:
+    value = target.kwargs[name]
+    if (section, name, value) == ("optimizer", "fused", "auto"):
+        return []  # an option file may say so for any optimizer: on where there is such a thing
+    hint = did_you_mean(name, known, f"{key.removesuffix(name)}{{}}")
+    hint = hint or (f"It takes {', '.join(known[:12])}" if known else "It takes no keywords")
+    return [ConfigError("C002", "unknown key", key=key, value=value, suggestion=hint)]
 
 
 def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> dict[str, inspect.Parameter]:
@@ -179,67 +159,3 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
             annotation = Literal["auto"] | annotation
         parameters[name] = parameter.replace(annotation=annotation)
     return parameters
-
-
-def built_in_targets(section: str) -> dict[str, list[str]]:
-    """The targets that a section's shipped options name, each with those options."""
-    if section == "task":
-        return {path: [name] for name, path in TASKS.items()}
-    targets: dict[str, list[str]] = {}
-    for file in sorted((builtin_root().conf / section).glob("*.yaml")) if section else ():
-        for path in re.findall(r"(?m)^_target_: ([\w.]+\.\w+)$", file.read_text("utf-8")):
-            targets.setdefault(path, []).append(file.stem)
-    return targets
-
-
-def source_keywords(path: str, section: str) -> list[str] | None:
-    """The `own_parameters` of a built-in target, by its source alone; None where only an import can tell."""
-    names = _source_names(path)
-    if names is None:
-        return None
-    names = names[1:] if section in ("optimizer", "task") else names
-    return [name for name in names if section != "sampling" or name not in _OF_SAMPLES]
-
-
-def _source_names(path: str) -> list[str] | None:
-    module, _, name = path.rpartition(".")
-    package, *parts = module.split(".")
-    # To find what lies below a package imports it: the file is looked for beside the top-level one.
-    spec = find_spec(package) if package else None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    place = Path(spec.submodule_search_locations[0], *parts)
-    candidates = (place.with_name(f"{place.name}.py"), place / "__init__.py")
-    file = next((file for file in candidates if file.is_file()), None)
-    for node in reversed(_parsed(file, file.stat().st_mtime_ns).body) if file else ():
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
-            return _names_of(node, module)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return _source_names(f"{node.module}.{alias.name}")
-    return None
-
-
-@functools.lru_cache
-def _parsed(file: Path, changed_ns: int) -> ast.Module:
-    return ast.parse(file.read_bytes())
-
-
-def _names_of(node: ast.ClassDef | ast.FunctionDef, module: str) -> list[str] | None:
-    """The keywords of a function, or of a class's constructor: its own or that of its one base class."""
-    if isinstance(node, ast.FunctionDef):
-        return None if node.args.kwarg else [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
-    for part in reversed(node.body):
-        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-            names = _names_of(part, module)
-            return names and names[1:]
-    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-    if len(bases) != len(node.bases) or len(bases) > 1:
-        return None
-    inherited = _source_names(f"{module}.{bases[0]}") if bases else []
-    if inherited is None or not any("dataclass" in ast.unparse(each) for each in node.decorator_list):
-        return inherited
-    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
-    own = [ast.unparse(field.target) for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
-    return list(dict.fromkeys([*inherited, *own]))

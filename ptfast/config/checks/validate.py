@@ -38,8 +38,8 @@ def validate(
             across keys; else everything that this machine lacks.
     """
     locate_target = locate if trusted else partial(locate_trusted, packages=tuple(extra_trust))
-    # A key that is misspelt or missing is reported before anything is imported, torch above all.
-    checker = _Checker(tree, locate_target, by_source=True)
+    # A fixed key that is misspelt or missing is reported before anything is imported, torch above all.
+    checker = _Checker(tree, None)
     config = checker.check()
     if all(problem.code not in ("C002", "C016") for problem in checker.problems):
         checker = _Checker(tree, locate_target)
@@ -88,11 +88,10 @@ def key_named(name: str, others: Iterable[str] = ()) -> str | None:
 
 
 class _Checker:
-    """Collects what is wrong with single keys."""
+    """Collects what is wrong with single keys; without `locate` nothing is said of targets."""
 
-    def __init__(self, tree: dict[str, Any], locate: Locate, *, by_source: bool = False) -> None:
+    def __init__(self, tree: dict[str, Any], locate: Locate | None) -> None:
         self.tree, self.locate = tree, locate
-        self.check_target = partial(check_target, locate=locate, by_source=by_source)
         self.problems: list[PtfastError] = []
 
     def check(self) -> Config | None:
@@ -167,13 +166,15 @@ class _Checker:
         except PtfastError as problem:
             self.problems.append(problem.at(key))
             return Target("")
+        if self.locate is None:
+            return target
         if called:
             try:
                 target = replace(target, partial=not isinstance(self.locate(target.path), type))
             except PtfastError as problem:
                 self.problems.append(problem.at(f"{key}._target_", target.path))
                 return Target("")
-        target, found = self.check_target(target, section, fixed=fixed, prefix=key)
+        target, found = check_target(target, section, fixed=fixed, locate=self.locate, prefix=key)
         self.problems += found
         return target
 
@@ -198,9 +199,13 @@ class _Checker:
                 return {}
         if not options and name in TASKS:
             return {"name": name}
+        if self.locate is None:
+            return {"name": name, "options": options}
         # The options of `auto` are those of any built-in task.
         paths = protocols.TASKS.values() if name == "auto" else [protocols.TASKS.get(name, name)]
-        attempts = [self.check_target(Target(path, options), "task", fixed=("name",)) for path in paths]
+        attempts = [
+            check_target(Target(path, options), "task", fixed=("name",), locate=self.locate) for path in paths
+        ]
         target, found = min(attempts, key=lambda attempt: len(attempt[1]))
         for problem in found:
             of_name = problem.key == "task._target_"
