@@ -200,6 +200,11 @@ def _deep(state: Path) -> None:
     reseal(state, "state.json")
 
 
+def _went_back(state: Path) -> None:
+    progress = json.loads((state / "state.json").read_text())["progress"]
+    _changed("state.json", {"progress": {**progress, "went_back": False}})(state)
+
+
 FACTS = "state.json: the file does not hold what a run resumes from"
 DAMAGES = {
     "truncated": (_cut, "S001", "model.pt: the file has changed since it was written"),
@@ -215,7 +220,12 @@ DAMAGES = {
     "another step": (_changed("manifest.json", {"step": 3}), "S001", FACTS),
     "no progress": (_changed("state.json", {"progress": None}), "S001", FACTS),
     "a step beyond reach": (_changed("state.json", {"progress": {"step": -(10**12)}}), "S001", FACTS),
-    "no facts of the data": (_changed("state.json", {"info": {}}), "S001", FACTS),
+    "no facts of the data": (
+        _changed("state.json", {"info": {}}),
+        "S001",
+        "saved by another version of ptfast",
+    ),
+    "a fact more": (_went_back, "S001", "it was saved by another version of ptfast. Go on with that version"),
     "too deep": (_deep, "S001", FACTS),
     "no weights": (_saved("model.pt", [1]), "S001", "model.pt: it cannot be read"),
     "names that are numbers": (_saved("model.pt", {1: 2}), "S002", "another model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -114,9 +114,9 @@ _MUST_AGREE = {
 
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
-    known: dict[str, Any] = {}
-    for name in {field.name for field in fields(DataInfo)} & facts.keys():
-        known[name] = tuple(facts[name]) if isinstance(facts[name], list) else facts[name]
+    known: dict[str, Any] = {
+        name: tuple(fact) if isinstance(fact, list) else fact for name, fact in facts.items()
+    }
     return DataInfo(**known)
 
 
@@ -145,8 +145,8 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
     if saved.extra.get("tokenizer") != found.extra.get("tokenizer"):
         changed.append("the vocabulary")
     before, now = (info.extra.get("contents", {}) for info in (saved, found))
-    # Older states have no contents.
-    parts = differing(before, now) if before and now else {}
+    # Data for a model that is known are not compared.
+    parts = differing(before, now) if now else {}
     of_training = [words for name, words in parts.items() if trains and name.partition("/")[0] == "train"]
     if changed or of_training:
         some = [*changed, *([name_some(of_training, 3)] if of_training else [])]

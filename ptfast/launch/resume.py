@@ -155,7 +155,6 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
                 total_steps=new_steps,
                 plan=BatchPlan(size, constant(config.batch_size)),
             )
-            old_steps = old_steps or new_steps
             check_length(step, old_steps, new_steps, schedule.begins_like(old_steps, step))
 
 

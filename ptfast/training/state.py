@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def restore_model(model: nn.Module, state: State) -> None:
 
 
 def restore_training(run: Run, state: State, steps_before: int) -> None:
-    """Restore all but the weights of a run that was to have `steps_before` steps then; 0 if nobody knows."""
+    """Restore all but the weights of a run that was to have `steps_before` steps then."""
     try:
         _restore_parts(run, state)
     except PtfastError:
@@ -162,7 +162,7 @@ def restore_training(run: Run, state: State, steps_before: int) -> None:
         what = f"it does not fit this run: {summary_of(error)}"
         hint = "Resume from another saved/step-N folder"
         raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
-    step, steps_before = run.progress.step, steps_before or run.total_steps
+    step = run.progress.step
     extendable = all(part is None or part.extendable for part in (run.freezing, run.ema))
     if steps_before != run.total_steps:
         extendable = extendable and run.schedule.begins_like(steps_before, step)
@@ -191,14 +191,13 @@ def _restore_parts(run: Run, state: State) -> None:
     load_optimizer(run.optimizer, state.training["optimizer"])
     if run.precision.scaler is not None and "scaler" in state.training:
         run.precision.scaler.load_state_dict(state.training["scaler"])
-    if run.ema is not None and "ema" in state.training:
+    if run.ema is not None:
         run.ema.load_state_dict(state.training["ema"])
     callbacks: list[Any] = run.callbacks
     for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
         if callback_state is not None:
             callback.load_state_dict(callback_state)
-    known = {each.name for each in fields(Progress)}
-    run.progress = Progress(**{k: v for k, v in state.facts["progress"].items() if k in known})
+    run.progress = Progress(**state.facts["progress"])
     if run.marks is not None and (stream := state.facts.get("stream")) is not None:
         note = run.marks.load(stream, run.progress.step)
         run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))

@@ -19,9 +19,6 @@ from ptfast.config.schema import VARIABLES, RunOptions
 from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
 from ptfast.core.run_directory import write_text
 
-RETIRED = ("tuned_for",)
-"""Keys of older runs that nothing reads any more."""
-
 
 class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):
     """As OmegaConf writes YAML, whose dumper is none of libyaml's and takes ten times as long."""
@@ -95,8 +92,7 @@ def load(
 ) -> Composed:
     """A whole config in one file, with arguments applied: `complete` as `compose`, else as `load_config`."""
     content = read_yaml(path)
-    data = {key: value for key, value in content.data.items() if key not in RETIRED}
-    tree, places = apply(with_sections(data), content.places, arguments)
+    tree, places = apply(with_sections(content.data), content.places, arguments)
     if not trusted:
         check_reach(tree, lambda key: place_of(key, places), trains=trains)
     return finish(tree, places, content.warnings, arguments, complete=complete)

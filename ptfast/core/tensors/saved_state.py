@@ -10,7 +10,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import ConfigError, SavedStateError, cannot_write
+from ptfast.core.protocols import DataInfo
+from ptfast.core.resolved import Progress
 from ptfast.core.run_directory import CONFIG, read_json
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
@@ -38,6 +40,13 @@ LINKS = ("best", "last")
 """Links to states in `saved`."""
 TREE = "tree.json"
 """The values of a state of several ranks besides its tensors, and where each tensor goes."""
+
+
+_FACTS = {
+    "progress": {field.name for field in fields(Progress)},
+    "info": {field.name for field in fields(DataInfo)},
+}
+"""The names in `state.json`."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +293,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         check: False if the files have been hashed already for this load.
 
     Raises:
-        SavedStateError: S001 for a file that is missing, changed or of another form, or a format too new.
+        SavedStateError: S001 for a file that is missing, changed or of another form, or of another version.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -311,11 +320,15 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
             raise damaged(path, "the file has changed since it was written (truncated, or bits flipped)")
     try:
         facts = json.loads((folder / "state.json").read_text())
-        if facts["progress"]["step"] != step or not {"kind", "task", "extra"} <= facts["info"].keys():
-            raise ValueError("facts are missing, or those of another step")
-        return facts
+        if facts["progress"]["step"] != step:
+            raise ValueError("facts of another step")
+        given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(folder / "state.json", "the file does not hold what a run resumes from") from error
+    if given != _FACTS:
+        hint = "Go on with that version, or start afresh from its weights: model.weights=STATE/model.pt"
+        raise damaged(folder, "it was saved by another version of ptfast", hint)
+    return facts
 
 
 def read_state(folder: Path, *, check: bool = True) -> State:
