@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
 import shutil
 import socket
 import tempfile
@@ -142,15 +143,12 @@ def _memory() -> Iterator[Finding]:
     small = shared < LEAST_SHARED_BYTES
     remedy = "worker processes hand batches over through it: docker run --shm-size=8g, or --ipc=host"
     yield Finding("shared memory", f"{num_bytes(shared)} free in /dev/shm", remedy if small else "")
-    with contextlib.suppress(ImportError):  # Windows has no such limit
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        unlimited = resource.RLIM_INFINITY
-        most = 65536 if hard == unlimited else min(65536, hard)
-        few = soft != unlimited and soft < min(LEAST_DESCRIPTORS, most)
-        remedy = f"loaders with many workers run out of them: ulimit -n {most}" if few else ""
-        yield Finding("descriptors", "unlimited" if soft == unlimited else f"{soft}", remedy)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = 65536 if hard == unlimited else min(65536, hard)
+    few = soft != unlimited and soft < min(LEAST_DESCRIPTORS, most)
+    remedy = f"loaders with many workers run out of them: ulimit -n {most}" if few else ""
+    yield Finding("descriptors", "unlimited" if soft == unlimited else f"{soft}", remedy)
 
 
 def _compilers() -> Iterator[Finding]:

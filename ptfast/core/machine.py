@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -99,13 +100,10 @@ def memory_limit(device: str = "auto") -> tuple[int, str]:
         if torch.cuda.is_available():
             return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "the GPU"
     limits = [(available_memory(), "the memory that is free")]
-    if sys.platform != "win32":
-        import resource
-
-        for name, what in (("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")):
-            soft, _ = resource.getrlimit(getattr(resource, name))
-            if soft != resource.RLIM_INFINITY:
-                limits.append((soft, what))
+    for name, what in (("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")):
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        if soft != resource.RLIM_INFINITY:
+            limits.append((soft, what))
     return min(limits)
 
 
@@ -120,7 +118,7 @@ def memory_of(pids: Iterable[int]) -> tuple[int, str]:
     if any(shares):
         return sum(shares), "PSS"
     whole = sum(_kilobytes(pid, "status", "VmRSS:") for pid in pids)
-    if not whole and sys.platform != "win32":
+    if not whole:
         whole = peak_memory_bytes("cpu")  # without /proc only this very process is known
     return whole, "RSS"
 
@@ -134,8 +132,6 @@ def peak_memory_bytes(device_type: str) -> int:
     # ru_maxrss starts at the memory of the parent when it started this process.
     if peak := _kilobytes(os.getpid(), "status", "VmHWM:"):
         return peak
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

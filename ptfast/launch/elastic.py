@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import json
 import logging
@@ -112,8 +113,6 @@ def _interface(address: str) -> str | None:
     """The name of the network interface with an IPv4 address; None if that is not known."""
     if sys.platform != "linux" or ":" in address:
         return None
-    import fcntl
-
     get_address = 0x8915
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +149,7 @@ def memory_to_spare(device: torch.device) -> Iterator[None]:
     held: object = None
     if device.type == "cuda":
         held = torch.empty(spare, dtype=torch.uint8, device=device)
-    elif name.startswith("ulimit") and sys.platform != "win32":
+    elif name.startswith("ulimit"):
         held = mmap.mmap(-1, spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     yield
     if held is None and peak_memory_bytes("cpu") - before > limit - spare:
