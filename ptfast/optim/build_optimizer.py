@@ -15,10 +15,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ptfast.core.errors import ConfigError, MachineError, described
 from ptfast.core.sections.targets import Target
-from ptfast.core.tensors.dtensors import is_sharded, local_part, shard_like
+from ptfast.core.tensors.dtensors import is_expanded, is_sharded, local_part, shard_like
 from ptfast.core.tensors.torch_internals import hide_from_compiler, is_profiling
 from ptfast.core.tensors.trees import map_tensors
-from ptfast.optim.layer_batches import laid_out_as
+from ptfast.optim.layer_batches import is_dense, laid_out_as
 from ptfast.optim.layerwise import LayerwiseOptimizer
 
 FOREACH_DEVICES = ("cuda", "xpu")
@@ -43,16 +43,18 @@ def build_optimizer(
 
     Returns:
         The optimizer, whose groups keep their base rate as `initial_lr`; and `fused`, `foreach`,
-        `multi-tensor` (ours) or `for-loop`.
+        `multi-tensor` (ours) or `for-loop`, with the parameter that rules a fused step out.
 
     Raises:
         PtfastError: E005 for `fused=true` where that does not run; C005 for a value the optimizer refuses,
-            C009 for a step that takes a closure; C011 for no parameter to train, or a decay that is ignored.
+            C009 for a step that takes a closure; C011 for no parameter to train, or a decay that is ignored;
+            C017 for a parameter that is expanded.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         what = "the model has no parameter to train"
         raise ConfigError("C011", what, key="model", value=type(model).__name__)
+    _check_expanded(model)
     _keep_compiler_unimported()
     takes = inspect.signature(target.resolve()).parameters
     closure = inspect.signature(target.resolve().step).parameters.get("closure")
@@ -63,9 +65,11 @@ def build_optimizer(
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
     fused = "fused" in takes and bool(wanted) and not kwargs.get("foreach")
-    fused = fused and _runs_fused(replace(target, kwargs=kwargs), parameters)
+    reason = _unfusable(model) if fused else None
+    obstacle = f": {reason}" if reason else ""
+    fused = fused and not reason and _runs_fused(replace(target, kwargs=kwargs), parameters, model)
     if wanted is True and not fused:
-        what = f"{target.path} has no fused step for these parameters on {device.type}"
+        what = f"{target.path} has no fused step for these parameters on {device.type}{obstacle}"
         hint = "Use optimizer.fused=auto"
         raise MachineError("E005", what, key="optimizer.fused", value="true", suggestion=hint)
     if fused:
@@ -86,7 +90,7 @@ def build_optimizer(
         return optimizer, "multi-tensor"
     foreach = optimizer.defaults.get("foreach", False)
     by_lists = foreach or (foreach is None and device.type in FOREACH_DEVICES)
-    return optimizer, "foreach" if by_lists else "for-loop"
+    return optimizer, ("foreach" if by_lists else "for-loop") + obstacle
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -104,10 +108,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     groups = [group | kernels for group, kernels in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict({**state, "state": parts, "param_groups": groups})
     fused = {parameter for own in optimizer.param_groups if own.get("fused") for parameter in own["params"]}
+    numbers = dict(zip((id(p) for p in parameters), keys, strict=True))
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if not isinstance(value, torch.Tensor):
                 continue
+            if not value.dim():
+                # Torch rounds numbers such as NAdam's `mu_product` to the type of the weights.
+                kept[name] = value = parts[numbers[id(parameter)]][name].to(value.device, copy=True)
             if value.shape == parameter.shape:
                 kept[name] = laid_out_as(parameter, value)
             elif parameter in fused and name != "step":
@@ -151,7 +159,30 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
-def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
+def _check_expanded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and is_expanded(parameter):
+            what = f"the parameter {name} is expanded: several of its entries are one number in memory"
+            hint = "Make it of a copy: nn.Parameter(value.expand(...).clone())"
+            raise ConfigError("C017", what, key="model", value=type(model).__name__, suggestion=hint)
+
+
+def _unfusable(model: nn.Module) -> str | None:
+    """The first parameter that fused kernels, which go by addresses, would step wrongly, and why."""
+    if sparse := sparse_parameter(model):
+        return f"{sparse} has sparse gradients"
+    trained = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+    return next((f"{name} has gaps in memory" for name, p in trained if not is_dense(local_part(p))), None)
+
+
+def sparse_parameter(model: nn.Module) -> str | None:
+    """The name of the first parameter that trains with sparse gradients, as some embeddings do."""
+    embeddings = (each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+    return next((name for name, p in model.named_parameters() if p.requires_grad and id(p) in sparse), None)
+
+
+def _runs_fused(target: Target, parameters: Sequence[nn.Parameter], model: nn.Module) -> bool:
     """Return True if fused steps run and move weights as others do; on a CPU, SGD's may not in half width."""
     kinds = {(p.device, p.dtype): torch.zeros(64, device=p.device, dtype=p.dtype) for p in parameters}
     # Not every torch accepts sharded parameters.
@@ -160,7 +191,7 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     try:
         for fused in (True, False):
             probes = [nn.Parameter(value.detach().clone()) for value in kinds.values()]
-            optimizer = _construct(replace(target, kwargs={**target.kwargs, "fused": fused}), probes)
+            optimizer = _construct(replace(target, kwargs={**target.kwargs, "fused": fused}), probes, model)
             for probe in probes:
                 probe.grad = torch.full_like(probe, 0.5)
             for _ in range(3):
@@ -172,9 +203,7 @@ def _runs_fused(target: Target, parameters: Sequence[nn.Parameter]) -> bool:
     return all(torch.allclose(one, other, rtol=0.1) for one, other in zip(*ends, strict=True))
 
 
-def _construct(
-    target: Target, parameters: Sequence[Any], model: nn.Module | None = None
-) -> torch.optim.Optimizer:
+def _construct(target: Target, parameters: Sequence[Any], model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer, with the keyword `model` if it takes one."""
     try:
         return target.build(list(parameters), model=model)
@@ -207,13 +236,16 @@ def _keep_compiler_unimported() -> None:
             hide_from_compiler(method)
 
 
-def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> Callable[[], object]:
+def build_step(
+    optimizer: Optimizer, found_inf: torch.Tensor | None = None, *, own_grads: bool = False
+) -> Callable[[], object]:
     """Build the function that steps `optimizer`: for torch's own and ours, the formula alone, 20 us faster.
 
     The public method, which imports the compiler, is called if the optimizer has hooks or comes from
     elsewhere, and under a profiler. A fused step goes to its kernel, with lists that are made once.
 
     `found_inf`, of an optimizer that takes it from a gradient scaler, is 1 on the device to leave a step out.
+    `own_grads` may lie in memory as their makers like, not as backward passes lay them out.
     """
     if found_inf is not None:
         optimizer.grad_scale, optimizer.found_inf = None, found_inf  # pyright: ignore[reportAttributeAccessIssue]
@@ -229,6 +261,10 @@ def build_step(optimizer: Optimizer, found_inf: torch.Tensor | None = None) -> C
     @torch.no_grad()
     def step() -> None:
         nonlocal kernels
+        if own_grads:
+            for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+                if weight.grad is not None and not weight.grad.is_sparse:
+                    weight.grad = laid_out_as(weight, weight.grad)
         if pre_hooks or post_hooks or is_profiling():
             optimizer.step()
         elif kernels is None or not kernels():

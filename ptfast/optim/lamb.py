@@ -64,7 +64,9 @@ class Lamb(LayerwiseOptimizer):
         grads = [layer.grad for layer in layers if layer.grad is not None and not layer.grad.is_sparse]
         if not grads:
             return unscale
-        norms = torch._foreach_norm(grads, dtype=torch.float32 if grads[0].dtype in HALF_TYPES else None)
+        kinds = {grad.dtype for grad in grads}
+        wide = torch.float64 if torch.float64 in kinds else torch.float32
+        norms = torch._foreach_norm(grads, dtype=wide if kinds.intersection(HALF_TYPES) else None)
         norm = torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))
         if unscale is None:
             return (longest / norm).clamp_(max=1)

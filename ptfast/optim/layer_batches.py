@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -77,10 +78,7 @@ class LayerBatch:
             grad = layer.grad
             assert grad is not None
             if grad.is_sparse:
-                hint = "Build the embedding with sparse=False"
-                raise ConfigError(
-                    "C011", "it does not support sparse gradients", key="optimizer", suggestion=hint
-                )
+                raise no_sparse("it does")
             grads.append(laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype)))
         for piece, cut in zip(self.pieces, self._cut(grads), strict=True):
             piece[1] = cut
@@ -159,12 +157,13 @@ def plan_batches(layers: Tensors) -> list[PlannedBatch]:
     current: dict[tuple[Any, ...], PlannedBatch] = {}
     batches: list[PlannedBatch] = []
     for layer in layers:
-        is_dense = torch.empty_like(layer, device="meta").stride() == layer.stride()
-        copied = layer.dtype in HALF_TYPES or not is_dense
+        copied = layer.dtype in HALF_TYPES or not is_dense(layer)
         kind = (layer.device, layer.dtype, layer.ndim <= 1, copied)
         batch = current.get(kind)
         limit = CPU_CHUNK_SIZE if layer.is_cpu else DEVICE_CHUNK_SIZE
-        if batch is None or sum(other.numel() for other in batch.layers) + layer.numel() > limit:
+        full = batch is None or sum(other.numel() for other in batch.layers) + layer.numel() > limit
+        # Copies of layers that share memory would overwrite each other's step.
+        if batch is None or full or (copied and any(map(partial(_share_memory, layer), batch.layers))):
             batch = current[kind] = PlannedBatch([], copied)
             batches.append(batch)
         batch.layers.append(layer)
@@ -176,6 +175,20 @@ def multiplied(tensors: Tensors, factor: float | Tensor, out: Tensors | None) ->
     if out is None:
         return list(torch._foreach_mul(tensors, factor))
     return [torch.mul(tensor, factor, out=each) for tensor, each in zip(tensors, out, strict=True)]
+
+
+def no_sparse(who: str) -> ConfigError:
+    hint = "Build the embedding with sparse=False, or use optimizer=sgd optimizer.weight_decay=0"
+    return ConfigError("C011", f"{who} not support sparse gradients", key="optimizer", suggestion=hint)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if `tensor` fills its part of the memory: kernels may go by addresses."""
+    return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def laid_out_as(weight: Tensor, tensor: Tensor) -> Tensor:

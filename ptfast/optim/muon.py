@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ptfast.core.errors import ConfigError
+from ptfast.core.errors import described
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.build_optimizer import build_step
-from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as
+from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as, no_sparse
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 Rest = Literal["adamw", "sgd"]
@@ -33,8 +34,8 @@ class Muon(Optimizer):
     parameters; a convolution is a matrix with a row for each output channel.
 
     Args:
-        params: parameters in the model's order, or groups of them; a group may choose its optimizer by
-            `muon: true` or `muon: false`.
+        params: parameters in the model's order, named or not, or groups of them; a group may choose its
+            optimizer by `muon: true` or `muon: false`.
         lr: learning rate of both, >= 0.
         momentum: of Muon, in [0, 1).
         nesterov: of Muon, and of SGD.
@@ -98,14 +99,36 @@ class Muon(Optimizer):
         for_muon = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         for_muon |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         for_muon |= {"normalize": normalize, "cautious": cautious}
-        given = list(params)
+        self._settings = {True: for_muon, False: self._rest.defaults}
+        self._choose = partial(hidden_matrices, model=model, rest_names=rest_names)
+        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
         if not given or not isinstance(given[0], dict):
             given = [{"params": given}]
-        if any("muon" not in group for group in given):
-            given = _split(given, model, rest_names, ends)
-        groups = [{**(for_muon if group["muon"] else self._rest.defaults), **group} for group in given]
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "rest": rest})
+        given = [{**group, "params": _members(group)} for group in given]
+        undecided = [member for group in given if "muon" not in group for member in group["params"]]
+        hidden = self._choose(undecided, ends=ends) if undecided else set[int]()
+        parts = [part for group in given for part in _split(group, hidden)]
+        super().__init__(parts, {"lr": lr, "weight_decay": weight_decay, "rest": rest})
         self._step_rest = build_step(self._rest)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; one that does not choose by `muon` is split, its ends included.
+
+        ValueError if Muon is to take what is no matrix of real numbers.
+        """
+        members = _members(param_group)
+        if "muon" not in param_group:
+            for part in _split({**param_group, "params": members}, self._choose(members, ends=True)):
+                self.add_param_group(part)
+            return
+        odd = next((p for _, p in map(_named, members) if p.ndim < 2 or not p.is_floating_point()), None)
+        if param_group["muon"] and odd is not None:
+            raise ValueError(f"Muon takes matrices of real numbers, not {described(odd)}")
+        settings = self._settings[bool(param_group["muon"])]
+        super().add_param_group({**settings, **param_group, "params": members})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings, "_choose": self._choose}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -117,22 +140,24 @@ class Muon(Optimizer):
         # Loading a state replaces the groups and their state.
         self._rest.state = self.state
         self._rest.param_groups = [group for group in self.param_groups if not group["muon"]]
-        self._step_rest()
+        try:
+            self._step_rest()
+        except RuntimeError as error:
+            if "sparse" not in str(error):
+                raise
+            raise no_sparse(f"{type(self._rest).__name__}, which takes the rest, does") from error
         for group in self.param_groups:
             if group["muon"]:
                 self._step_matrices(group)
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        weights, grads, momenta = [], [], []
+        weights, grads, momenta, copied = [], [], [], []
         for weight in group["params"]:
-            if weight.grad is None:
+            if weight.grad is None or not weight.numel():
                 continue
             if weight.grad.is_sparse:
-                hint = "Build the embedding with sparse=False, or name it in optimizer.rest_names"
-                raise ConfigError(
-                    "C011", "Muon does not support sparse gradients", key="optimizer", suggestion=hint
-                )
+                raise no_sparse("Muon does")
             state = self.state[weight]
             buffer = state.get("momentum_buffer")
             buffer = torch.zeros_like(weight) if buffer is None else laid_out_as(weight, buffer)
@@ -140,8 +165,13 @@ class Muon(Optimizer):
             parts = (weights, weight.detach()), (momenta, buffer), (grads, laid_out_as(weight, weight.grad))
             for matrices, tensor in parts:
                 matrices.append(as_matrix(weight, tensor))
+            if weights[-1].data_ptr() != weight.data_ptr():
+                copied.append((weight, weights[-1]))
         if weights:
             step_matrices(weights, grads, momenta, group, group["lr"], group["momentum"])
+        for weight, matrix in copied:
+            in_order = _in_order_of_memory(weight, weight.detach())
+            in_order.copy_(matrix.view(in_order.shape))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -151,10 +181,16 @@ class Muon(Optimizer):
 
 
 def as_matrix(weight: Tensor, tensor: Tensor) -> Tensor:
-    """View `tensor`, laid out as `weight`, as a matrix: a row for each entry of the first dimension."""
+    """View `tensor`, laid out as `weight`, as a matrix: a row for each entry of the first dimension.
+
+    A copy if `tensor` has gaps in memory that leave no such view.
+    """
+    return _in_order_of_memory(weight, tensor).flatten(1)
+
+
+def _in_order_of_memory(weight: Tensor, tensor: Tensor) -> Tensor:
     # Columns in the order in which they lie in memory, which is nothing to Muon.
-    order = [0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True)]
-    return tensor.permute(order).view(len(tensor), -1)
+    return tensor.permute(0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True))
 
 
 def step_matrices(
@@ -234,7 +270,7 @@ def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:
 
 
 def hidden_matrices(
-    parameters: Iterable[Tensor],
+    parameters: Iterable[Any],
     model: nn.Module | None = None,
     *,
     rest_names: Sequence[str] = (),
@@ -244,16 +280,18 @@ def hidden_matrices(
 
     The rest gets parameters of fewer dimensions; those not named `...weight` (positions, class tokens);
     embeddings; unless `ends`, the first and the last matrix in the order of modules, embeddings counted; and
-    those that `rest_names` matches, case included. Without a model only the dimensions are known.
+    those that `rest_names` matches, case included; and those of complex numbers. Without a model only the
+    dimensions are known, and the names if `parameters` are pairs of names and parameters.
     """
     if model is None:
-        named, modules = [("weight", parameter) for parameter in parameters], []
+        named, modules = [*map(_named, parameters)], []
     else:
         named, modules = list(model.named_parameters(remove_duplicate=False)), list(model.modules())
     for pattern in rest_names:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ValueError(f"rest_names: nothing is called {pattern}")
-    matrices = [p for name, p in named if p.ndim >= 2 and "weight" in name.rpartition(".")[2]]
+    real = [(name, p) for name, p in named if p.ndim >= 2 and p.is_floating_point()]
+    matrices = [p for name, p in real if "weight" in name.rpartition(".")[2]]
     others = {id(p) for name, p in named if any(fnmatchcase(name, pattern) for pattern in rest_names)}
     others |= {id(each.weight) for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))}
     if not ends:
@@ -261,22 +299,26 @@ def hidden_matrices(
     return {id(p) for p in matrices} - others
 
 
-def _split(
-    given: list[dict[str, Any]], model: nn.Module | None, rest_names: Sequence[str], ends: bool
-) -> list[dict[str, Any]]:
-    """Each group as one of hidden matrices and one of the others; a group with `muon` stays as it is."""
-    given = [{**group, "params": list(group["params"])} for group in given]
-    every = [parameter for group in given for parameter in group["params"]]
-    hidden = hidden_matrices(every, model, rest_names=rest_names, ends=ends)
-    parts: list[dict[str, Any]] = []
-    for group in given:
-        if "muon" in group:
-            parts.append(group)
-            continue
-        for muon in (True, False):
-            if part := [p for p in group["params"] if (id(p) in hidden) is muon]:
-                parts.append({**group, "params": part, "muon": muon})
-    return parts
+def _members(group: dict[str, Any]) -> list[Any]:
+    """The parameters of a group, or pairs of names and parameters."""
+    params = group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("the parameters of a group need an order, which a set does not have")
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _named(member: Any) -> tuple[str, Tensor]:
+    return member if isinstance(member, tuple) else ("weight", member)
+
+
+def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
+    """A group as one of hidden matrices and one of the others; one with `muon` as it is."""
+    if "muon" in group:
+        return [group]
+    parts: dict[bool, list[Any]] = {True: [], False: []}
+    for member in group["params"]:
+        parts[id(_named(member)[1]) in hidden].append(member)
+    return [{**group, "params": part, "muon": muon} for muon, part in parts.items() if part]
 
 
 def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:

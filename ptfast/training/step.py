@@ -342,5 +342,5 @@ def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.
         if (name := group.get(OPTIMIZER_NAME)) is not None and name not in found:
             found[name] = part = copy.copy(optimizer)
             part.param_groups = [each for each in optimizer.param_groups if each.get(OPTIMIZER_NAME) == name]
-            part.step = build_step(part)  # pyright: ignore[reportAttributeAccessIssue] # without a closure
+            part.step = build_step(part, own_grads=True)  # pyright: ignore[reportAttributeAccessIssue] # without a closure
     return found

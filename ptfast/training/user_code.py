@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ptfast.core.distributed import is_connection_lost
@@ -16,12 +17,13 @@ from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, d
 from ptfast.core.machine import is_memory_error
 from ptfast.core.tensors.dtensors import is_sharded
 from ptfast.core.tensors.torch_internals import backward
+from ptfast.optim.layer_batches import no_sparse
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import is_number
 
 MODEL = "model._target_"
-NOT_THEIRS = ("ptfast.", "torch.optim.")
 LOSS = "task.loss._target_"
+OPTIMIZER = "optimizer._target_"
 TRACEBACK = "Add --traceback to see where it comes from"
 
 
@@ -50,10 +52,10 @@ def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
         UserPart(MODEL, run.model),
         UserPart(LOSS, getattr(task, "own_loss", None)),
         UserPart("task", task),
-        UserPart("optimizer._target_", getattr(run, "optimizer", None)),
+        UserPart(OPTIMIZER, getattr(run, "optimizer", None)),
         *(UserPart(f"callbacks.{index}._target_", callback) for index, callback in enumerate(callbacks)),
     ]
-    kept = [part for part in parts if part.made is not None and not name_of(part.made).startswith(NOT_THEIRS)]
+    kept = [part for part in parts if part.made is not None and not name_of(part.made).startswith("ptfast.")]
     return [parts[0], *kept[kept[:1] == parts[:1] :]] if ours else kept
 
 
@@ -85,6 +87,13 @@ def failure(
             found = learners[0], "the backward pass ", depth
     if found is not None:
         part, method, depth = found
+        if part.key == OPTIMIZER and "sparse" in str(error):
+            return no_sparse(f"{type(part.made).__name__} does")
+        if name_of(part.made).startswith("torch.optim."):
+            # Kernels fail late; and whatever is no step is called by ptfast.
+            if isinstance(error, torch.AcceleratorError) or method not in ("step ", "wrapper "):
+                return None
+            method = "step "
         return part.error(f"{method}raises {summary_of(error, depth)}{given.get(part.key, '')}", TRACEBACK)
     frames = (frame.f_locals for frame, _ in stack if frame.f_locals.get("self") is run.task)
     compared = next((names for names in frames if {"outputs", "targets"} <= names.keys()), None)

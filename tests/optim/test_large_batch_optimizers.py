@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,25 @@ TRAJECTORIES: dict[str, tuple[Callable[..., Any], dict[str, Any], str, dict[str,
 }
 
 
-def trajectory(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Tensor:
+def _turned(shape: torch.Size) -> list[int]:
+    """Strides of a tensor whose first dimension is the innermost one."""
+    return [math.prod(shape[:index]) for index in range(len(shape))]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda values: values,
+    "gaps": lambda values: torch.stack([values, values], -1)[..., 0],
+    "turned": lambda values: torch.empty_strided(
+        values.shape, _turned(values.shape), dtype=values.dtype
+    ).copy_(values),
+}
+"""Of parameters in memory."""
+
+
+def trajectory(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layout: str = "plain") -> Tensor:
     """The weights after each of some steps along given gradients, large ones first."""
-    layers = [nn.Parameter(wave(shape, index, 0.3)) for index, shape in enumerate(SHAPES)]
+    lay = LAYOUTS[layout]
+    layers = [nn.Parameter(lay(wave(shape, index, 0.3))) for index, shape in enumerate(SHAPES)]
     optimizer = build(layers)
     weights = []
     for step in range(STEPS):
@@ -118,11 +135,12 @@ def test_agrees_with_timm(name: str) -> None:
 
 
 @pytest.mark.usefixtures("chunk_size")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TRAJECTORIES)
-def test_agrees_with_the_installed_timm(name: str) -> None:
+def test_agrees_with_the_installed_timm(name: str, layout: str) -> None:
     pytest.importorskip("timm", reason="timm is not installed; its fixed vectors are compared instead")
     cls, shared, _, _ = TRAJECTORIES[name]
-    ours = trajectory(lambda layers: cls(layers, **shared, exclude_1d=False))
+    ours = trajectory(lambda layers: cls(layers, **shared, exclude_1d=False), layout)
     torch.testing.assert_close(ours, timm_trajectory(name), rtol=1e-6, atol=1e-9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -156,3 +157,78 @@ def test_muon_without_a_hidden_matrix() -> None:
     assert [group["muon"] for group in optimizer.param_groups] == [False]
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model.named_parameters(),
+        lambda model: [{"params": list(model.parameters())}],
+        lambda model: ({"params": p} for p in model.parameters()),
+        lambda model: [{"params": model.named_parameters(), "lr": 1e-3}],
+    ],
+    ids=["named", "a group", "groups of one, in a generator", "a named group"],
+)
+def test_parameters_in_every_form_that_torch_takes(given: Any) -> None:
+    ends = []
+    for form in (given, lambda model: model.parameters()):
+        model = net()
+        optimizer = Muon(form(model), model=model)
+        for step in range(2):
+            for index, parameter in enumerate(model.parameters()):
+                parameter.grad = wave(tuple(parameter.shape), step + index).float()
+            optimizer.step()
+        ends.append(weights_of(model))
+        matrices = [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]
+        assert [id(p) for p in matrices] == [id(model[4].weight)]
+    assert torch.equal(*ends)
+
+
+def test_names_choose_without_a_model() -> None:
+    model = net()
+    optimizer = Muon(model.named_parameters(), ends=True, rest_names=["6.*"])
+    names = {bool(group["muon"]): group["param_names"] for group in optimizer.param_groups}
+    assert names[True] == ["0.weight", "4.weight"]
+    with pytest.raises(ValueError, match="nothing is called typo"):
+        Muon(model.named_parameters(), rest_names=["typo"])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_group_added_later_is_split_as_well(copied: bool) -> None:
+    model = net()
+    optimizer = Muon(
+        [model[0].weight, model[4].weight, model[6].weight], lr=0.05, momentum=0.8, betas=(0.7, 0.9)
+    )
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))]})
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(4, 3)), "muon": False, "lr": 0.5})
+    *_, matrix, vector, chosen = optimizer.param_groups
+    assert (matrix["muon"], matrix["momentum"], matrix["lr"]) == (True, 0.8, 0.05)
+    assert (vector["muon"], vector["betas"], vector["lr"]) == (False, (0.7, 0.9), 0.05)
+    assert (chosen["muon"], chosen["lr"]) == (False, 0.5)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.step()
+    after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert not any(map(torch.equal, before, after))
+
+
+def test_complex_matrices_and_vectors_are_none_of_muons() -> None:
+    spectrum = nn.Parameter(torch.ones(3, 4, dtype=torch.complex64))
+    optimizer = Muon([spectrum], ends=True)
+    assert [group["muon"] for group in optimizer.param_groups] == [False]
+    for odd in (spectrum, nn.Parameter(torch.ones(3))):
+        with pytest.raises(ValueError, match="Muon takes matrices of real numbers, not"):
+            Muon([{"params": [odd], "muon": True}])
+
+
+def test_names_for_the_rest_go_with_a_fused_one() -> None:
+    target = Target("ptfast.optim.muon.Muon", {"rest_names": ["4.*"], "ends": True, "fused": "auto"})
+    model = net()
+    optimizer, note = build_optimizer(target, model, torch.device("cpu"))
+    assert note == "fused"
+    matrices = [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]
+    assert [id(p) for p in matrices] == [id(model[0].weight), id(model[6].weight)]

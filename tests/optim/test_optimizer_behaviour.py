@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.targets import Target
 from ptfast.optim import Optimizer, layer_batches
-from ptfast.optim.build_optimizer import apply_lr, build_optimizer
+from ptfast.optim.build_optimizer import apply_lr, build_optimizer, load_optimizer
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
@@ -362,3 +362,34 @@ def test_steps_on_a_gpu_without_a_wait(name: str, no_waits: Any) -> None:
         with no_waits():
             optimizers[1].step()
     torch.testing.assert_close(weights_of(models[1]).cpu(), weights_of(models[0]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "ASGD", "Rprop", "Adafactor", "Adamax", "AdamW"])
+def test_numbers_in_the_state_keep_their_digits(name: str, dtype: torch.dtype) -> None:
+    ends = []
+    for loads in (False, True):
+        layer = nn.Parameter(wave((3, 4), 1).to(dtype))
+        model = nn.ParameterList([layer])
+        target = Target(f"torch.optim.{name}", {"lr": 0.05})
+        optimizer, _ = build_optimizer(target, model, torch.device("cpu"))
+        for step in range(6):
+            if loads and step == 3:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer, _ = build_optimizer(target, model, torch.device("cpu"))
+                load_optimizer(optimizer, state)
+            layer.grad = wave((3, 4), step).to(dtype)
+            optimizer.step()
+        ends.append(layer.detach())
+    assert torch.equal(*ends)
+
+
+def test_nvlamb_clips_gradients_of_several_types() -> None:
+    layers = [nn.Parameter(wave((3, 4), 1).to(dtype)) for dtype in (torch.float64, torch.bfloat16)]
+    twins = [nn.Parameter(layer.detach().double()) for layer in layers]
+    for some in (layers, twins):
+        for layer in some:
+            layer.grad = wave((3, 4), 2).bfloat16().to(layer.dtype)
+    Lamb(layers, max_grad_norm=0.1).step()
+    Lamb(twins, max_grad_norm=0.1).step()
+    torch.testing.assert_close(layers[0], twins[0])

@@ -1,4 +1,4 @@
-"""Tensors split over ranks (DTensors) or files: a rank's own part, and the whole."""
+"""Tensors split over ranks (DTensors) or files, or expanded: a rank's own part, and the whole."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def local_part(tensor: Any) -> Tensor:
 def own_values(tensor: Any) -> Tensor:
     """The values of a weight that torchao gathers in another type, in the same memory; others themselves."""
     return tensor._tensor if hasattr(tensor, "fsdp_pre_all_gather") else tensor
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return True if several entries are one number in memory, which torch does not write to."""
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
 def local_parts(tensors: list[Tensor]) -> list[Tensor]:

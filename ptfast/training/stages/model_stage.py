@@ -17,6 +17,7 @@ from ptfast.core.errors import ConfigError, MachineError, PtfastError, described
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, takes_own_steps
 from ptfast.core.sections.targets import EMPTY, Target, check_constructs, keywords
+from ptfast.core.tensors.dtensors import is_expanded
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.streams.iterable import IterableSource
@@ -56,6 +57,11 @@ def build_plain_model(run: PartialRun) -> None:
         check_constructs(target, info.facts())
         _check_size(target, info)
         run.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
+    frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
+    for tensor in (*run.model.buffers(), *frozen):
+        if is_expanded(tensor):
+            # Saved states and averages are copied into it.
+            tensor.data = tensor.data.contiguous()
     if fresh and section.weights and section.weights != "pretrained":
         for note in load_weights(run.model, section.weights, replace_head=section.replace_head):
             run.display.note(note)

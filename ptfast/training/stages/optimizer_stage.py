@@ -9,7 +9,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import Watched
 from ptfast.data.loaders.build_loaders import EvaluationLoader, build_eval_loader
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.optim.build_optimizer import build_optimizer, has_momentum, start_momentum
+from ptfast.optim.build_optimizer import build_optimizer, has_momentum, sparse_parameter, start_momentum
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
@@ -24,6 +24,7 @@ STATISTICS_SAMPLES = 4096
 def add_optimizer(run: PartialRun) -> None:
     """Build the optimizer, its rates scaled for the batch, clipping and freezing."""
     section, resolved, grouping = run.config.optimizer, run.resolved, run.grouping
+    _check_gradients(run)
     run.optimizer, resolved.optimizer = build_optimizer(
         section.target, run.model, run.device, grouping.parts()
     )
@@ -36,6 +37,23 @@ def add_optimizer(run: PartialRun) -> None:
     )
     run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
     run.groups_note = grouping.note
+
+
+def _check_gradients(run: PartialRun) -> None:
+    """Refuse what torch cannot do to sparse gradients, and to those of complex numbers."""
+    gradients, trained = run.config.gradients, run.model.named_parameters()
+    sparse = sparse_parameter(run.model)
+    complex_one = next((name for name, p in trained if p.requires_grad and p.is_complex()), None)
+    scaled = run.config.precision.mode if run.precision.scaler is not None else None
+    for key, value, name, hint in (
+        ("gradients.clip_value", gradients.clip_value, sparse or complex_one, "Use gradients.clip_norm"),
+        ("gradients.clip_adaptive", gradients.clip_adaptive, sparse, "Use gradients.clip_norm"),
+        ("precision", scaled, complex_one, "Use precision=bf16 or fp32"),
+    ):
+        if value is not None and name is not None:
+            kind = "sparse" if name == sparse else "complex"
+            what = f"does not work with the gradients of {name}, which are {kind}"
+            raise ConfigError("C011", what, key=key, value=value, suggestion=hint)
 
 
 def add_schedule(run: PartialRun) -> None:
