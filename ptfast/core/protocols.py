@@ -42,6 +42,10 @@ class DataInfo:
     in_channels: int | None = None
     vocab_size: int | None = None
     pad_id: int | None = None
+    categories: tuple[int, ...] | None = None
+    """Sizes of a table's categorical columns, whose numbers are the last entries of an input."""
+    target_scale: tuple[float, float] | None = None
+    """Mean and standard deviation of the training targets of a regression on a table."""
     context_length: int | None = None
     """Longest sequence the data yields, in tokens."""
     ignores_labels: bool = False

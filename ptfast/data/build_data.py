@@ -161,8 +161,10 @@ def _load(
             what = f"batches of {source.name} are made without {collate.name}"
             hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
             raise ConfigError("C011", what, key=collate.key, suggestion=hint)
-        if known is not None and isinstance(source, ReadsAsKnown):
-            source.known, source.max_length = known, known.context_length or source.max_length
+        if isinstance(source, ReadsAsKnown):
+            source.task = task
+            if known is not None:
+                source.known, source.max_length = known, known.context_length or source.max_length
         return source.load(val=val, seed=seed)
     from ptfast.data.sources.custom_dataset import adapt
 

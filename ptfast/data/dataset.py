@@ -77,10 +77,13 @@ class DataSet(Protocol):
 
 
 class ReadsAsKnown:
-    """A dataset of texts: vocabulary and classes come from its training split, or from a model's data."""
+    """A dataset read by facts (vocabulary, classes) of its training split, or of a model's data."""
 
     known: DataInfo | None = None
-    max_length: int
+    task = "auto"
+    """The task that the config names."""
+    max_length = 0
+    """Tokens that are kept of a text."""
 
 
 @dataclass(frozen=True)

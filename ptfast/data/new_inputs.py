@@ -15,10 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import decode_file, fit
+from ptfast.data.decoding.table_columns import Preparation
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.map_source import as_tensor
 from ptfast.data.sources.arrays import as_inputs, read_arrays
 from ptfast.data.sources.class_folders import PassedOver, image_files
+from ptfast.data.sources.table import read_columns
 from ptfast.data.sources.text_files import read_texts
 
 Named = tuple[str, Tensor]
@@ -54,6 +57,8 @@ def read_inputs(
     kind, extra = info.kind, info.extra
     if kind == "image":
         named = _each_image(extra, _files(paths, note), skip)
+    elif "table" in extra:
+        named = (pair for path in _files(paths) for pair in _each_table_row(extra["table"], path))
     elif kind == "features":
         named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
     elif kind in ("text", "tokens") and "tokenizer" in extra:
@@ -112,6 +117,14 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
             what = "holds images; the model takes vectors"
         raise DataError("D005", what, key=str(path))
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
+
+
+def _each_table_row(facts: dict[str, Any], path: Path) -> Iterator[Named]:
+    rows = read_columns(path, "PATH")
+    inputs = Preparation.from_facts(facts["columns"])(rows.columns, rows.file, rows.numbers)
+    yield from (
+        (f"{path}:{number}", row) for number, row in zip(rows.numbers, as_tensor(inputs), strict=True)
+    )
 
 
 def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:

@@ -1,13 +1,17 @@
-"""A multilayer perceptron over flattened inputs."""
+"""A multilayer perceptron over flattened inputs, with embeddings for the categories of a table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
+from ptfast.core.errors import ConfigError
 from ptfast.core.sections.section import Count, Fraction
+
+_EXACT_IN_BFLOAT16 = 256
 
 
 class Mlp(nn.Module):
@@ -19,6 +23,10 @@ class Mlp(nn.Module):
         hidden: width of each hidden layer; an empty list gives a linear model.
         batch_norm: BatchNorm between each hidden layer and its ReLU.
         dropout: probability of zeroing a hidden activation, in [0, 1).
+        categories: sizes of a table's categorical columns, filled from the data: the last entries of an
+            input are category numbers, each of which is embedded.
+        target_scale: mean and standard deviation of the targets, filled from the data: outputs are in the
+            targets' unit, while the layers learn numbers around 0.
     """
 
     def __init__(
@@ -28,10 +36,23 @@ class Mlp(nn.Module):
         hidden: Sequence[Count] = (256, 128),
         batch_norm: bool = False,
         dropout: Fraction = 0.0,
+        categories: Sequence[int] | None = None,
+        target_scale: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
+        self.target_scale = target_scale
+        self.num_categorical = len(categories or ())
+        self.largest = max(categories or [0])
+        if categories:
+            # The width that fastai uses by default.
+            widths = [min(600, round(1.6 * size**0.56)) for size in categories]
+            self.embeddings = nn.ModuleList(map(nn.Embedding, categories, widths))
+            for weight in self.embeddings.parameters():
+                # Categories that training has not seen count for nothing.
+                nn.init.zeros_(weight.data[0])
+            width += sum(widths) - len(widths)
         for next_width in hidden:
             layers.append(nn.Linear(width, next_width))
             if batch_norm:
@@ -45,4 +66,19 @@ class Mlp(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, *input_shape) to logits (batch, num_classes)."""
-        return self.layers(inputs)
+        if self.num_categorical:
+            inputs = self._embedded(inputs)
+        outputs = self.layers(inputs)
+        if self.target_scale is None:
+            return outputs
+        mean, std = self.target_scale
+        return outputs.float() * std + mean
+
+    def _embedded(self, inputs: Tensor) -> Tensor:
+        if self.largest > _EXACT_IN_BFLOAT16 and inputs.dtype in (torch.bfloat16, torch.float16):
+            what = f"rounds the numbers of {self.largest:,} categories"
+            hint = "Use precision=amp, which keeps inputs in float32"
+            raise ConfigError("C011", what, key="precision", suggestion=hint)
+        numbers, codes = inputs[:, : -self.num_categorical], inputs[:, -self.num_categorical :].long()
+        columns = codes.unbind(1)
+        return torch.cat([numbers, *(e(c) for e, c in zip(self.embeddings, columns, strict=True))], 1)

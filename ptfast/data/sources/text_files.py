@@ -77,7 +77,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
             part of a text.
         text, label: columns by their names in the first line; those that are not given are found.
     """
-    rows, delimiter = _rows(path)
+    rows, delimiter = read_rows(path)
     header = _header([fields for _, fields in rows], text, label)
     place, texts, guessed, columns, text_names = -1, list[int](), True, "", list[str]()
     if header is not None:
@@ -110,7 +110,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
 def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[int, str]]:
     """The texts of a file with the number of each line: of `columns` where its first line names these."""
     if columns and path.suffix.lower() in SUFFIXES:
-        (_, first), *rows = _rows(path)[0]
+        (_, first), *rows = read_rows(path)[0]
         names = [field.strip() for field in first]
         if {*columns} <= {*names}:
             places = [names.index(name) for name in columns]
@@ -120,7 +120,7 @@ def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[i
     yield from enumerate(read_text(path, key).split("\n"), 1)
 
 
-def _rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
+def read_rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
     """The lines that are not empty, with their numbers, and what is between their fields."""
     if path.suffix.lower() != ".csv":
         lines = enumerate(read_text(path).split("\n"), 1)

@@ -29,7 +29,7 @@ model = torch.export.load(here / "model.pt2").module()
 def read(word):
 {read}
 
-for word in sys.argv[1:]:
+for word in {words}:
     with torch.inference_mode():
         logits = model(read(word)[None])[0]
     {show}
@@ -37,6 +37,31 @@ for word in sys.argv[1:]:
 _GREY = """\
     grey = pixels.double() @ torch.tensor([0.299, 0.587, 0.114]).double()
     pixels = (grey * ({most} / 255)).round().byte()[..., None]
+"""
+_ROWS = """\
+rows = {}
+for file in sys.argv[1:]:
+    with open(file, encoding="utf-8-sig", newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines, delimiter=extra["table"]["delimiter"]), 2):
+            rows[f"{file}:{number}"] = {name.strip(): (text or "").strip() for name, text in row.items()}
+"""
+_ROW = """\
+    numbers, flags, codes = [], [], []
+    for column in extra["table"]["columns"]:
+        text = rows[word][column["name"]]
+        missing = text.lower() in extra["table"]["missing"]
+        if column["kind"] == "category":
+            text = "" if missing else text
+            codes.append(column["values"].index(text) + 1 if text in column["values"] else 0)
+            continue
+        if column["kind"] == "date" and not missing:
+            text = datetime.fromisoformat(text).replace(tzinfo=timezone.utc).timestamp() / 86_400
+        elif column["comma"]:
+            text = text.replace(",", "." if column["comma"] == "decimal" else "")
+        numbers.append(column["fill"] if missing else float(text))
+        if column["flags"]:
+            flags.append(missing)
+    return torch.tensor([*numbers, *flags, *codes])
 """
 _SHOW = {
     "classification": "share, number = logits.softmax(-1).max(-1)\n    "
@@ -52,7 +77,7 @@ _SHOW = {
 def load_script(info: DataInfo, given: dict[str, Any]) -> str:
     """The text of `load.py`; `given` is `export.input` of the export's facts."""
     usage, needs, imports, tokenizer = "FILE.pt...", "torch alone; a file holds a tensor", "", ""
-    helpers = ""
+    helpers, words = "", "sys.argv[1:]"
     read = "    return torch.load(word, weights_only=True)\n"
     entries = 'extra["tokenizer"]["entries"]'
     show = _SHOW.get(info.task, 'print(word, logits.tolist(), sep=": ")')
@@ -68,6 +93,9 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
         if given["shape"][-1] == 1:
             read += _GREY.format(most=info.extra.get("max_value", 255))
         read += "    return pixels\n"
+    elif "table" in info.extra:
+        usage, needs, words, tokenizer, read = "ROWS.csv...", "torch alone", "rows", _ROWS, _ROW
+        imports = "import csv\nfrom datetime import datetime, timezone\n"
     elif info.kind == "features":
         usage, needs = "1.5,2,...", "torch alone"
         read = '    return torch.tensor([float(number) for number in word.split(",")])\n'
@@ -86,4 +114,4 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
             read = f"    return torch.tensor([{one} for token in {tokens}]{cut})\n"
             show = show.replace("{next}", f"{entries}[logits[-1].argmax()]")
     parts = {"imports": imports, "tokenizer": tokenizer, "helpers": helpers, "read": read, "show": show}
-    return _PAGE.format(usage=usage, needs=needs, **parts)
+    return _PAGE.format(usage=usage, needs=needs, words=words, **parts)
