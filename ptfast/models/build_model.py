@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ptfast.core.errors import ConfigError, did_you_mean, name_some, text_of
+from ptfast.core.errors import ConfigError, did_you_mean, text_of
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target, keywords, swallows_keywords
 from ptfast.models import Model
@@ -32,8 +32,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
 
     Raises:
         ConfigError: the data does not say what the constructor needs or does not fit (C011), there are no
-            published weights (C012), the target gives something that is no module (C009), or layers without
-            sizes (C017).
+            published weights (C012), or the target gives something that is no module (C009).
     """
     facts = info.facts()
     if info.task == "regression":
@@ -65,12 +64,24 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     if not isinstance(model, nn.Module):
         what = f"gives a {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError("C009", what, key="model._target_", value=target.path)
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
-        what = f"has lazy layers, which have no sizes yet: {name_some(lazy)}"
-        hint = "Give their sizes, or call the model once in its constructor, on zeros of input_shape"
-        raise ConfigError("C017", what, key="model._target_", value=target.path, suggestion=hint)
     return model
+
+
+def lazy_tensors(model: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers of lazy layers, which have no sizes yet, by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in tensors if is_lazy(tensor)}
+
+
+def size_lazy_layers(model: nn.Module, inputs: Any) -> None:
+    """Give lazy layers their sizes by a forward pass in evaluation mode, which changes no statistics."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            model.eval()(inputs)
+    finally:
+        for module, trains in training.items():
+            module.training = trains
 
 
 def unknown_keyword(

@@ -85,7 +85,7 @@ def build(
     seed_everything(config.seed)
     build_plain_model(run)
     check_fits(run)
-    run.plan = build_plan(config, run.splits, run.model, run.micro_batches)
+    run.plan = build_plan(config, run.splits, run.model, run.micro_batches, display.note)
     place_model(run)
     shape_model(run)
     if state is not None:

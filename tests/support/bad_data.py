@@ -359,7 +359,7 @@ CASES: dict[str, BadData] = {
     ),
     "48 a batch of one": BadData(
         lambda: arrays([0, 1] * 6 + [1], size=8),
-        "data=arrays data.path=arrays.npz data.val=0 model=resnet20 batch_size=4",
+        "data=arrays data.path=arrays.npz data.val=0 model=resnet20 batch_size=4 dataloader.last=keep",
         "D006",
         ("batch_size=4 (command line): 13 samples leave a last micro-batch of 1", "Set dataloader.last=drop"),
     ),

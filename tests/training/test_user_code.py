@@ -208,7 +208,7 @@ def test_a_run_that_fails_later_keeps_what_it_saved(
 
 
 LATER = {
-    "lazy": ((*NET, "model.how=lazy"), "model._target_=misfits.Net (command line): has lazy layers"),
+    "lazy": ((*NET, "model.how=unused lazy"), "has lazy layers that its forward does not use: spare.weight"),
     "None": (
         (*NET, "model.how='None'", "model.at=3"),
         "gives None, and Classification takes floats of shape",

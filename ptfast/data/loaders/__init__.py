@@ -33,8 +33,9 @@ class Dataloader(Section):
     """Gather, change and normalise images on a CUDA device in one kernel, by Triton."""
     read_ahead: bool = False
     """Read the next batch in a thread while this one trains, on a CPU."""
-    last: Literal["keep", "drop", "pad"] = "keep"
-    """Treatment of an epoch's last, smaller batch; `pad` fills it from the epoch's start."""
+    last: Literal["auto", "keep", "drop", "pad"] = "auto"
+    """Treatment of an epoch's last, smaller batch: `pad` fills it from the epoch's start; `auto` keeps it,
+    unless BatchNorm would get a single sample."""
 
 
 FEW, FEW_PER_CORE = 64, 4

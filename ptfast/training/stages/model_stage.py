@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from ptfast.core.distributed import broadcast_buffers, on_first_rank
-from ptfast.core.errors import ConfigError, MachineError, PtfastError, described, name_of, shorten
+from ptfast.core.errors import (
+    ConfigError,
+    MachineError,
+    PtfastError,
+    described,
+    name_of,
+    name_some,
+    shorten,
+    summary_of,
+)
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, takes_own_steps
 from ptfast.core.sections.targets import EMPTY, Target, check_constructs, keywords
@@ -22,7 +31,7 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
-from ptfast.models.build_model import build_model, mismatch, remedy
+from ptfast.models.build_model import build_model, lazy_tensors, mismatch, remedy, size_lazy_layers
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask
@@ -57,6 +66,8 @@ def build_plain_model(run: PartialRun) -> None:
         check_constructs(target, info.facts())
         _check_size(target, info)
         run.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
+    if lazy := lazy_tensors(run.model):
+        _size_lazy_layers(run, lazy)
     frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
     for tensor in (*run.model.buffers(), *frozen):
         if is_expanded(tensor):
@@ -65,6 +76,24 @@ def build_plain_model(run: PartialRun) -> None:
     if fresh and section.weights and section.weights != "pretrained":
         for note in load_weights(run.model, section.weights, replace_head=section.replace_head):
             run.display.note(note)
+
+
+def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
+    """Give lazy layers the sizes of the saved weights, or those that the first samples call for."""
+    if run.state is not None:
+        for name in lazy.keys() & run.state.model.keys():
+            lazy[name].materialize(run.state.model[name].shape)
+        return
+    path = run.config.model.target.path
+    try:
+        size_lazy_layers(run.model, few_samples(run, run.model)[0])
+    except Exception as error:
+        what = f"has lazy layers, which get no sizes from the first samples: {summary_of(error)}"
+        hint = "Give their sizes, or call the model once in its constructor"
+        raise ConfigError("C017", what, key="model._target_", value=path, suggestion=hint) from error
+    if left := lazy_tensors(run.model):
+        what = f"has lazy layers that its forward does not use: {name_some([*left])}"
+        raise ConfigError("C017", what, key="model._target_", value=path, suggestion="Remove them")
 
 
 def check_fits(run: PartialRun) -> None:

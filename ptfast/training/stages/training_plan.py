@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -64,10 +64,15 @@ class TrainingPlan:
         return self.batches.every(duration, self.total_steps)
 
 
-def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int) -> TrainingPlan:
-    """Plan a run; if images are to grow, `model`, which is still on the CPU, is tried on small ones."""
+def build_plan(
+    config: Config, data: Data, model: nn.Module, micro_batches: int, note: Callable[[str], None]
+) -> TrainingPlan:
+    """Plan a run; if images are to grow, `model`, which is still on the CPU, is tried on small ones.
+
+    `note` is told if `dataloader.last=auto` leaves out the last batch of an epoch.
+    """
     check_sequences(model, data)
-    curriculum, info, last = config.curriculum, data.info, config.dataloader.last
+    curriculum, info = config.curriculum, data.info
     sizes = constant(config.batch_size)
     if curriculum.batch_size_from is not None:
         sizes = build_batch_sizes(
@@ -79,7 +84,18 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
             epochs=config.epochs,
             steps=config.steps,
         )
-    batches = build_length_plan(config, data) or BatchPlan(info.num_train, sizes, last)
+
+    def batches_with(last: str) -> BatchPlan:
+        return build_length_plan(config, data, last) or BatchPlan(info.num_train, sizes, last)
+
+    last = config.dataloader.last
+    batches = batches_with("keep" if last == "auto" else last)
+    if last == "auto" and leaves_one(batches, model, micro_batches):
+        dropped = batches_with("drop")
+        if dropped.steps_per_epoch and not leaves_one(dropped, model, micro_batches):
+            batches = dropped
+            what = f"each epoch leaves out its last batch: of {batches.size:,} samples"
+            note(f"dataloader.last=drop: {what}, one would be alone, and BatchNorm cannot train on it")
     if config.steps is None and batches.size is None:
         hint = "Iterable data has no epochs: set steps=1000, say"
         raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
@@ -102,10 +118,15 @@ def build_plan(config: Config, data: Data, model: nn.Module, micro_batches: int)
     return plan
 
 
-def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
-    """Refuse, with D006, a last micro-batch of a single sample, which BatchNorm cannot train on."""
+def leaves_one(plan: BatchPlan, model: nn.Module, micro_batches: int) -> bool:
+    """Return True if a micro-batch has a single sample, which BatchNorm cannot train on."""
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    if normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1:
+    return normed and plan.size is not None and smallest_micro_batch(plan.all_sizes(), micro_batches) == 1
+
+
+def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> None:
+    """Reject, with D006, a micro-batch of a single sample under BatchNorm."""
+    if leaves_one(plan, model, micro_batches):
         what = (
             f"{plan.size:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
         )
@@ -136,7 +157,7 @@ def _padding(batching: Batching) -> Padding:
     return Padding(batching.padding == "fixed", batching.multiple)
 
 
-def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
+def build_length_plan(config: Config, data: Data, last: str) -> LengthPlan | None:
     """Build the plan of batches by length; None if batches are not by length."""
     batching, lengths, limit = config.batching, data.train.lengths, data.info.context_length
     if not batching.buckets:
@@ -155,7 +176,7 @@ def build_length_plan(config: Config, data: Data) -> LengthPlan | None:
         padding=_padding(batching),
         batch_size=config.batch_size,
         batch_tokens=budget,
-        last=config.dataloader.last,
+        last=last,
         seed=config.seed,
     )
 

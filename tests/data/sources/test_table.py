@@ -1,4 +1,4 @@
-"""Tables: kinds of columns, the fitted preparation, targets, and equal numbers in predict and in an export."""
+"""Tables: kinds of columns, the fitted preparation, targets; predictions and exports give equal numbers."""
 
 from __future__ import annotations
 
