@@ -15,14 +15,14 @@ from torch.nn.utils.rnn import pad_sequence
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import decode_file, fit
-from ptfast.data.decoding.table_columns import Preparation
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources.arrays import as_inputs, read_arrays
 from ptfast.data.sources.class_folders import PassedOver, image_files
-from ptfast.data.sources.table import read_columns
 from ptfast.data.sources.text_files import read_texts
+from ptfast.data.tables.columns import read_columns
+from ptfast.data.tables.preparation import Preparation
 
 Named = tuple[str, Tensor]
 """A name by which the user finds the input, and the input without batch dimension."""

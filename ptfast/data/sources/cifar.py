@@ -15,7 +15,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.map_source import TensorSource
-from ptfast.data.sources.download import fetch_archive, unpack
+from ptfast.data.streams.download import fetch_archive, unpack
 
 
 class _Version(NamedTuple):

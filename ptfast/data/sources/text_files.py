@@ -14,7 +14,7 @@ from ptfast.core.errors import DataError, shorten
 
 SUFFIXES = (".tsv", ".csv")
 """Of files of labelled texts."""
-_LABELS = {"label", "labels", "class", "target", "category", "sentiment", "gold_label"}
+LABELS = {"label", "labels", "class", "target", "category", "sentiment", "gold_label"}
 _TEXTS = {"text", "sentence", "review", "content", "comment", "document", "question", "tweet", "phrase"}
 _NUMBERS = {"id", "idx", "index", "guid"}
 _NAME_WORDS = 3
@@ -162,9 +162,9 @@ def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -
     if len(first) < 2 or not others or not _are_names(first):
         return None
     names = [name.lower() for name in first]
-    if set(names) <= _LABELS | _TEXTS | _NUMBERS:
+    if set(names) <= LABELS | _TEXTS | _NUMBERS:
         return tuple(first)
-    named = [place for place, name in enumerate(names) if name in _LABELS]
+    named = [place for place, name in enumerate(names) if name in LABELS]
     place = named[0] if named else len(names) - 1
     labels = {fields[place].strip() for fields in others if place < len(fields)}
     numbers = len(others) > 1 and all(map(_is_number, labels))
@@ -178,7 +178,7 @@ def _columns(
     names = [name.lower() for name in header]
     texts = [header.index(name) for name in text]
     rest = [place for place in range(len(names)) if names[place] not in _NUMBERS and place not in texts]
-    labels = [place for place in rest if names[place] in _LABELS]
+    labels = [place for place in rest if names[place] in LABELS]
     if label is not None:
         labels = [header.index(label)] if label in header else []
     guessed = not labels and label is None

@@ -34,7 +34,7 @@ from ptfast.core.errors import (
 )
 from ptfast.core.machine import cache_folder
 from ptfast.core.units import clock, num_bytes
-from ptfast.data.sources.download import locked_folder
+from ptfast.data.streams.download import locked_folder
 from ptfast.data.streams.shard_index import Shard, index_shard
 
 _AT_ONCE = 8

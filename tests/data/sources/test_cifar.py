@@ -16,7 +16,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.data.build_data import build_data
 from ptfast.data.sources.cifar import Cifar
-from ptfast.data.sources.download import fetch_archive, unpack
+from ptfast.data.streams.download import fetch_archive, unpack
 
 NAMES = [f"class {i}" for i in range(10)]
 VAL = Duration(20, "percent")

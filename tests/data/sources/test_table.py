@@ -20,9 +20,10 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import build_data
 from ptfast.data.dataset import read_info
-from ptfast.data.decoding.table_columns import Preparation
 from ptfast.data.new_inputs import read_inputs
-from ptfast.data.sources.table import Table, read_columns
+from ptfast.data.sources.table import Table
+from ptfast.data.tables.columns import read_columns
+from ptfast.data.tables.preparation import Preparation
 from ptfast.models.mlp import Mlp
 
 NONE, TENTH = Duration(0, "percent"), Duration(10, "percent")

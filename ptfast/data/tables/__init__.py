@@ -1,0 +1,1 @@
+"""Files of columns: reading, preparing inputs, targets."""
