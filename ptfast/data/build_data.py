@@ -280,7 +280,9 @@ def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices
             return replace(splits, note=note), None
         hint = "Use data.val=0, or a map-style dataset"
         raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
-    train, held = split_indices(len(splits.train), val, seed)
+    labels = splits.train.known_labels() if splits.info.task == "classification" else None
+    classes = labels.numpy() if labels is not None and labels.dim() == 1 else None
+    train, held = split_indices(len(splits.train), val, seed, classes)
     return replace(splits, train=splits.train.take(train), val=splits.train.take(held)), train
 
 

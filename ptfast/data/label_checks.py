@@ -86,6 +86,12 @@ class LabelCheck:
         return raw
 
 
+def missing_classes(trained: Tensor, held: Tensor, names: Sequence[str] | None) -> list[str]:
+    """The classes that the `trained` labels have and the `held` ones lack, by name or number."""
+    missing = {*trained.tolist()} - {*held.tolist(), IGNORE_INDEX}
+    return [str(number) if names is None else names[int(number)] for number in sorted(missing)]
+
+
 def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
     """The samples among `numbers`, those of a raw batch, that hold numbers that are not finite; sorted."""
     wrong = np.zeros(len(numbers), bool)

@@ -185,3 +185,27 @@ def test_the_panel_says_what_is_trained_for(in_tmp: Path, capsys: pytest.Capture
     for word, row in rows.items():
         assert train(*words, word) == 0
         assert row in " ".join(capsys.readouterr().out.split())
+
+
+def test_classes_that_a_held_out_split_lacks_are_named(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    labels = np.array([0] * 20 + [1] * 19 + [2])
+    words = ("data=arrays", "model.hidden=[4]", "epochs=1", "batch_size=10")
+    for name, val in (("whole", labels), ("one", labels.clip(0, 1)), ("two", labels * 0)):
+        np.savez(f"{name}.npz", train_x=x, train_y=labels, val_x=x, val_y=val)
+        assert train(*words, f"data.path={name}.npz", f"run.dir={name}") == 0
+        captured = capsys.readouterr()
+        said = {
+            "whole": [],
+            "one": ["warning: data: val has no sample of class 2, which train has"],
+            "two": ["warning: data: val has no sample of classes 1, 2, which train has"],
+        }
+        text = (captured.out + captured.err).splitlines()
+        assert [line for line in text if "no sample of" in line] == said[name]
+    # The only sample of class 2 is never held out, so that a warning follows.
+    np.savez("none.npz", x=x, y=labels)
+    assert train(*words, "data.path=none.npz", "data.val=50%", "run.dir=none") == 0
+    captured = capsys.readouterr()
+    assert "val has no sample of class 2, which train has" in captured.out + captured.err

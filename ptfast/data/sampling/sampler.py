@@ -62,10 +62,19 @@ def held_out(size: int, val: Duration) -> int:
     return count
 
 
-def split_indices(size: int, val: Duration, seed: int) -> tuple[Indices, Indices]:
-    """Indices (train, val), each ascending; val is empty for `data.val=0`."""
+def split_indices(
+    size: int, val: Duration, seed: int, classes: NDArray[np.integer] | None = None
+) -> tuple[Indices, Indices]:
+    """Indices (train, val), each ascending; val is empty for `data.val=0`.
+
+    If the `classes` of the samples are known, each keeps a sample in train as far as possible.
+    """
     count = held_out(size, val)
     order = np.argsort(counter_draws.bits(seed, 0, np.arange(size), counter_draws.SPLIT), kind="stable")
+    if classes is not None and count:
+        # The last of each class goes to the end. This changes nothing unless val would hold all of a class.
+        last = size - 1 - np.unique(classes[order[::-1]], return_index=True)[1]
+        order = np.concatenate([np.delete(order, last), order[np.sort(last)]])
     return np.sort(order[count:]), np.sort(order[:count])
 
 

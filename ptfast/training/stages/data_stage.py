@@ -14,18 +14,20 @@ from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import DataError, PtfastError, summary_of
+from ptfast.core.errors import DataError, PtfastError, name_some, summary_of
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.targets import built
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
+from ptfast.data.label_checks import missing_classes
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.worker_processes import RAISED
+from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
@@ -92,8 +94,24 @@ def load_splits(run: PartialRun) -> None:
             measured = info.extra.get("normalize") if info is not None else None
             run.data = load_data(run.config, run.ranks, choice, measured=measured)
     run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
+    _warn_of_missing_classes(run, run.data)
     if info is not None and (changed := check_same_data(info, run.info)):
         run.resumed_note = f"other held-out data than before: {changed}"
+
+
+def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
+    """Name the classes that a held-out split lacks: its metrics do not show how the model does on them."""
+    known = {
+        split: labels
+        for split, source in data.sources.items()
+        if data.info.task == "classification" and isinstance(source, MapSource)
+        if (labels := source.known_labels()) is not None and labels.dim() == 1
+    }
+    trained = known.pop("train", None)
+    for split, held in known.items():
+        if trained is not None and (missing := missing_classes(trained, held, data.info.class_names)):
+            word = "class" if len(missing) == 1 else "classes"
+            run.display.warn(f"data: {split} has no sample of {word} {name_some(missing)}, which train has")
 
 
 def choose_task(run: PartialRun) -> None:
