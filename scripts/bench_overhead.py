@@ -4,8 +4,7 @@ The network is so small that what surrounds it decides: an MLP 32 -> 64 -> 64 ->
 of 64 out of 8,192 samples in memory. SGD with momentum, the learning rate falling linearly at every step, one
 CPU thread, the loss read every 50 steps. Nothing is evaluated or saved while the clock runs. The clock is a
 hook of the network itself: it runs from the forward pass of one step to that of a later one, so that what
-each framework does at its start and its end stays out. Under `compile=step`, where the network is a part of
-one function, a callback notes the end of each step instead.
+each framework does at its start and its end stays out.
 
     python scripts/bench_overhead.py [--rounds 9] [--epochs 16] [--hidden 2] [--only NAME ...]
 
@@ -17,16 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -132,28 +129,6 @@ def lean_by_hand(bench: Job, clock: Clock) -> None:
             loss.item()
 
 
-class StepWatch:
-    """The callback that notes the steps of a compiled function."""
-
-    clock: ClassVar[Clock]
-    warm_up_s: ClassVar[list[float]] = []
-    """How long each run took to compile its first step, with nothing in torch's cache."""
-
-    def on_step(self, run: Any, step: int) -> None:
-        if step == 1:
-            StepWatch.warm_up_s.append(sum(run.clock.seconds.values()))
-        self.clock.steps.append((time.monotonic(), BATCH_SIZE))
-
-
-def compiled_step(bench: Job, clock: Clock) -> None:
-    """The same with the step compiled, anew in each run."""
-    StepWatch.clock = clock
-    watch = "callbacks=[{_target_: bench_overhead.StepWatch}]"
-    with tempfile.TemporaryDirectory(dir=bench.folder) as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        command_line(bench, clock, "compile=step", watch)
-
-
 def checked_steps(bench: Job, clock: Clock) -> None:
     """The same with every step checked for numbers that are not finite."""
     command_line(bench, clock, "numerics=skip", ptfast.WATCH)
@@ -182,7 +157,6 @@ class Contender:
 
 CONTENDERS = (
     Contender("ptfast", command_line),
-    Contender("ptfast compile=step", compiled_step),
     Contender("ptfast numerics=skip", checked_steps),
     Contender("by hand: ptfast's batches, fused SGD, LR table", lean_by_hand),
     Contender("by hand: DataLoader, SGD, LambdaLR", by_hand.train),
@@ -210,15 +184,6 @@ def measure(contender: Contender, bench: Bench) -> tuple[float, float]:
     return (times_s[-2] - times_s[FIRST_TIMED_STEP]) / num_steps * 1e6, loss
 
 
-def measure_apart(contender: Contender, bench: Bench) -> tuple[float, float]:
-    """The same in a process of its own: the compiler, once imported, slows torch's optimizers down."""
-    command = [sys.executable, __file__, "--apart", f"--epochs={bench.epochs}", f"--hidden={Mlp.num_hidden}"]
-    done = subprocess.run([*command, "--only", contender.name], capture_output=True, text=True, check=True)
-    step_us, loss, warm_up_s = map(float, done.stdout.split()[-3:])
-    StepWatch.warm_up_s.append(warm_up_s)
-    return step_us, loss
-
-
 def main() -> None:
     """Measure all contenders in turn, round by round, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -230,7 +195,6 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], help="contenders whose name contains one of these words"
     )
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     Mlp.num_hidden = args.hidden
@@ -253,19 +217,12 @@ def main() -> None:
         for round_number in range(args.rounds + 1):
             shift = round_number % len(contenders)
             for contender in contenders[shift:] + contenders[:shift]:
-                if args.apart:
-                    print(*measure(contender, bench), *StepWatch.warm_up_s)
-                    return
-                apart = contender.train is compiled_step
-                step_us, losses[contender.name] = (measure_apart if apart else measure)(contender, bench)
+                step_us, losses[contender.name] = measure(contender, bench)
                 if round_number:
                     steps_us[contender.name].append(step_us)
             print(f"round {round_number} of {args.rounds}", file=sys.stderr)
 
     print_table(contenders, steps_us, losses)
-    if times_s := StepWatch.warm_up_s[1:]:
-        middle, least, most = statistics.median(times_s), min(times_s), max(times_s)
-        print(f"\nCompiling the step takes {middle:.1f} s [{least:.1f}-{most:.1f}].")
     packages = ["torch", *dict.fromkeys(package for c in contenders for package in c.packages)]
     versions = ", ".join(f"{package} {version_of(package)}" for package in packages)
     length = f"{bench.total_steps:,} steps, {args.hidden} hidden layers, 1 thread"

@@ -120,8 +120,7 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
     with clock.gathering("warm_up"):
         batches = trainer.warm_up(batches)
     if compilation is not None:
-        if compilation.mode != "step":
-            run.display.note(compilation.start(clock.seconds["warm_up"]))
+        run.display.note(compilation.start(clock.seconds["warm_up"]))
         with counter.uncompiled(batches) as counted:
             batches = batches if counted is None else trainer.warm_up(counted)
     return batches if run.watch_batches is None else run.watch_batches(batches)
@@ -161,8 +160,6 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
             window.receive(look)
         if is_first and steps:
             trainer.first_look.check_evaluation()
-    if is_first and trainer.whole is not None and run.compilation is not None:
-        run.display.note(run.compilation.start(clock.seconds["warm_up"]))
     trainer.first_look.switches.look()
     if aside is None:
         look.timed = steps, progress.samples - samples, begin, clock.moment()

@@ -173,10 +173,6 @@ class LossWindow:
             missing = {name for name, p in named if p.requires_grad and p.grad is None}
             self._unreached = missing if self._unreached is None else self._unreached & missing
 
-    def keep_norm(self, norm: Tensor) -> None:
-        """Keep the norm that a compiled step gives, in memory that the next one takes."""
-        self._norm = norm.clone()
-
     def read(self) -> float:
         """Mean item loss since the last log line, over all ranks. The host waits; raises as `receive`."""
         return self.receive(self.look())

@@ -22,7 +22,6 @@ from ptfast.core.tensors.trees import copied
 from ptfast.optim.build_optimizer import apply_lr, build_step
 from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
-from ptfast.techniques.compile.compilation import NotCompiledError
 from ptfast.techniques.numerics.checked_steps import CheckedSteps, KeptBuffers
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
@@ -32,7 +31,6 @@ from ptfast.training.first_step import FirstStep
 from ptfast.training.loss_window import LossWindow
 from ptfast.training.stopping import Stopped
 from ptfast.training.user_code import UserPart
-from ptfast.training.whole_step import WholeStep, build_whole_step
 
 OPTIMIZER_NAME = "optimizer"
 """The key of a parameter group that says which of a task's own optimizers steps it."""
@@ -70,7 +68,6 @@ class Trainer:
         self.votes: Arrival | None = None
         """What the ranks told each other at the last look."""
         self._weights: dict[int, Tensor] = {}
-        self.whole = build_whole_step(run, self.dtype, plain=type(self).accumulate is Trainer.accumulate)
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal.
@@ -85,43 +82,35 @@ class Trainer:
         checked, skips = self.checked, window.skips
         on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         inspected_step = last_step - 1  # the host looks up after it
-        if (whole := self.whole) is not None:
-            rates = whole.load(rates)
         run.forward.train()
         for step, batch in zip(range(progress.step, last_step), batches, strict=False):
-            if whole is not None:
-                run.saver.hold()
-                apply_lr(optimizer, base_lrs, *(rate := next(rates)))
-                if not self._take_whole(whole, batch, step, inspects=step == inspected_step):
-                    whole, rates = None, chain([rate], rates)
-            if whole is None:
-                if self.buffers is not None:
-                    self.buffers.keep()
-                    if checked is not None and not checked.on_device:
-                        window.remember()
-                if self.optimizers is None:
-                    self.accumulate(batch, step)
-                # From here on weights and the optimizer's state change.
-                run.saver.hold()
-                if batchnorm is not None:
-                    mark("gradient_sync")
-                    batchnorm.merge()
-                mark("optimizer")
-                if step == inspected_step:
-                    window.inspect_gradients()
-                if checked is not None:
-                    checked.check(window.loss_sum)
-                if clip is not None:
-                    if fp16 is not None:
-                        fp16.scaler.unscale_(optimizer)
-                    clip()
-                apply_lr(optimizer, base_lrs, *next(rates))
-                if self.optimizers is None:
-                    self.take_step()
-                else:
-                    self._run_own_step(self.optimizers, batch, step)
-                for parameter in parameters:
-                    parameter.grad = None
+            if self.buffers is not None:
+                self.buffers.keep()
+                if checked is not None and not checked.on_device:
+                    window.remember()
+            if self.optimizers is None:
+                self.accumulate(batch, step)
+            # From here on weights and the optimizer's state change.
+            run.saver.hold()
+            if batchnorm is not None:
+                mark("gradient_sync")
+                batchnorm.merge()
+            mark("optimizer")
+            if step == inspected_step:
+                window.inspect_gradients()
+            if checked is not None:
+                checked.check(window.loss_sum)
+            if clip is not None:
+                if fp16 is not None:
+                    fp16.scaler.unscale_(optimizer)
+                clip()
+            apply_lr(optimizer, base_lrs, *next(rates))
+            if self.optimizers is None:
+                self.take_step()
+            else:
+                self._run_own_step(self.optimizers, batch, step)
+            for parameter in parameters:
+                parameter.grad = None
             progress.step += 1
             progress.samples += batch.num_samples
             skipped = None if skips is None else skips.skipped
@@ -140,24 +129,6 @@ class Trainer:
             what = f"the data ended after step {progress.step} of {run.total_steps}"
             hint = "Lower steps to what the data provides"
             raise DataError("D006", what, key="steps", value=run.total_steps, suggestion=hint)
-
-    def _take_whole(self, whole: WholeStep, batch: StepBatch, step: int, *, inspects: bool) -> bool:
-        """Take a step by its compiled function; return False, with nothing changed, if there is none."""
-        run = self.run
-        weight = self.item_weight(batch)
-        run.clock.to("forward")
-        run.seed_step(run.seed, step, 0)
-        try:
-            loss, num_items, norm = whole.take(batch.micro_batches[0].data, weight)
-        except NotCompiledError as error:
-            whole.settle()
-            assert run.compilation is not None
-            self.whole = run.compilation.fall_back(run, str(error))
-            return False
-        self.window.add(loss, num_items)
-        if inspects and norm is not None:
-            self.window.keep_norm(norm)
-        return True
 
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Run forward and backward of this rank's micro-batches: the gradient of the step's mean loss."""
@@ -298,9 +269,6 @@ class Trainer:
         run.forward.train()
         try:
             self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples), run.progress.step)
-            if self.whole is not None:
-                window.inspect_gradients()
-                self.whole.prepare()
         finally:
             for parameter in self.parameters:
                 parameter.grad = None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from scripts.gpu.check import ROOT, Check, Figures, NotShownError, Part
-from scripts.gpu.speed import NO_SPEED, STEPS, check_compiler, has_option, images, words_of
+from scripts.gpu.speed import NO_SPEED, STEPS, check_compiler, images, words_of
 
 ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 NUM_PROFILED = 5
@@ -17,7 +17,7 @@ LOADERS = ("workers", "plain", "memory", "device")
 COMMON_ROWS = (
     *("plain", "safe", "plain precision=tf32", "plain precision=bf16", "plain optimizer.fused=true", "fast"),
     *(f"fast precision=bf16 checkpointing={kind}" for kind in ("full", "selective")),
-    *(f"fast precision=bf16 compile={kind}" for kind in ("blocks", "model", "reduce_overhead", "step")),
+    *(f"fast precision=bf16 compile={kind}" for kind in ("blocks", "model", "reduce_overhead")),
 )
 SWITCHES = {
     "resnet50": (
@@ -69,8 +69,7 @@ def launch_gaps(task: str, compile_as: str, check: Check) -> Figures:
 def switches(task: str, check: Check) -> Figures:
     """The table of bench_switches, which leaves out rows that cannot run here."""
     rounds, steps = (3, 1) if check.quick else (5, 10)
-    known = [row for row in SWITCHES[task] if has_option("step") or "compile=step" not in row]
-    rows = [word for row in known[: 3 if check.quick else None] for word in ("--row", row)]
+    rows = [word for row in SWITCHES[task][: 3 if check.quick else None] for word in ("--row", row)]
     bench = (ROOT / "scripts/bench_switches.py", "--rounds", rounds, "--steps", steps)
     said = check.python(*bench, *rows, *words_of(task, check))
     if check.emulated:
@@ -131,7 +130,7 @@ STAGE_3 = [
     *(
         Part(f"launch gaps, {task}, compile={kind}", partial(launch_gaps, task, kind), 60)
         for task in STEPS
-        for kind in ("none", "model", "step")
+        for kind in ("none", "model")
     ),
     Part("find batch", find_batch, 300),
     *(Part(f"switches, {name}", partial(switches, name), 240) for name in SWITCHES),

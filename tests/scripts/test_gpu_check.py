@@ -129,7 +129,6 @@ ROWS = {
         f"{task} {row}": (f"preset={row.split()[0]}", *speed.WORDS[task], *row.split()[1:])
         for task, rows in limits.SWITCHES.items()
         for row in rows
-        if speed.has_option("step") or "compile=step" not in row
     },
 }
 

@@ -13,7 +13,6 @@ from toys import Holed, Lines, Plant
 
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import ConfigError
 from ptfast.core.plain_display import Display
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.trees import map_tensors
@@ -278,9 +277,3 @@ def test_a_run_that_skips_steps_resumes_bit_for_bit(in_tmp: Path, monkeypatch: p
     for name in ("whole", "cut"):
         assert [line["step"] for line in records(Path(name))] == [2, 4, 5, 6, 8, 10, 12]
         assert summary(Path(name))["skipped_steps"] == 3
-
-
-def test_a_step_compiled_whole_cannot_be_left_out() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config(merged(*WORDS, "compile=step", "numerics=skip"))
-    assert (caught.value.code, caught.value.key) == ("C011", "numerics")

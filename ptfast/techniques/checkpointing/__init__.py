@@ -27,7 +27,7 @@ class Checkpointing(Section):
 def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> PtfastError | None:
     """Refuse a budget without a compiler, and a mode without its figure."""
     mode = checkpointing.mode
-    if mode == "budget" and compile.mode in ("none", "pointwise", "step"):
+    if mode == "budget" and compile.mode in ("none", "pointwise"):
         what = "only the compiler can keep a memory budget"
         hint = "Set compile=model, or use checkpointing=full"
         return ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)

@@ -16,8 +16,8 @@ from ptfast.techniques.parallel import Parallel
 class Compile(Section):
     """The parts that `torch.compile` compiles, and how."""
 
-    mode: Literal["none", "pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"] = "none"
-    """Elementwise chains, blocks, the model, the whole step; the model in CUDA graphs, or autotuned."""
+    mode: Literal["none", "pointwise", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
+    """Elementwise chains, blocks, the model; the model in CUDA graphs, or autotuned."""
     blocks: str | tuple[str, ...] = "auto"
     """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
     dynamic: bool | OrAuto = "auto"
@@ -98,17 +98,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         command="python scripts/bench_memory.py gpt --compile --batch-size 4",
         avoid="The run is short, or shapes change all the time. Dropout draws other masks when compiled.",
         audit="A run of hours on a GPU without a compiler.",
-    ),
-    _compile(
-        name="compiled step",
-        on=("compile=step",),
-        why="Forward, backward, clipping and optimizer are one function, on CUDA one graph to launch.",
-        claim="The host's time of small kernels goes; little is left to gain for large ones.",
-        source="PyTorch tutorial 'Compiling the optimizer with torch.compile'; blog 2021 on CUDA Graphs.",
-        measured="A step of a small MLP in 174 us, against 254 us; compiling took 12.6 s.",
-        command="python scripts/bench_overhead.py --hidden 1",
-        avoid="The run is short, or shapes change all the time. If a step cannot be compiled, the model is.",
-        audit="A step of many small kernels: idle gaps in a GPU's trace, or a small model on a CPU.",
     ),
     _compile(
         name="compiled into CUDA graphs",

@@ -5,28 +5,24 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ptfast.core.clock import Clock
 from ptfast.core.devices import cpu_facts
-from ptfast.core.errors import ConfigError, shorten
+from ptfast.core.errors import ConfigError
 from ptfast.core.machine import cache_folder
 from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
 from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.techniques.repeated_blocks import find_blocks
 
-Mode = Literal["pointwise", "blocks", "model", "step", "reduce_overhead", "max_autotune"]
+Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
 
-T = TypeVar("T")
-
-STEP_SHAPES = 64
-"""Shapes that a step compiled whole may come in."""
 MANY_SHAPES = 3
 """Times that everything is compiled again, beyond the usual one for an epoch's last batch."""
 
@@ -42,10 +38,6 @@ def apply_compile(
     compilation = Compilation(section.mode, device.type, dynamic=dynamic, accumulates=accumulates)
     compilation.apply(model, section.blocks)
     return compilation
-
-
-class NotCompiledError(Exception):
-    """A step does not compile as one graph; the text says why."""
 
 
 class Compilation:
@@ -80,11 +72,9 @@ class Compilation:
         from torch._inductor import config as settings
 
         settings.emulate_precision_casts = True  # pyright: ignore[reportAttributeAccessIssue]
-        self.instead_of_step: str | None = None
-        """Why the model is compiled where the step was to be."""
         if mode == "pointwise":
             self.fusion = self.options["backend"] = PointwiseFusion()
-        elif mode == "reduce_overhead" or (mode == "step" and device == "cuda" and not dynamic):
+        elif mode == "reduce_overhead":
             self.options["mode"] = "reduce-overhead"
         elif mode == "max_autotune":
             self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
@@ -95,7 +85,7 @@ class Compilation:
 
     def apply(self, model: nn.Module, blocks: str | Sequence[str] = "auto") -> None:
         """Compile `model` in place, before it is wrapped for ranks; C011 if `find_blocks` finds none."""
-        parts = [] if self.mode == "step" else [model]
+        parts = [model]
         if self.mode == "blocks":
             from torch._dynamo import config as settings
 
@@ -116,38 +106,6 @@ class Compilation:
             from torch._dynamo.external_utils import wrap_inline
 
             part._compiled_call_impl = torch.compile(wrap_inline(part._call_impl), **self.options)
-
-    def compile_step(self, function: Callable[..., T], lasting: Iterable[Tensor]) -> Callable[..., T]:
-        """Compile a function that runs forward, backward and optimizer as one graph.
-
-        A call raises `NotCompiledError`, before it has changed anything, for what makes no graph. `lasting`
-        tensors stay where they are, and are all that it changes: a CUDA graph copies others.
-        """
-        from torch._dynamo import config as settings
-        from torch._dynamo import mark_static_address
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-        config: Any = settings
-        config.trace_autograd_ops = True
-        config.recompile_limit = max(config.recompile_limit, STEP_SHAPES)
-        for tensor in lasting:
-            mark_static_address(tensor)
-        compiled = torch.compile(function, fullgraph=True, **self.options)
-
-        def call(*args: Any) -> T:
-            try:
-                return compiled(*args)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-                raise NotCompiledError(shorten(f"{type(error).__name__}: {error}", 200)) from error
-
-        return call
-
-    def fall_back(self, run: Any, why: str) -> None:
-        """Compile the model of `run` in place of its step, and say so."""
-        self.mode, self.instead_of_step = "model", why
-        self.options.pop("mode", None)
-        self.apply(run.model)
-        run.display.warn(f"compile=step: {why}; compiled as with compile=model")
 
     @contextmanager
     def booking(self, clock: Clock) -> Iterator[None]:
@@ -232,8 +190,6 @@ class Compilation:
             "graphs": self.num_graphs,
             "recompiled": self.num_recompiled,
         }
-        if self.instead_of_step is not None:
-            report["instead_of_step"] = self.instead_of_step
         if self.fusion is not None:
             report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
         if advice := self._advice():

@@ -191,7 +191,7 @@ def place_model(run: PartialRun) -> None:
     model, has_data = run.model, run.data is not None
     backend, device = run.config.backend, run.device
     many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
-    captures = run.config.compile.mode in ("step", "reduce_overhead", "max_autotune")
+    captures = run.config.compile.mode in ("reduce_overhead", "max_autotune")
     expands = expand_segments(backend, device, many_lengths=many_lengths, captures=captures)
     run.resolved.expands_segments = expands
     run.resolved.cudnn_attention = allow_cudnn_attention(backend, device, many_lengths=many_lengths)
