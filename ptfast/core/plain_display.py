@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from ptfast.core.clock import label
-from ptfast.core.errors import one_line
+from ptfast.core.errors import INSTALLED, PACKAGE, one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
@@ -214,3 +216,39 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         title += f" after {duration(summary['wall_s'])}"
     loud = [summary.get("error"), (compiled or {}).get("advice")]
     return title, rows, [str(text) for text in loud if text]
+
+
+class EachOnce(logging.Filter):
+    """Lets each message of a line of code pass once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[tuple[str, int, str]]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = (record.pathname, record.lineno, record.getMessage())
+        is_new = key not in self.seen
+        self.seen.add(key)
+        return is_new
+
+
+EACH_ONCE = EachOnce()
+
+
+def show_warnings_once() -> None:
+    """Show one warning of each line of an installed package, which may warn of every file or step.
+
+    Libraries that print what they log by themselves need the filter `EACH_ONCE` for that.
+    """
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(EACH_ONCE)
+    show, places = warnings.showwarning, set[tuple[type[Warning], str, int]]()
+
+    def show_once(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        place = (category, filename, lineno)
+        is_library = filename.startswith(INSTALLED) and not filename.startswith(PACKAGE)
+        if place not in places or not is_library:
+            places.add(place)
+            show(message, category, filename, lineno, *rest)
+
+    warnings.showwarning = show_once

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.errors import ConfigError, DataError, name_some
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known
@@ -18,6 +20,7 @@ from ptfast.data.label_checks import (
     LabelCheck,
     as_classes,
     check_labels,
+    count_classes,
     holds,
     is_ignored,
     not_finite,
@@ -30,6 +33,7 @@ from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.sampler import Indices, split_indices
 from ptfast.data.sources.image_files import HeldImages, ImageFiles, ImageSource
+from ptfast.data.sources.ragged_text import TextSource
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
 
@@ -94,9 +98,9 @@ def build_data(
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = _with_masks(splits, ignore_index)
+    splits = _with_classes(splits)
     contents = once(partial(_contents, splits)) if known is None else None
     splits, kept = _hold_out(splits, val, seed)
-    _check_classes(splits)
     choice, files = None, splits.train
     skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
     if shuffle_buffer is not None:
@@ -183,6 +187,8 @@ def _for_task(splits: Splits, task: str) -> Splits:
     info = splits.info
     if task == "regression" and info.task in ("classification", "semantic_segmentation"):
         # Whole numbers look like classes unless the user asks for regression.
+        if info.class_names is not None:
+            _replace_classes_by_values(splits, info.class_names)
         kind = "map" if info.target_kind == "mask" else info.target_kind
         info = replace(info, task=task, num_classes=1, class_names=None, target_kind=kind)
     if info.task not in _LABELS_OF.get(task, (info.task,)):
@@ -190,22 +196,32 @@ def _for_task(splits: Splits, task: str) -> Splits:
         raise ConfigError("C011", what, key="task", value=task, suggestion="Use task=auto")
     if task == "classification" and info.task in ("regression", "multilabel"):
         # Labels name classes by floats or by rows with a single 1.
-        highest = 0
         for split, source in splits.sources.items():
-            if isinstance(source, TensorSource):
+            if isinstance(source, (TensorSource, TextSource)):
                 source.targets = as_classes(source.targets, f"{split} sample")
-                highest = max(highest, int(source.targets.max())) if split == "train" else highest
-        num_classes = info.num_classes if info.task == "multilabel" else highest + 1
+        num_classes = info.num_classes if info.task == "multilabel" else None
         info = replace(info, task="classification", num_classes=num_classes, target_kind="whole")
         return replace(splits, info=info)
     task = info.task if task == "auto" else task
     for source in splits.sources.values():
-        if isinstance(source, TensorSource):
+        if isinstance(source, (TensorSource, TextSource)):
             if task in ("regression", "multilabel"):
                 source.targets = source.targets.float()
             elif task == "classification" and not source.targets.is_floating_point():
                 source.targets = source.targets.long()
     return replace(splits, info=info)
+
+
+def _replace_classes_by_values(splits: Splits, names: tuple[str, ...]) -> None:
+    """Replace class numbers by the numbers that the classes are named; C011 if they have other names."""
+    try:
+        values = torch.tensor([float(name) for name in names])
+    except ValueError:
+        what = f"the classes are names, not numbers to predict ({name_some(names, 3)})"
+        raise ConfigError("C011", what, key="task", value="regression", suggestion="Use task=auto") from None
+    for source in splits.sources.values():
+        if isinstance(targets := getattr(source, "targets", None), Tensor):
+            source.targets = values[targets]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _with_masks(splits: Splits, ignore_index: int) -> Splits:
@@ -246,12 +262,17 @@ def _count_classes(source: Source, ignore_index: int) -> int:
     return highest + 1
 
 
-def _check_classes(splits: Splits) -> None:
-    """Raise DataError D004 for a label that is no class, where all are known."""
-    for split, each in splits.sources.items():
-        labels, num_classes = getattr(each, "targets", None), splits.info.num_classes
-        if labels is not None and splits.info.task == "classification" and num_classes:
-            check_labels(labels, num_classes, split)
+def _with_classes(splits: Splits) -> Splits:
+    """Splits with their classes counted, where labels are in memory; D004 for a label that is no class."""
+    info = splits.info
+    labels = {split: getattr(each, "targets", None) for split, each in splits.sources.items()}
+    if info.task != "classification" or not isinstance(labels["train"], Tensor):
+        return splits
+    num_classes = info.num_classes or count_classes(labels["train"])
+    for split, own in labels.items():
+        if own is not None:
+            check_labels(own, num_classes, split)
+    return replace(splits, info=replace(info, num_classes=num_classes))
 
 
 def _draw_among(source: Source, size: int) -> None:

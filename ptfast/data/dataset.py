@@ -23,13 +23,13 @@ Source = MapSource | IterableSource
 
 
 def image_info(
-    input_shape: tuple[int, ...], *, class_names: tuple[str, ...] | None, num_classes: int = 0, **extra: Any
+    input_shape: tuple[int, ...], *, class_names: tuple[str, ...] | None, **extra: Any
 ) -> DataInfo:
-    """The facts about images of one class each; `num_classes` counts where the classes have no names."""
+    """The facts about images of one class each; classes without names are counted later."""
     return DataInfo(
         kind="image",
         task="classification",
-        num_classes=len(class_names) if class_names is not None else num_classes,
+        num_classes=len(class_names) if class_names is not None else None,
         class_names=class_names,
         input_shape=input_shape,
         in_channels=input_shape[0],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,11 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ptfast.core.errors import DataError
-from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.core.errors import DataError, name_some, shorten
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 
 TargetKind = Literal["whole", "mask", "map", "unknown"]
 _CLASSES = "classification", "whole numbers"
+_MOST_CLASSES = 10_000
+"""Classes that there may be without as many samples."""
+_FEW = 10
+"""Samples that may all have labels of their own."""
 
 
 def check_labels(labels: Tensor, num_classes: int, split: str, ignore_index: int = IGNORE_INDEX) -> None:
@@ -190,6 +195,68 @@ def infer_task(labels: Tensor, target_kind: str) -> tuple[str, str]:
     if not several and bool((labels == labels.round()).all()):
         return "regression", "floats, all whole numbers; task=classification takes them for classes"
     return "regression", "floats"
+
+
+def count_classes(labels: Tensor, num_samples: int | None = None) -> int:
+    """One more than the highest label; D004 if there were more classes than samples, and thousands."""
+    counted = labels[labels != IGNORE_INDEX]
+    found = int(counted.max()) + 1 if counted.numel() else 1
+    if found > max(len(labels) if num_samples is None else num_samples, _MOST_CLASSES):
+        what = f"{len(labels):,} labels go up to {found - 1:,}, which would be as many classes"
+        hint = "Number the classes from 0, or predict the labels as figures with task=regression"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    return found
+
+
+def number_names(
+    labels: Mapping[str, Sequence[str]], known: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """The class names (`known`, or those of training in order), and each split's labels as class numbers.
+
+    Raises:
+        DataError: D003 if there is one class only, D004 for a label that is no class, or if most labels of
+            training differ, as captions do.
+    """
+    names = tuple(known or sorted(set(labels["train"])))
+    if not known:
+        if len(names) == 1:
+            what = f"every training label is {shorten(names[0])}, so there is nothing to classify"
+            raise DataError("D003", what, key="data")
+        size = len(labels["train"])
+        if size > _FEW and 2 * len(names) > size:
+            example = shorten(names[0], 40)
+            what = f"{len(names):,} of {size:,} training labels differ, as captions do ({example})"
+            raise DataError("D004", what, key="data", suggestion="Give each sample the name of its class")
+        with contextlib.suppress(ValueError):
+            names = tuple(sorted(names, key=float))
+    numbers, targets = {name: i for i, name in enumerate(names)}, dict[str, Tensor]()
+    for split, own in labels.items():
+        try:
+            targets[split] = torch.tensor([numbers[label] for label in own])
+        except KeyError as error:
+            what = f"label {shorten(error.args[0])} of the {split} split does not occur in training"
+            hint = f"Training has {name_some(names, 10)}"
+            raise DataError("D004", what, key="data", suggestion=hint) from None
+    return names, targets
+
+
+def describe_text_labels(
+    labels: Mapping[str, Sequence[str]], known: DataInfo | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts of `DataInfo` that labels given as text show, and each split's targets.
+
+    Numbers are figures to predict if some have a fraction, or if a model that learned such (`known`) reads
+    them; all else names classes.
+    """
+    values: dict[str, Tensor] = {}
+    with contextlib.suppress(ValueError):
+        values = {split: torch.tensor([float(label) for label in own]) for split, own in labels.items()}
+    finite = bool(values) and all(bool(each.isfinite().all()) for each in values.values())
+    is_figure = known.task == "regression" if known else finite and bool((values["train"] % 1 != 0).any())
+    if finite and is_figure:
+        return {"task": "regression", "num_classes": 1, "task_reason": "numbers with fractions"}, values
+    names, targets = number_names(labels, known.class_names if known else None)
+    return {"task": "classification", "num_classes": len(names), "class_names": names}, targets
 
 
 def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:

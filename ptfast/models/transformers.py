@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra, summary_of, text_of
 from ptfast.core.machine import network_error
+from ptfast.core.plain_display import EACH_ONCE
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.core.sections.targets import keywords
@@ -77,6 +79,9 @@ def build(
     if pretrained:
         _check_tokenizer(name, info)
     transformers = import_extra("transformers", "hf", "model")
+    # Configs are built several times, and warn each time.
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(EACH_ONCE)
     if info.task not in HEADS:
         raise ConfigError(
             "C011", f"there is no head for the task `{info.task}`", key="model.name", value=name

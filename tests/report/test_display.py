@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ptfast.core import units
+from ptfast.core.plain_display import EachOnce, show_warnings_once
 from ptfast.report.terminal.display import Display, LiveDisplay, build_display, say, table
 
 FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
@@ -324,3 +329,19 @@ def test_tables_align_numbers_to_the_right() -> None:
 )
 def test_numbers_as_people_read_them(written: str, expected: str) -> None:
     assert written == expected
+
+
+def test_each_line_of_a_library_warns_once() -> None:
+    library, shown = str(Path(torch.__file__).with_name("a.py")), list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *rest: shown.append(str(message))
+        show_warnings_once()
+        for number in range(3):
+            warnings.warn_explicit(f"file {number} is odd", UserWarning, library, 7)
+            warnings.warn_explicit(f"mine {number}", UserWarning, "/home/me/mine.py", 7)
+        warnings.warn_explicit("file 9 is odd", UserWarning, library, 8)
+    assert shown == ["file 0 is odd", "mine 0", "mine 1", "mine 2", "file 9 is odd"]
+    each_once = EachOnce()
+    records = [logging.LogRecord("a", 30, library, 1, text, None, None) for text in "xyx"]
+    assert [each_once.filter(record) for record in records] == [True, True, False]

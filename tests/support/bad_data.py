@@ -337,7 +337,7 @@ CASES: dict[str, BadData] = {
         lambda: arrays([0, 1, 10**9] * 4),
         ARRAYS,
         "D004",
-        ("data.path=arrays.npz", "12 labels go up to 1,000,000,000", "Number the classes from 0"),
+        ("12 labels go up to 1,000,000,000", "Number the classes from 0"),
     ),
     "objects for labels": BadData(
         lambda: np.savez("arrays.npz", x=np.zeros((9, 2)), y=np.array([None] * 9)),

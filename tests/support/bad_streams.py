@@ -100,7 +100,7 @@ def _zipped_shard() -> None:
 
 
 def _other_classes() -> None:
-    shard(*((f"{n}.{s}", c) for n in range(4) for s, c in (("txt", b"cat"), ("png", picture()))))
+    shard(*((f"{n}.{s}", c) for n in range(4) for s, c in (("txt", b"cd"[n % 2 :][:1]), ("png", picture()))))
     shard(("0.txt", b"cow"), ("0.png", picture()), name="val")
 
 
@@ -168,8 +168,8 @@ CASES: dict[str, BadData] = {
     "a class in held-out shards only": BadData(
         _other_classes,
         f"{SHARDS}/0.tar data.val_shards=shards/val.tar",
-        "D003",
-        ("data.val_shards (command line): holds the class cow, which the training shards lack",),
+        "D004",
+        ("label cow of the val split does not occur in training",),
     ),
     "a stream without samples": _stream("NoStream", "D002", DATA, "the iterable dataset yields no samples"),
     "a stream without steps": BadData(

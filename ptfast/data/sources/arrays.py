@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.data.dataset import Splits
-from ptfast.data.label_checks import check_labels, infer_task, kind_of_target
+from ptfast.data.label_checks import infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
 
 _NAMES = {
@@ -30,8 +30,6 @@ _NAMES = {
 }
 """Of inputs and targets in an `.npz`, by split."""
 _FEW_CHANNELS = (1, 3, 4)
-_MOST_CLASSES = 10_000
-"""Classes that labels may name although there are fewer samples."""
 
 
 class Arrays:
@@ -72,9 +70,6 @@ class Arrays:
         kind = kind_of_target(train_targets, shape, "auto")
         task, reason = infer_task(train_targets, kind)
         num_classes = self._num_classes(task, kind, train_targets)
-        if task == "classification":
-            for split, (_, targets, _) in pairs.items():
-                check_labels(targets, num_classes or 1, split)
         sources = {
             split: TensorSource(inputs, targets, images=images)
             for split, (inputs, targets, _) in pairs.items()
@@ -112,18 +107,10 @@ class Arrays:
         return pairs
 
     def _num_classes(self, task: str, kind: str, targets: Tensor) -> int | None:
-        if kind == "mask":
-            # They are counted later, when it is known which label to ignore.
+        if kind == "mask" or task == "classification":
+            # They are counted later, when the task is known, and which label to ignore.
             return self.num_classes
-        if task != "classification":
-            return targets.shape[1] if targets.dim() > 1 and kind != "map" else 1
-        counted = targets[targets != IGNORE_INDEX]
-        found = int(counted.max()) + 1 if len(counted) else 1
-        if self.num_classes is None and found > max(len(targets), _MOST_CLASSES):
-            what = f"{len(targets):,} labels go up to {found - 1:,}, which would be as many classes"
-            hint = "Number the classes from 0, set data.num_classes, or give figures to predict as floats"
-            raise DataError("D004", what, key="data.path", value=self.path, suggestion=hint)
-        return self.num_classes or found
+        return targets.shape[1] if targets.dim() > 1 and kind != "map" else 1
 
 
 def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[str, NDArray]:

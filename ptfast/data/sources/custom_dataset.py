@@ -22,6 +22,7 @@ from ptfast.data.label_checks import (
     LabelCheck,
     as_classes,
     check_labels,
+    count_classes,
     infer_task,
     kind_of_target,
     shape_of,
@@ -335,7 +336,8 @@ def _info(
             stated = known.shape[1]
         elif not stated and target_kind != "mask":
             classes = as_classes(known) if _names_otherwise(known, task) else known
-            stated = int(classes.max()) + 1
+            # Labels may be those of some samples.
+            stated = count_classes(classes, operator.length_hint(dataset, len(classes)))
         facts["num_classes"] = stated
     return DataInfo(kind=kind, task=task, class_names=names, target_kind=target_kind, **facts)
 

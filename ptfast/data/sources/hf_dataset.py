@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError, import_extra
+from ptfast.core.errors import DataError, described, import_extra
+from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
-from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
+from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.decoding.image_decoding import Pixels, decode, fit, in_threads, read_file
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
-from ptfast.data.label_checks import check_labels
-from ptfast.data.map_source import MapSource, TensorSource, as_tensor
+from ptfast.data.label_checks import (
+    as_classes,
+    check_labels,
+    describe_text_labels,
+    infer_task,
+)
+from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sources.class_folders import splits_among
 from ptfast.data.sources.ragged_text import labelled_texts
 
@@ -61,7 +69,34 @@ class HfDataset(ReadsAsKnown):
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         splits = self._splits()
-        train = splits["train"]
+        columns = self._columns(splits["train"])
+        label = columns["label"]
+        labels = {
+            split: list(part[label]) if label in part.column_names else [None]
+            for split, part in splits.items()
+        }
+        note = ""
+        if all(each is None or each == -1 for each in labels.get("test", [0])):
+            # Benchmarks do not publish the labels of their test split.
+            del labels["test"], splits["test"]
+            note = "test has no labels, so it is left out"
+        names = {split: getattr(part.features.get(label), "names", None) for split, part in splits.items()}
+        facts, targets = describe_labels(labels, names, self.known, f"data.label={label}")
+        column = columns["text"] or columns["image"]
+        if split := next((split for split, part in splits.items() if column not in part.column_names), None):
+            what = f"has no column {column} in its {split} split"
+            raise DataError("D005", what, key="data.path", value=self.path)
+        if columns["text"] is not None:
+            texts = {split: _texts(part[column], str(column), split) for split, part in splits.items()}
+            tokenizer = learn_tokenizer(self.tokenizer, texts["train"], known=self.known)
+            info, sources = labelled_texts(texts, targets, tokenizer, self.max_length, **facts)
+        else:
+            shape, sources = self._images(splits, targets, str(column))
+            info = DataInfo(kind="image", input_shape=shape, in_channels=shape[0], **facts)
+        return Splits.of(info, sources, note)
+
+    def _columns(self, train: Any) -> dict[str, str | None]:
+        """The columns of text, image and label; of inputs one may be None."""
         columns: dict[str, str | None] = {}
         for role, guesses in _GUESSES.items():
             wanted = self.columns[role]
@@ -69,31 +104,11 @@ class HfDataset(ReadsAsKnown):
                 what = f"no such column; there are {', '.join(train.column_names)}"
                 raise DataError("D005", what, key=f"data.{role}", value=wanted)
             columns[role] = wanted or next((name for name in guesses if name in train.column_names), None)
-        label = columns["label"]
-        if label is None or (columns["text"] is None and columns["image"] is None):
+        if columns["label"] is None or (columns["text"] is None and columns["image"] is None):
             what = f"has columns {', '.join(train.column_names)}; it is unclear which hold inputs and labels"
             hint = "Set data.label, and data.text or data.image"
             raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
-        names = getattr(train.features[label], "names", None)
-        labels = {split: as_tensor(np.asarray(part[label], np.int64)) for split, part in splits.items()}
-        if names is not None and bool((labels.get("test", labels["train"]) == -1).all()):
-            # Benchmarks do not publish the labels of their test split.
-            labels.pop("test", None)
-            splits.pop("test", None)
-        num_classes = len(names) if names is not None else int(labels["train"].max()) + 1
-        for split, numbers in labels.items():
-            check_labels(numbers, num_classes, split)
-        names = tuple(names) if names is not None else None
-        if columns["text"] is not None:
-            texts = {split: list(part[columns["text"]]) for split, part in splits.items()}
-            tokenizer = learn_tokenizer(self.tokenizer, texts["train"], known=self.known)
-            info, sources = labelled_texts(
-                texts, labels, tokenizer, self.max_length, num_classes=num_classes, class_names=names
-            )
-        else:
-            shape, sources = self._images(splits, labels, str(columns["image"]))
-            info = image_info(shape, class_names=names, num_classes=num_classes)
-        return Splits.of(info, sources)
+        return columns
 
     def _splits(self) -> dict[str, Any]:
         datasets = import_extra("datasets", "hf", "data", "hf")
@@ -107,11 +122,14 @@ class HfDataset(ReadsAsKnown):
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError("D001", f"cannot be loaded: {reason}", key="data.path", value=self.path) from None
         if not isinstance(loaded, dict):
-            return {"train": loaded}
+            loaded = {"train": loaded}
         found = {split: loaded[name] for split, name in splits_among(loaded).items()}
         if "train" not in found:
             what = f"has no train split, only {', '.join(loaded)}"
             raise DataError("D002", what, key="data.path", value=self.path)
+        for split, part in found.items():
+            if not len(part):
+                raise DataError("D002", f"its {split} split has no rows", key="data.path", value=self.path)
         return found
 
     def _images(
@@ -143,3 +161,73 @@ class HfDataset(ReadsAsKnown):
             return pixels if self.image_size is None else fit(pixels, self.image_size)
 
         return in_threads(len(files), decoded)
+
+
+def describe_labels(
+    labels: Mapping[str, list[Any]],
+    names: Mapping[str, Sequence[str] | None],
+    known: DataInfo | None,
+    key: str,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts of `DataInfo` that the labels of each split show, and its targets.
+
+    Args:
+        names: the classes of a split whose labels are their numbers; another split may count them otherwise.
+        known: the data of a trained model, whose classes count.
+        key: names the labels in errors.
+    """
+    for split, own in labels.items():
+        row = next((row for row, each in enumerate(own) if each is None or each != each), None)
+        if row is not None:
+            hint = "Leave out samples without a label"
+            raise DataError("D004", f"{split} row {row:,} has no label", key=key, suggestion=hint)
+    if names["train"] or isinstance(labels["train"][0], str):
+        if known is None and names["train"]:
+            known = DataInfo("text", "classification", class_names=tuple(names["train"]))
+        texts: dict[str, list[str]] = {}
+        for split, own in labels.items():
+            numbered = names[split] or names["train"]
+            if numbered and not isinstance(own[0], str):
+                check_labels(_numbers(own, split, key), len(numbered), split)
+                own = [numbered[label] for label in own]
+            texts[split] = [str(label) for label in own]
+        return describe_text_labels(texts, known)
+    targets = {split: _numbers(own, split, key) for split, own in labels.items()}
+    train = targets["train"]
+    task, reason = infer_task(train, "whole")
+    for split, own in targets.items():
+        if own.shape[1:] != train.shape[1:]:
+            raise DataError("D004", f"{split} has labels of another shape than train", key=key)
+        if own.dtype != train.dtype:
+            targets[split] = own.float() if train.is_floating_point() else as_classes(own, f"{split} row")
+    outputs = train.shape[1] if train.dim() > 1 else 1
+    num_classes = None if task == "classification" else outputs
+    return {"task": task, "task_reason": reason, "num_classes": num_classes}, targets
+
+
+def _numbers(labels: list[Any], split: str, key: str) -> Tensor:
+    """Labels as int64 or float32, one number or a row of them each."""
+    try:
+        array = np.asarray(labels)
+    except ValueError:
+        array = np.asarray(None)
+    if array.dtype.kind not in "biuf" or array.ndim > 2:
+        odd = next((each for each in labels if not isinstance(each, (bool, int, float))), labels[0])
+        what = f"{split} labels are no numbers or rows of equally many (such as {described(odd)})"
+        hint = "Name another column with data.label, or bring a dataset of your own with data=custom"
+        raise DataError("D004", what, key=key, suggestion=hint)
+    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+
+
+def _texts(column: Any, name: str, split: str) -> list[str]:
+    """The texts of a column; words in a list are joined by spaces."""
+    texts: list[str] = []
+    for row, text in enumerate(column):
+        if isinstance(text, (list, tuple)) and all(isinstance(word, str) for word in text):
+            text = " ".join(text)
+        if not isinstance(text, str):
+            what = f"{split} row {row:,} holds {described(text)}, not a text"
+            hint = "Leave out such rows, or name another column with data.text"
+            raise DataError("D005", what, key="data.text", value=name, suggestion=hint)
+        texts.append(text)
+    return texts

@@ -76,11 +76,9 @@ def labelled_texts(
     labels: Mapping[str, Tensor],
     tokenizer: Tokenizer,
     max_length: int,
-    *,
-    num_classes: int,
-    class_names: tuple[str, ...] | None,
+    **facts: Any,
 ) -> tuple[DataInfo, dict[str, TextSource]]:
-    """The facts about texts with one class each, and a source for each split."""
+    """The facts about labelled texts, `facts` about the labels among them, and a source for each split."""
     sources = {
         split: TextSource(encode(own, tokenizer), labels[split], tokenizer.pad_id, max_length)
         for split, own in texts.items()
@@ -88,13 +86,11 @@ def labelled_texts(
     extra = {"tokenizer": tokenizer.describe(), "max_length": max_length, "pad_id": tokenizer.pad_id}
     info = DataInfo(
         kind="text",
-        task="classification",
-        num_classes=num_classes,
-        class_names=class_names,
         vocab_size=len(tokenizer),
         pad_id=tokenizer.pad_id,
         context_length=max_length,
         extra=extra,
+        **facts,
     )
     return info, sources
 

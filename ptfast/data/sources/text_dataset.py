@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from ptfast.data.decoding.text_tokenizer import (
     read_tokenizer,
     tokenizer_of,
 )
+from ptfast.data.label_checks import describe_text_labels
 from ptfast.data.map_source import MapSource
 from ptfast.data.packs.pack_reader import Manifest, open_pack
 from ptfast.data.sampling import counter_draws
@@ -74,11 +74,10 @@ class TextTsv(ReadsAsKnown):
     def load(self, *, val: Duration, seed: int) -> Splits:
         rows, notes = self._rows()
         tokenizer = learn_tokenizer(self.tokenizer, rows["train"].texts, self.min_count, self.known)
-        names, labels = _number_labels(rows, self.known.class_names if self.known else None)
         texts = {split: table.texts for split, table in rows.items()}
-        info, sources = labelled_texts(
-            texts, labels, tokenizer, self.max_length, num_classes=len(names), class_names=names
-        )
+        labels = {split: table.labels or [] for split, table in rows.items()}
+        facts, targets = describe_text_labels(labels, self.known)
+        info, sources = labelled_texts(texts, targets, tokenizer, self.max_length, **facts)
         if num_cut := sum(part.num_cut for part in sources.values()):
             size = sum(map(len, sources.values()))
             notes.append(f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens")
@@ -274,25 +273,3 @@ class Windows(MapSource):
 
     def contents(self) -> list[Any]:
         return describe_part(len(self._tokens), "tokens", self._tokens)
-
-
-def _number_labels(
-    rows: dict[str, Table], known: tuple[str, ...] | None
-) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """The class names (`known`, or sorted, as numbers if all are), and the classes of each split's texts."""
-    names = known or tuple(sorted(set(rows["train"].labels or [])))
-    if not known:
-        if len(names) == 1:
-            what = f"every training label is {names[0]}, so there is nothing to classify"
-            raise DataError("D003", what, key="data")
-        with contextlib.suppress(ValueError):
-            names = tuple(sorted(names, key=float))
-    numbers, targets = {name: i for i, name in enumerate(names)}, dict[str, Tensor]()
-    for split, table in rows.items():
-        try:
-            targets[split] = torch.tensor([numbers[label] for label in table.labels or []])
-        except KeyError as error:
-            what = f"label {error.args[0]} of the {split} split does not occur in training"
-            hint = f"Training has {', '.join(names[:10])}"
-            raise DataError("D004", what, key="data", suggestion=hint) from None
-    return names, targets

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,7 @@ SUFFIXES = (".tsv", ".csv")
 """Of files of labelled texts."""
 LABELS = {"label", "labels", "class", "target", "category", "sentiment", "gold_label"}
 _TEXTS = {"text", "sentence", "review", "content", "comment", "document", "question", "tweet", "phrase"}
-_NUMBERS = {"id", "idx", "index", "guid"}
+_NUMBERS = {"id", "idx", "index", "guid", ""}
 _NAME_WORDS = 3
 """Words of a column's name, at most."""
 _LONGEST_FIELD = 2**31 - 1
@@ -43,7 +45,7 @@ class Table(NamedTuple):
 
 
 def read_text(path: Path, key: str = "data.path") -> str:
-    """The text of a UTF-8 file that holds some.
+    """The text of a UTF-8 file that holds some; lines that end in a mere carriage return get newlines.
 
     Raises:
         DataError: D001 if there is no such file, D002 if it is empty, D005 if it is not UTF-8.
@@ -53,12 +55,21 @@ def read_text(path: Path, key: str = "data.path") -> str:
         raise DataError("D001", what, key=key, value=path)
     try:
         # Line ends stay as they are: what is modelled is the file.
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        text, wrong = content.decode("utf-8-sig"), content[:2].find(0)
     except OSError as error:
         raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=path) from None
     except UnicodeDecodeError as error:
-        what, hint = f"is not UTF-8 text (byte {error.start:,})", "Convert it with iconv -t utf-8"
-        raise DataError("D005", what, key=key, value=path, suggestion=hint) from None
+        content, text, wrong = error.object, "", error.start
+    if wrong >= 0:
+        # UTF-16 has a mark or, of a Latin letter, a zero byte.
+        starts = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+        by_zero = {0: "utf-16be", 1: "utf-16le", -1: "latin1"}[content[:2].find(0)]
+        what = f"is not UTF-8 text (byte {wrong:,})"
+        hint = f"Convert it, for example with iconv -f {starts.get(content[:2], by_zero)} -t utf-8"
+        raise DataError("D005", what, key=key, value=path, suggestion=hint)
+    if "\n" not in text:
+        text = text.replace("\r", "\n")
     if not text.strip():
         raise DataError("D002", "holds no text", key=key, value=path)
     return text
@@ -85,8 +96,8 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
         text_names, columns = [header[each] for each in texts], ", ".join(header)
         if place is not None:
             columns = f"text from {' and '.join(text_names)}, label from {header[place]}"
-    elif len(rows) > 1 and len({len(fields) for _, fields in rows}) == 1 and len(rows[0][1]) > 2:
-        raise _unclear(path, rows[0][1])
+    else:
+        _check_no_table(path, rows)
     table = Table([], [] if place is not None else None, columns, text_names)
     for number, fields in rows[header is not None :]:
         what = None
@@ -117,14 +128,19 @@ def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[i
             for number, fields in rows:
                 yield number, " ".join(fields[place] for place in places if place < len(fields))
             return
-    yield from enumerate(read_text(path, key).split("\n"), 1)
+    yield from _lines(path, key)
+
+
+def _lines(path: Path, key: str = "data.path") -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers, without their ends."""
+    for number, line in enumerate(read_text(path, key).split("\n"), 1):
+        yield number, line.rstrip("\r")
 
 
 def read_rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
     """The lines that are not empty, with their numbers, and what is between their fields."""
     if path.suffix.lower() != ".csv":
-        lines = enumerate(read_text(path).split("\n"), 1)
-        return [(number, line.rstrip("\r").split(TAB)) for number, line in lines if line.strip()], TAB
+        return [(number, line.split(TAB)) for number, line in _lines(path) if line.strip()], TAB
     delimiter, most = _DELIMITERS[0], 1
     for each in _DELIMITERS:
         with contextlib.suppress(DataError):
@@ -151,6 +167,20 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
         csv.field_size_limit(before)
 
 
+def _check_no_table(path: Path, rows: Sequence[tuple[int, list[str]]]) -> None:
+    """Raise a D005 if most lines have as many fields, more than a text and its label."""
+    counts = Counter(len(fields) for _, fields in rows)
+    usual, times = counts.most_common(1)[0]
+    if usual <= 2 or len(rows) < 2 or 2 * times <= len(rows):
+        return
+    if len(counts) == 1:
+        raise _unclear(path, rows[0][1])
+    number, fields = next(row for row in rows if len(row[1]) != usual)
+    what = f"has {len(fields)} field{'s' * (len(fields) > 1)}, and most lines have {usual}"
+    hint = "Give all lines the same fields, and begin with a line that names them"
+    raise DataError("D005", what, key=f"{path}:{number}", suggestion=hint)
+
+
 def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -> tuple[str, ...] | None:
     """The first row, if it names columns: these, where the user names some."""
     first, others = [field.strip() for field in rows[0]], rows[1:]
@@ -159,7 +189,8 @@ def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -
         raise DataError("D005", what, key="data.text", value=missing[0])
     if text or label:
         return tuple(first)
-    if len(first) < 2 or not others or not _are_names(first):
+    # pandas writes running numbers under an empty name.
+    if len(first) < 2 or not others or not _are_names(first[not first[0] :]):
         return None
     names = [name.lower() for name in first]
     if set(names) <= LABELS | _TEXTS | _NUMBERS:

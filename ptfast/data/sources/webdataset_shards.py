@@ -20,6 +20,7 @@ from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import is_hidden, without_hidden
+from ptfast.data.label_checks import number_names
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
@@ -46,8 +47,9 @@ class WebDataset:
         on_corrupt: `error`, or `skip` to leave out images that cannot be decoded.
 
     Raises:
-        DataError: D001 for shards that are not there, D002 for one without samples, D003 for classes that
-            only held-out data has, D005 for one that is no tar, or truncated; by `load`.
+        DataError: D001 for shards that are not there, D002 for one without samples, D003 for labels of two
+            kinds, D004 for classes that only held-out data has and for captions, D005 for a shard that is no
+            tar, or truncated; by `load`.
     """
 
     name = "webdataset"
@@ -71,13 +73,12 @@ class WebDataset:
             key = "data.shards" if split == "train" else f"data.{split}_shards"
             shards[split] = open_shards(expand(pattern, key, hidden))
         names, targets = _number_labels(shards)
-        num_classes = 0 if names is not None else int(targets["train"].max()) + 1
         threads = spare_cores(16)
         sources = {
             split: ShardedImages(Members.of(found), targets[split], self.image_size, self.on_corrupt, threads)
             for split, found in shards.items()
         }
-        info = image_info(set_shapes(sources), class_names=names, num_classes=num_classes)
+        info = image_info(set_shapes(sources), class_names=names)
         paths = [path for found in shards.values() for path, _ in found]
         num_hidden = len(hidden) + sum(int(shard.hidden) for found in shards.values() for _, shard in found)
         note = f"in {len(paths)} shard{'s' * (len(paths) > 1)}"
@@ -220,11 +221,4 @@ def _number_labels(
                 what = f"holds the class {named}, and the labels of the training shards are numbers"
                 raise DataError("D003", what, key=f"data.{split}_shards")
         return None, {split: torch.tensor(own) for split, own in labels.items()}
-    names = tuple(sorted(map(str, known)))
-    numbers = {name: number for number, name in enumerate(names)}
-    for split, own in labels.items():
-        if unknown := sorted({*map(str, own)} - numbers.keys()):
-            what = f"holds the class {unknown[0]}, which the training shards lack"
-            raise DataError("D003", what, key=f"data.{split}_shards")
-    targets = {split: [numbers[str(label)] for label in own] for split, own in labels.items()}
-    return names, {split: torch.tensor(own) for split, own in targets.items()}
+    return number_names({split: [*map(str, own)] for split, own in labels.items()})

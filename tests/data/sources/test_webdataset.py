@@ -109,12 +109,25 @@ def test_labels_are_numbers_or_names(
 
 def test_held_out_classes_that_training_has_not_are_named() -> None:
     shard(Path("numbers.tar"), [*sample(0), *sample(1)])
-    shard(Path("names.tar"), sample(2, b"cat", "txt"))
+    shard(Path("names.tar"), [*sample(2, b"cat", "txt"), *sample(3, b"cow", "txt")])
     shard(Path("others.tar"), sample(2, b"dog", "txt"))
-    for train_shards, held, named in (("numbers", "names", "class cat"), ("names", "others", "class dog")):
-        with pytest.raises(DataError, match=f"data.val_shards: holds the {named}") as caught:
-            load(f"{train_shards}.tar", val_shards=f"{held}.tar")
-        assert caught.value.code == "D003"
+    with pytest.raises(DataError, match=r"data.val_shards: holds the class cat") as caught:
+        load("numbers.tar", val_shards="names.tar")
+    assert caught.value.code == "D003"
+    with pytest.raises(DataError, match="label dog of the val split does not occur in training") as caught:
+        load("names.tar", val_shards="others.tar")
+    assert caught.value.code == "D004"
+
+
+def test_captions_are_no_classes() -> None:
+    texts = [f"a dog that runs {number}" for number in range(12)]
+    shard(Path("a.tar"), [file for n, text in enumerate(texts) for file in sample(n, text.encode(), "txt")])
+    with pytest.raises(DataError, match=r"12 of 12 training labels differ, as captions do \(a dog") as caught:
+        load("a.tar")
+    assert caught.value.code == "D004"
+    shard(Path("b.tar"), [file for n in range(12) for file in sample(n, str(10**9 + n).encode())])
+    with pytest.raises(DataError, match="12 labels go up to 1,000,000,011"):
+        load("b.tar")
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
