@@ -36,7 +36,7 @@ def pack(args: Namespace) -> int:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
-    from ptfast.data.packs.pack_reader import MANIFEST, header_of, is_manifest, read_header
+    from ptfast.data.packs.pack_reader import MANIFEST, header_of, is_manifest
 
     if source.is_dir() and is_manifest(source / MANIFEST):
         raise DataError("D001", "is a pack already", key="SRC", value=source)
@@ -71,8 +71,6 @@ def pack(args: Namespace) -> int:
         return EXIT_OK
     if whole is not None:
         print(f"{folder} holds a pack of other data or with other settings: packing again")
-    elif read_header(folder) not in ({}, plan.header):
-        print(f"{folder} holds part of a pack with other settings: starting over")
     if plan.note:
         print(plan.note)
     start_s = time.perf_counter()
@@ -80,7 +78,7 @@ def pack(args: Namespace) -> int:
         with _progress("packing", "MiB" if texts else "images", plan.num_seen) as show:
             manifest = make(plan, folder, workers, show)
     except KeyboardInterrupt:
-        print(f"{folder} is unfinished; run the same command to resume")
+        print(f"{folder} is unfinished; the same command makes it anew")
         raise
     _report(manifest, folder, time.perf_counter() - start_s)
     return EXIT_OK

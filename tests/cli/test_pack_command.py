@@ -63,7 +63,6 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("pack images full", "C011", "not empty and holds no pack"),
         ("pack images file", "C011", "is a file"),
         ("pack images of-another", "C011", "holds a pack of"),
-        ("pack images unfinished", "C011", "holds an unfinished pack of"),
         ("pack images file/inside", "E001", "cannot be written: Not a directory"),
         ("pack --verify images", "D001", "holds no pack"),
         ("pack --verify images --jpeg", "C011", "takes nothing else"),
@@ -78,9 +77,6 @@ def test_what_makes_no_sense_is_refused(
     (tmp_path / "file").write_text("")
     if "of-another" in words:
         pack(tree / "test", tmp_path / "of-another")
-    if "unfinished" in words:
-        (tmp_path / "unfinished").mkdir()
-        (tmp_path / "unfinished" / pack_reader.JOURNAL).write_text('{"source": {"path": "/else"}}\n')
     assert run(words.split()) != 0
     error = capsys.readouterr().err
     assert f"error[{code}]" in error
@@ -105,10 +101,8 @@ def test_what_the_machine_lacks_is_said(tree: Path, tmp_path: Path, monkeypatch:
         make(plan_images(tree, **wanted), tmp_path / "pack", 1, fill)
     assert caught.value.code == "E002"
     # Another process writes it.
-    code = (
-        f"import fcntl; f = open({str(tmp_path / 'pack' / pack_reader.JOURNAL)!r}, 'a'); fcntl.flock(f, 2); "
-    )
-    code += "print('held', flush=True); input()"
+    path = str(tmp_path / "pack" / pack_reader.UNFINISHED)
+    code = f"import fcntl; f = open({path!r}, 'a'); fcntl.flock(f, 2); print('held', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -196,7 +190,7 @@ def test_a_folder_is_evaluated_by_what_has_trained_from_its_pack(tree: Path, tmp
 def test_what_is_no_pack_is_not_read_as_one(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, says: str
 ):
-    assert {pack_reader.MANIFEST, pack_reader.JOURNAL} == set(PACK_FILES)
+    assert {pack_reader.MANIFEST, pack_reader.UNFINISHED} == set(PACK_FILES)
     monkeypatch.chdir(tree.parent)
     (tree.parent / "file").write_text("a text")
     assert run(["train", *words.split(), "dataloader=packed"]) == ConfigError.exit_code

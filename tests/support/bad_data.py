@@ -295,7 +295,7 @@ CASES: dict[str, BadData] = {
         _pack(lambda: Path("pack/manifest.json").rename("pack/pack.unfinished")),
         PACKED,
         "D007",
-        ("data.root=pack (command line): is an unfinished pack", "Finish it with ptfast pack"),
+        ("data.root=pack (command line): is an unfinished pack", "Make it with ptfast pack"),
     ),
     "a damaged pack": BadData(
         _pack(lambda: _flip(Path("pack/train.bin"))),

@@ -6,30 +6,30 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ptfast.core import run_directory
 from ptfast.core.distributed import once_per_machine
 from ptfast.core.errors import DataError
-from ptfast.core.machine import spare_cores
 from ptfast.data.data_fingerprint import size_and_time
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files; others are refused."""
 MANIFEST = "manifest.json"
 """Written last: without it a pack is unfinished."""
-JOURNAL = "pack.unfinished"
-"""Lists the pieces of an unfinished pack."""
+UNFINISHED = "pack.unfinished"
+"""Says what an unfinished pack is to be, and is locked by the process that writes it."""
 CHECKED_BYTES = 256 * 2**20
-"""Smaller packs are checked byte by byte whenever they are opened, which takes a fifth of a second."""
+"""Smaller packs are checked byte by byte whenever they are opened, which takes a fraction of a second."""
+_READ_BYTES = 4 * 2**20
 STAT_LIMIT = 100_000
 """Sources of more files are compared by their folders only when a pack is opened."""
 MARK = "ptfast_pack"
+OTHER_CHECKSUM = "does not have the checksum that the manifest says"
 
 ROW = np.dtype(
     [
@@ -45,28 +45,6 @@ ROW = np.dtype(
     ]
 )
 """Index entry of one image: bytes in the data file, sizes in pixels, and sums of its pixels."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of bytes of a data file."""
-
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, content: bytes) -> Part:
-        """The part that holds `content`."""
-        return cls(len(content), hashlib.sha256(content).hexdigest())
-
-    def is_at(self, path: Path, start: int) -> bool:
-        """Return True if the file `path` holds it from byte `start` on."""
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                return Part.of(file.read(self.bytes)) == self
-        except OSError:
-            return False
 
 
 @dataclass(frozen=True)
@@ -100,18 +78,15 @@ class SplitFacts:
     """One split: `NAME.bin` holds its samples one after another, `NAME.index` where each is."""
 
     samples: int
-    parts: list[Part]
+    bytes: int
+    """Size of the data file."""
+    sha256: str
     index_bytes: int
     index_sha256: str
     shape: list[int] | None = None
     """Height, width and channels of every image; None where they differ or are not decoded."""
     converted: int = 0
     """Images that were not 8-bit RGB."""
-
-    @property
-    def bytes(self) -> int:
-        """Size of the data file."""
-        return sum(part.bytes for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -151,9 +126,9 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
     try:
         content = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        if (folder / JOURNAL).is_file():
+        if (folder / UNFINISHED).is_file():
             what = "is an unfinished pack"
-            hint = f"Finish it with {_command(folder, read_header(folder))}"
+            hint = f"Make it with {_command(folder, run_directory.read_json(folder / UNFINISHED))}"
             raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
         return None
     if f'"{MARK}"'.encode() not in content:
@@ -162,8 +137,6 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
         tree = json.loads(content)
         version = tree.pop(MARK)
         if version == FORMAT:
-            for split in tree["splits"].values():
-                split["parts"] = [Part(**part) for part in split["parts"]]
             tree["splits"] = {name: SplitFacts(**split) for name, split in tree["splits"].items()}
             tree["source"] = SourceFacts(**tree["source"])
             tree["text"] = TextFacts(**tree["text"]) if tree["text"] is not None else None
@@ -208,7 +181,7 @@ def _check_quickly(folder: Path, manifest: Manifest, key: str) -> None:
                 what = f"has {found:,} bytes where the manifest says {expected:,}"
                 raise _damaged(path, what, manifest, folder)
         if hashlib.sha256(index.read_bytes()).hexdigest() != split.index_sha256:
-            raise _damaged(index, "does not have the checksum that the manifest says", manifest, folder)
+            raise _damaged(index, OTHER_CHECKSUM, manifest, folder)
     if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
         check_data(folder, manifest)
     check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
@@ -219,17 +192,14 @@ def check_data(
 ) -> None:
     """Raise DataError D007 unless every byte is as written; `report` is called with the bytes read so far."""
     done = 0
-    with ThreadPoolExecutor(spare_cores(4)) as pool:
-        for name, split in manifest.splits.items():
-            path = folder / f"{name}.bin"
-            starts = accumulate((part.bytes for part in split.parts), initial=0)
-            found = pool.map(lambda part, start, path=path: part.is_at(path, start), split.parts, starts)
-            for part, is_right in zip(split.parts, found, strict=True):
-                if not is_right:
-                    what = f"does not have the checksum that the manifest says (near byte {done:,})"
-                    raise _damaged(path, what, manifest, folder)
-                done += part.bytes
-                report(done)
+    for name, split in manifest.splits.items():
+        path, digest = folder / f"{name}.bin", hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_READ_BYTES):
+                digest.update(chunk)
+                report(done := done + len(chunk))
+        if digest.hexdigest() != split.sha256:
+            raise _damaged(path, OTHER_CHECKSUM, manifest, folder)
 
 
 def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> None:
@@ -275,18 +245,8 @@ def newest_folder(root: Path) -> int:
     return max(folder.stat().st_mtime_ns for folder in folders)
 
 
-def read_header(folder: Path) -> dict[str, Any]:
-    """The header of the unfinished pack in `folder`; empty where there is none, or it cannot be read."""
-    try:
-        with (folder / JOURNAL).open() as file:
-            header = json.loads(file.readline())
-            return header if isinstance(header, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
 def _command(folder: Path, made: Manifest | dict[str, Any]) -> str:
-    """The command that makes the pack in `folder` again, as far as its manifest or journal shows it."""
+    """The command that makes the pack in `folder` again, as far as its manifest or header shows it."""
     known = asdict(made) if isinstance(made, Manifest) else made
     source, text = known.get("source") or {}, known.get("text") or known
     words = ["ptfast pack", str(source.get("path", "SRC")), str(folder)]
@@ -304,7 +264,7 @@ def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataErr
 
 
 def header_of(manifest: Manifest) -> dict[str, Any]:
-    """What a pack is made from and how: the journal begins with it, and packs that share it are alike."""
+    """What a pack is made from and how: packs that share it are alike."""
     header = {"format": FORMAT, "kind": manifest.kind, "size": manifest.size}
     header["source"] = asdict(manifest.source)
     if (text := manifest.text) is not None:

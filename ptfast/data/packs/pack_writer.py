@@ -1,8 +1,7 @@
-"""Making packs: pieces of a dataset converted by processes, written in order, resumed where they ended."""
+"""Making packs: pieces of a dataset converted by processes and written in order."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -15,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -27,19 +27,17 @@ from ptfast.core.machine import die_with_parent
 from ptfast.core.units import num_bytes
 from ptfast.data.packs.pack_reader import (
     FORMAT,
-    JOURNAL,
     MANIFEST,
     MARK,
+    UNFINISHED,
     Manifest,
-    Part,
     SplitFacts,
-    read_header,
     read_manifest,
 )
 
 _SPLITS = ("train", "val", "test", "text")
 PIECE_BYTES = 16 * 2**20
-"""Bytes that a process converts at once. A kill costs one piece, and each process needs a few in memory."""
+"""Bytes that a process converts at once; each process needs a few such pieces in memory."""
 
 
 class Piece(NamedTuple):
@@ -55,25 +53,12 @@ class Piece(NamedTuple):
     """JSON-serialisable; given to `Plan.describe`."""
 
 
-@dataclass
-class Written:
-    """One split as far as it is written."""
-
-    samples: int = 0
-    bytes: int = 0
-    """Of the data file."""
-    parts: list[Part] = field(default_factory=list)
-    index_bytes: int = 0
-    facts: list[dict[str, Any]] = field(default_factory=list)
-    """Of every piece."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """The jobs of a pack, whose order and extent the source and the options alone decide."""
 
     header: dict[str, Any]
-    """`header_of` the pack and more that an unfinished one must share to be resumed; JSON-serialisable."""
+    """`header_of` the pack and more that tells it from others of its source; JSON-serialisable."""
     jobs: Sequence[tuple[str, Any]]
     """Split and what `convert` takes, in the order in which they are written."""
     num_seen: int
@@ -90,11 +75,10 @@ class Plan:
 def make(
     plan: Plan, folder: Path, workers: int, report: Callable[[int], None] = lambda seen: None
 ) -> Manifest:
-    """Write the pack of `plan` into `folder`, resuming where an earlier attempt ended.
+    """Write the pack of `plan` into `folder`, anew after an attempt that was interrupted.
 
-    Pieces are converted by `workers` processes and appended in order by this one, with a line in a journal
-    for each; the manifest comes last. Memory stays that of a few pieces for each process. `report` is called
-    with the samples seen so far.
+    Pieces are converted by `workers` processes and appended in order by this one; the manifest comes last.
+    Memory stays that of a few pieces for each process. `report` is called with the samples seen so far.
 
     Raises:
         DataError: what converting raises; D008 for a process that died.
@@ -106,29 +90,38 @@ def make(
     torch.set_num_threads(1)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / JOURNAL).open("a+") as journal:
-            writer = _Writer(folder, plan, journal)
-            written_bytes = sum(written.bytes for written in writer.written.values())
-            missing, free = plan.estimated_bytes - written_bytes, shutil.disk_usage(folder).free
-            if missing > free:
-                what = f"needs about {num_bytes(missing)}, and {num_bytes(free)} are free"
-                hint = "Choose a folder on another disk, a smaller --size, or --jpeg"
-                raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
-            report(writer.seen)
-            for split, piece in _converted(plan, writer.jobs_done, workers):
-                writer.append(split, piece)
-                report(writer.seen)
-            return writer.finish()
+        with ExitStack() as stack:
+            _begin(plan, folder, stack.enter_context((folder / UNFINISHED).open("a+")))
+            return _write(plan, folder, workers, report, stack)
     except OSError as error:
-        hint = "Give the same command again to resume"
+        hint = "Then give the same command again"
         raise cannot_write(error, "DST", folder, suggestion=hint) from error
     finally:
         torch.set_num_threads(threads)
 
 
-def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piece]]:
-    """Converted jobs from `first` on, in order, with enough under way to keep the processes busy."""
-    jobs = plan.jobs[first:]
+def _begin(plan: Plan, folder: Path, unfinished: TextIO) -> None:
+    """Mark the pack as unfinished, by a file that locks it, and remove what was there."""
+    try:
+        fcntl.flock(unfinished, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        what, hint = "is being written by another process", "Wait for it to finish"
+        raise MachineError("E003", what, key="DST", value=folder, suggestion=hint) from error
+    unfinished.truncate(0)
+    unfinished.write(json.dumps(plan.header))
+    unfinished.flush()
+    # A run that still maps the old pack keeps its files.
+    for name in (MANIFEST, *(f"{split}.{ending}" for split in _SPLITS for ending in ("bin", "index"))):
+        (folder / name).unlink(missing_ok=True)
+    if plan.estimated_bytes > (free := shutil.disk_usage(folder).free):
+        what = f"needs about {num_bytes(plan.estimated_bytes)}, and {num_bytes(free)} are free"
+        hint = "Choose a folder on another disk, a smaller --size, or --jpeg"
+        raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
+
+
+def _converted(plan: Plan, workers: int) -> Iterator[tuple[str, Piece]]:
+    """Converted jobs in order, with enough under way to keep the processes busy."""
+    jobs = plan.jobs
     if workers <= 1 or len(jobs) <= 1:
         yield from ((split, plan.convert(job)) for split, job in jobs)
         return
@@ -148,7 +141,7 @@ def _converted(plan: Plan, first: int, workers: int) -> Iterator[tuple[str, Piec
             for done_split, done in under_way:
                 yield done_split, done.result()
     except BrokenProcessPool:
-        hint = "It may have run out of memory: give the same command fewer --workers, and it goes on"
+        hint = "It may have run out of memory: give the same command fewer --workers"
         what = "a converting process died"
         raise DataError("D008", what, key="--workers", value=workers, suggestion=hint) from None
     finally:
@@ -162,102 +155,61 @@ def _start_process() -> None:
     torch.set_num_threads(1)
 
 
-class _Writer:
-    """The files of an unfinished pack, which only one process writes."""
+class _Split:
+    """The two files of a split, with what the manifest says of them."""
 
-    def __init__(self, folder: Path, plan: Plan, journal: TextIO) -> None:
-        self._folder, self._plan, self._journal = folder, plan, journal
-        self.written = {split: Written() for split, _ in plan.jobs}
-        self.jobs_done = self.seen = 0
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            what, hint = "is being written by another process", "Wait for it to finish"
-            raise MachineError("E003", what, key="DST", value=folder, suggestion=hint) from error
-        with contextlib.suppress(FileNotFoundError):
-            (folder / MANIFEST).unlink()
-        self._read_journal()
-        for name in _SPLITS if not self.jobs_done else ():
-            # A run that still maps the old pack keeps its files.
-            (folder / f"{name}.bin").unlink(missing_ok=True)
-            (folder / f"{name}.index").unlink(missing_ok=True)
-        # A half-written piece may follow the last one in the journal.
-        for split, written in self.written.items():
-            for name, size in ((f"{split}.bin", written.bytes), (f"{split}.index", written.index_bytes)):
-                with (folder / name).open("ab") as file:
-                    file.truncate(size)
+    def __init__(self, folder: Path, name: str) -> None:
+        self._files = {ending: (folder / f"{name}.{ending}").open("wb") for ending in ("bin", "index")}
+        self._digests = {ending: hashlib.sha256() for ending in self._files}
+        self._samples, self.facts = 0, list[dict[str, Any]]()
 
-    def append(self, split: str, piece: Piece) -> None:
-        """Write one piece, then the line that says so."""
-        line = {
-            "split": split,
-            "samples": piece.samples,
-            "seen": piece.seen,
-            "part": asdict(Part.of(piece.data)),
-            "index": asdict(Part.of(piece.rows)),
-            "facts": piece.facts,
-        }
-        for name, content in ((f"{split}.bin", piece.data), (f"{split}.index", piece.rows)):
-            with (self._folder / name).open("ab") as file:
-                file.write(content)
-        self._journal.write(json.dumps(line) + "\n")
-        self._journal.flush()
-        self._add(line)
+    def append(self, piece: Piece) -> None:
+        for ending, content in (("bin", piece.data), ("index", piece.rows)):
+            self._files[ending].write(content)
+            self._digests[ending].update(content)
+        self._samples += piece.samples
+        self.facts.append(piece.facts)
 
-    def finish(self) -> Manifest:
-        """Flush the data to disk, then write the manifest."""
-        folder, splits = self._folder, dict[str, SplitFacts]()
-        for name, split in self.written.items():
-            index = folder / f"{name}.index"
-            for path in (folder / f"{name}.bin", index):
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            checksum = hashlib.sha256(index.read_bytes()).hexdigest()
-            splits[name] = SplitFacts(split.samples, split.parts, split.index_bytes, checksum)
-        facts = {name: split.facts for name, split in self.written.items()}
-        manifest, partial = self._plan.describe(splits, facts, folder), folder / f"{MANIFEST}.partial"
-        with partial.open("w") as file:
-            json.dump({MARK: FORMAT, **asdict(manifest)}, file, indent=1)
+    def finish(self) -> SplitFacts:
+        """Flush both files to disk."""
+        sizes: dict[str, int] = {}
+        for ending, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / MANIFEST)
-        (folder / JOURNAL).unlink()
-        return manifest
+            sizes[ending] = file.tell()
+        data, index = (digest.hexdigest() for digest in self._digests.values())
+        return SplitFacts(self._samples, sizes["bin"], data, sizes["index"], index)
 
-    def _add(self, line: dict[str, Any]) -> None:
-        written = self.written[line["split"]]
-        written.samples += line["samples"]
-        written.bytes += line["part"]["bytes"]
-        written.parts.append(Part(**line["part"]))
-        written.index_bytes += line["index"]["bytes"]
-        written.facts.append(line["facts"])
-        self.seen += line["seen"]
-        self.jobs_done += 1
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
-    def _read_journal(self) -> None:
-        """Take over the pieces whose bytes are still as written, and delete all other lines."""
-        self._journal.seek(0)
-        found, valid = self._journal.readlines(), [json.dumps(self._plan.header) + "\n"]
-        is_resumed = read_header(self._folder) == self._plan.header
-        for text, (split, _) in zip(found[1:] if is_resumed else [], self._plan.jobs, strict=False):
-            try:
-                line = json.loads(text)
-                written, data = self.written[split], self._folder / f"{split}.bin"
-                whole = (
-                    line["split"] == split
-                    and Part(**line["part"]).is_at(data, written.bytes)
-                    and Part(**line["index"]).is_at(data.with_suffix(".index"), written.index_bytes)
-                )
-            except (ValueError, KeyError, TypeError):
-                break  # a kill cut it short
-            if not whole:
-                break
-            self._add(line)
-            valid.append(text)
-        if found != valid:
-            self._journal.truncate(0)
-            self._journal.write("".join(valid))
-            self._journal.flush()
+
+def _write(
+    plan: Plan, folder: Path, workers: int, report: Callable[[int], None], stack: ExitStack
+) -> Manifest:
+    """Write all pieces, and the manifest last."""
+    splits: dict[str, _Split] = {}
+    for name, _ in plan.jobs:
+        if name not in splits:
+            splits[name] = split = _Split(folder, name)
+            stack.callback(split.close)
+    seen = 0
+    report(seen)
+    for name, piece in _converted(plan, workers):
+        splits[name].append(piece)
+        seen += piece.seen
+        report(seen)
+    facts = {name: split.facts for name, split in splits.items()}
+    manifest = plan.describe({name: split.finish() for name, split in splits.items()}, facts, folder)
+    partial = folder / f"{MANIFEST}.partial"
+    with partial.open("w") as file:
+        json.dump({MARK: FORMAT, **asdict(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / MANIFEST)
+    (folder / UNFINISHED).unlink()
+    return manifest
 
 
 def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
@@ -279,10 +231,7 @@ def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
         elif manifest is not None and manifest.source.path != path:
             what = f"holds a pack of {manifest.source.path}"
     except DataError:
-        # An unfinished pack is resumed; a damaged one or another format is made anew.
-        before = read_header(folder)
-        if before and before["source"]["path"] != path:
-            what = f"holds an unfinished pack of {before['source']['path']}"
+        pass  # an unfinished pack, a damaged one or another format is made anew
     if what is not None:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     return manifest

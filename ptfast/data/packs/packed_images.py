@@ -102,7 +102,7 @@ class PackedImages(ImageSource):
 
     def contents(self) -> list[Any]:
         facts = self._facts
-        return describe_part(len(self), "images", facts.index_sha256, *(each.sha256 for each in facts.parts))
+        return describe_part(len(self), "images", facts.index_sha256, facts.sha256)
 
     @cached_property
     def _pixels(self) -> Pixels:

@@ -175,8 +175,7 @@ class TextFile(ReadsAsKnown):
         if manifest is not None:
             for source in splits.sources.values():
                 source.storage = "pack"
-            checksums = [each.sha256 for each in manifest.splits["text"].parts]
-            facts = describe_part(len(encoded.tokens), "tokens", *checksums)
+            facts = describe_part(len(encoded.tokens), "tokens", manifest.splits["text"].sha256)
             splits = replace(splits, contents=lambda: {"train": facts})
         return splits
 

@@ -67,8 +67,8 @@ def test_a_pack_is_the_text_it_was_made_from(
     for piece_bytes in (1, 97, 500, 10**6):
         monkeypatch.setattr("ptfast.data.packs.pack_text_file.PIECE_BYTES", piece_bytes)
         folder = tmp_path / f"pack{piece_bytes}"
-        manifest = pack(file, folder, **options)
-        assert len(manifest.splits["text"].parts) > 1 or piece_bytes == 10**6
+        pack(file, folder, **options)
+        assert len(plan_text(file, **options).jobs) > 1 or piece_bytes == 10**6
         found = load(folder, **options)
         assert found.train.storage == "pack"
         assert_same(found, expected)
@@ -90,8 +90,8 @@ def test_a_tokenizer_of_others_looks_across_lines(
     assert_same(load(tmp_path / "whole", **options), load(file, **options))
     # In pieces it is the same text, if not always in the same tokens.
     monkeypatch.setattr("ptfast.data.packs.pack_text_file.WHOLE_BYTES", 500)
-    manifest = pack(file, tmp_path / "pieces", **options)
-    assert len(manifest.splits["text"].parts) > 5
+    pack(file, tmp_path / "pieces", **options)
+    assert len(plan_text(file, **options).jobs) > 5
     ids = np.fromfile(tmp_path / "pieces" / "text.bin", np.uint16)
     assert tokenizer.decode(ids.tolist()) == TEXT
 
@@ -141,7 +141,7 @@ def test_a_changed_text_is_seen_and_damage_too(file: Path, tmp_path: Path):
         load(folder)
 
 
-def test_what_was_interrupted_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_interrupted_is_made_anew(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ptfast.data.packs.pack_text_file.PIECE_BYTES", 300)
     pack(file, tmp_path / "whole", workers=2)
 
