@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -204,4 +205,4 @@ def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None
         hint = f"There are: {', '.join(known)}"
         what = "the runs have no such figure"
         raise ConfigError("C005", what, key="sweep.metric", value=metric, suggestion=hint)
-    return float(figures[name])
+    return math.nan if figures[name] is None else float(figures[name])

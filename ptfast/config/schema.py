@@ -232,10 +232,13 @@ def defaults() -> dict[str, Any]:
 
 def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
     """A whole config, of any age, with every key that has a default."""
-    return tree | {
-        key: {**default, **(tree.get(key) or {})} if isinstance(default, dict) else tree.get(key, default)
-        for key, default in defaults().items()
-    }
+    whole = dict(tree)
+    for key, default in defaults().items():
+        if not isinstance(default, dict):
+            whole.setdefault(key, default)
+        elif isinstance(given := tree.get(key) or {}, dict):
+            whole[key] = {**default, **given}
+    return whole
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:

@@ -1,13 +1,22 @@
-"""What `auto` became in a run, and how far the run is, as saved and restored."""
+"""What a run writes about itself as JSON: what `auto` became, how far it is, and the types of its files."""
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+# Python 3.10 and 3.11 lack what pydantic needs of typing's own.
+from typing_extensions import NotRequired, Required, TypedDict
 
 from ptfast.core import run_directory
+from ptfast.core.errors import SavedStateError
+from ptfast.core.protocols import DataInfo
 
 LEAST_STEPS, LEAST_S = 5, 2.0
 """Fewer steps or seconds after the warm-up give no throughput: a neighbour's burst would make it."""
@@ -77,10 +86,15 @@ class Resolved:
 
     @classmethod
     def read(cls, folder: Path, facts: Mapping[str, Any] | None = None) -> Resolved:
-        """Read from a run directory, or from the `facts` of a state if the file is gone."""
-        known = {each.name for each in fields(cls)}
-        found = run_directory.read_json(folder / run_directory.RESOLVED) or (facts or {}).get("resolved", {})
-        return cls(**{name: value for name, value in found.items() if name in known})
+        """Read from a run directory, or from the `facts` of a state if the file is gone; S001 if damaged."""
+        path = folder / run_directory.RESOLVED
+        try:
+            return cls(
+                **checked(ResolvedFacts, run_directory.read_json(path) or (facts or {}).get("resolved", {}))
+            )
+        except ValueError as error:
+            hint = "Remove the file: the saved state holds the same facts"
+            raise SavedStateError("S001", str(error), key=str(path), suggestion=hint) from None
 
     def write(self, folder: Path) -> None:
         """Keep it in a run directory; called on the first rank."""
@@ -133,3 +147,216 @@ class Progress:
         """Training samples a second, warm-up left out; None if the run was too short."""
         enough = self.timed_steps >= LEAST_STEPS and self.timed_s >= LEAST_S
         return self.timed_samples / self.timed_s if enough else None
+
+
+# What follows is checked by pydantic when a file is read, which may come from a stranger.
+Number = float | None
+"""A figure; one that is not finite is null in JSON."""
+Figures = dict[str, Number]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Normalization(TypedDict):
+    mean: list[float]
+    std: list[float]
+
+
+class Vocabulary(TypedDict):
+    kind: Literal["words", "characters"]
+    entries: list[str]
+    unknown_id: int | None
+
+
+class HubTokenizer(TypedDict):
+    kind: Literal["hub"]
+    source: str
+    content: str
+
+
+class InputFacts(TypedDict, total=False):
+    """`DataInfo.extra`; a dataset of the user's may add facts of its own."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+    normalize: Normalization
+    tokenizer: Vocabulary | HubTokenizer
+    max_length: Count | None
+    max_value: int | float
+    input_shape: list[int]
+    columns: list[str] | None
+    contents: dict[str, Annotated[list[int | str], Field(min_length=3, max_length=3)]]
+
+
+def _as_json(hint: Any) -> Any:
+    """The type of a dataclass's field as JSON holds it: tuples are lists."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple and args[-1] is Ellipsis:
+        return list[_as_json(args[0])]
+    if origin is tuple:
+        return Annotated[list[Union[args]], Field(min_length=len(args), max_length=len(args))]  # noqa: UP007
+    if origin in (Union, types.UnionType):
+        return Union[tuple(map(_as_json, args))]  # noqa: UP007
+    return types.GenericAlias(origin, tuple(map(_as_json, args))) if origin in (list, dict) else hint
+
+
+def _fields_of(kind: type, required: tuple[str, ...] = (), **known: Any) -> Any:
+    """The JSON object that `asdict` makes of a dataclass, in which a field that is new may be missing."""
+    hints = {name: _as_json(hint) for name, hint in get_type_hints(kind).items()} | known
+    parts = {name: Required[hint] if name in required else NotRequired[hint] for name, hint in hints.items()}
+    return TypedDict(kind.__name__, parts)  # pyright: ignore[reportArgumentType]
+
+
+ResolvedFacts: Any = _fields_of(Resolved)
+_STATE: dict[str, Any] = {
+    "progress": _fields_of(Progress, ("step",)),
+    "info": _fields_of(DataInfo, ("kind", "task", "extra"), extra=InputFacts),
+    "resolved": NotRequired[ResolvedFacts],
+    "figures": dict[str, Figures],
+    "best_figures": Figures,
+}
+StateFacts: Any = TypedDict("StateFacts", _STATE)  # pyright: ignore[reportArgumentType]
+StateFacts.__pydantic_config__ = ConfigDict(extra="allow")
+"""`state.json`."""
+
+
+class Manifest(TypedDict):
+    """`manifest.json` of a state."""
+
+    format: int
+    step: Count
+    best_only: NotRequired[bool]
+    sha256: dict[str, str]
+
+
+class Spikes(TypedDict):
+    count: int
+    largest: Figures
+
+
+class Goodput(TypedDict):
+    attempts: int
+    seconds: Figures
+
+
+class SpeedOfLight(TypedDict, total=False):
+    line: str
+    step_s: Number
+    floors_s: dict[str, float]
+    waits_s: dict[str, float]
+
+
+class Summary(TypedDict, total=False):
+    """`summary.json`, as far as it is read again."""
+
+    status: str
+    exit_code: int
+    error: str
+    recipe: str | None
+    arguments: list[str]
+    steps: Count
+    wall_s: Number
+    train_samples_per_s: Number
+    peak_memory_bytes: Number
+    best_metric: str
+    train: Figures
+    val: Figures
+    test: Figures
+    best: Figures
+    loss_spikes: Spikes
+    time_budget: Figures
+    goodput: Goodput | None
+    speed_of_light: SpeedOfLight
+
+
+class Environment(TypedDict, total=False):
+    """`environment.json`, as far as it is read again."""
+
+    command_line: list[str]
+    started: str
+    threads: int
+    ranks: int
+
+
+ClassCount = TypedDict("ClassCount", {"class": str | float, "samples": Count})
+ClassRow = TypedDict(
+    "ClassRow",
+    {
+        "class": str | float,
+        "samples": Annotated[int, Field(gt=0)],
+        "hits": Count,
+        "mistaken": list[ClassCount],
+    },
+)
+
+
+class Sample(TypedDict, total=False):
+    target: Required[str | Number]
+    prediction: Required[str | Number]
+    probability: Number
+    pixels: Number
+    image: str
+    text: str
+
+
+class Examples(TypedDict, total=False):
+    """`examples.json`."""
+
+    split: str
+    num_samples: Count
+    classes: list[ClassRow]
+    samples: list[Sample]
+
+
+Lines = list[list[Number]] | list[list[list[Number]]]
+"""Points of a curve, or of one for each class, by axis."""
+
+
+class Tables(TypedDict):
+    """A file of `metrics`."""
+
+    step: int | float
+    split: str
+    class_names: list[str] | None
+    metrics: dict[str, dict[str, Any]]
+
+
+class MetricsLine(TypedDict):
+    """A line of `metrics.jsonl`."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+    step: int | float
+
+
+class AttemptFacts(TypedDict):
+    """A line of `attempts.jsonl`."""
+
+    started: float
+    from_step: Count
+    step: Count
+    again: Count
+    status: str | None
+    seconds: dict[str, float]
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def checked(kind: Any, value: Any) -> Any:
+    """`value` without entries that `kind` does not know; ValueError names the first of another type."""
+    try:
+        return _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, found['loc']))}: {found['msg']}") from None
+
+
+def read_known(path: Path, kind: Any) -> dict[str, Any]:
+    """As `read_json`, without the entries that are of another type than `kind` says."""
+    found = run_directory.read_json(path)
+    try:
+        _adapter(kind).validate_python(found, strict=True)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            found.pop(str(each["loc"][0]), None)
+    return found

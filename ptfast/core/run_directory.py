@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; empty if there is none to be read."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

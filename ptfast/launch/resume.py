@@ -15,7 +15,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
-from ptfast.core.resolved import Resolved
+from ptfast.core.resolved import Environment, Resolved, Summary, read_known
 
 Tree = dict[str, Any]
 """A whole config as plain values."""
@@ -75,7 +75,7 @@ def find_place(composed: Composed, config: Config) -> Place:
 
 def resume_command(folder: Path) -> str:
     """The command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
-    words = run_directory.read_json(folder / run_directory.ENVIRONMENT).get("command_line", [])
+    words = read_known(folder / run_directory.ENVIRONMENT, Environment).get("command_line", [])
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
     # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
     quoted = [word if word == "..." else shlex.quote(word.removeprefix("++")) for word in kept]
@@ -96,7 +96,7 @@ def _check_lost(folder: Path) -> None:
         what = f"its config.yaml is gone; {states[0].name} is still there"
         hint = f"Put config.yaml back, or start in another folder with model.weights={states[0]}"
         raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
-    summary = run_directory.read_json(folder / run_directory.SUMMARY)
+    summary = read_known(folder / run_directory.SUMMARY, Summary)
     # A run that failed may have had nothing to save.
     if summary.get("steps") and "error" not in summary:
         what = f"holds the figures of a run of {summary['steps']:,} steps, whose saved states are gone"
@@ -117,7 +117,7 @@ def _continue(
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     step = int(facts["progress"]["step"])
     # A finished run whose last state is lost resumes from the one before.
-    summary = run_directory.read_json(source / run_directory.SUMMARY)
+    summary = read_known(source / run_directory.SUMMARY, Summary)
     reached = step >= summary.get("steps", 0) and _same_length(before, tree)
     if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
         return Place(folder, state_folder, finished=True)
@@ -160,7 +160,7 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
 
 def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
     for folder in sorted(parent.glob("*"), key=lambda path: path.name, reverse=True):
-        summary = run_directory.read_json(folder / run_directory.SUMMARY)
+        summary = read_known(folder / run_directory.SUMMARY, Summary)
         if summary.get("status") == "finished" or not _holds_run(folder):
             continue
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.clock import Clock
+from ptfast.core.resolved import AttemptFacts
 from ptfast.report.loggers import read_records
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -49,7 +50,7 @@ class Attempt:
 
 def read_goodput(folder: Path) -> dict[str, Any] | None:
     """The goodput of the run in `folder`; None if it is not known."""
-    return goodput(read_records(folder / ATTEMPTS_FILE))
+    return goodput(read_records(folder / ATTEMPTS_FILE, AttemptFacts))
 
 
 def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from typing import Any
 from ptfast.core import run_directory
 from ptfast.core.errors import MachineError, cannot_write, import_extra, one_line, shorten
 from ptfast.core.protocols import Logger
+from ptfast.core.resolved import MetricsLine, checked
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -44,7 +45,7 @@ class JsonlLogger:
         self.path = path
         if path.is_file():
             # This also drops a line that a kill has cut off.
-            kept = [record for record in read_records(path) if record.get("step", 0) <= last_step]
+            kept = [record for record in read_records(path) if record["step"] <= last_step]
             run_directory.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         try:
             self._file = path.open("a", encoding="utf-8")
@@ -66,24 +67,20 @@ class JsonlLogger:
             raise cannot_write(error, str(self.path)) from error
 
 
-def read_records(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl without a line that a kill cut off; none if there is no file."""
+def read_records(path: Path, kind: Any = MetricsLine) -> list[Record]:
+    """The objects in a file of lines that are of this kind, such as no line that a kill cut off."""
     if not path.is_file():
         return []
     records: list[Record] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(checked(kind, json.loads(line)))
     return records
 
 
 def _last_step(records: Sequence[Record]) -> int:
     """The step of the newest record; -1 if there is none."""
-    return max((record.get("step", 0) for record in records), default=-1)
+    return max((record["step"] for record in records), default=-1)
 
 
 @dataclass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import runpy
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,116 @@ def test_onnx_runtime_gives_the_same(in_tmp: Path, capsys: pytest.CaptureFixture
     assert differences("e").keys() == {"model.safetensors", "model.pt2", "model.onnx"}
     assert all(difference <= 1e-6 for difference in differences("e").values())
     assert {path.name for path in Path("e").iterdir() if "onnx" in path.name} == {"model.onnx"}
+
+
+@pytest.mark.parametrize(("breaks", "code"), [("writing", 2), ("outputs", 5)])
+def test_an_onnx_that_fails_costs_no_other_form(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, breaks: str, code: int
+) -> None:
+    assert train(*DIGITS, "steps=2", "run.dir=r") == 0
+
+    def write(program: Any, file: Path) -> Any:
+        for name in ("model.onnx", "model.onnx.data"):
+            file.with_name(name).write_text("half")
+        if breaks == "writing":
+            raise RuntimeError("no operator")
+        return lambda inputs: torch.zeros(len(inputs), 10) - 1
+
+    monkeypatch.setattr(export_run, "import_extra", lambda *words: None)
+    monkeypatch.setattr(export_run, "_write_onnx", write)
+    assert run(["export", "r", "--out", "e", "--onnx"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "onnx" in line
+    assert line.endswith("e has the forms that work.")
+    assert {path.name for path in Path("e").iterdir()} >= {"model.safetensors", "model.pt2", "load.py"}
+    assert not [*Path("e").glob("*onnx*")]
+    assert differences("e").keys() == {"model.safetensors", "model.pt2"}
+
+
+def test_a_hub_folder_that_fails_costs_no_export(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(*DIGITS, "steps=2", "run.dir=r") == 0
+
+    def fail(*given: Any) -> None:
+        raise KeyError("crop")
+
+    monkeypatch.setattr(export_run, "write_hub", fail)
+    assert run(["export", "r", "--out", "e", "--hub", "h"]) == 2
+    assert "error[C017]: --hub (command line): fails: KeyError" in capsys.readouterr().err
+    assert Path("e/load.py").exists()
+    assert not Path("h").exists()
+
+
+def tamper(saved: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the facts of a state as somebody would who hands it on, checksums included."""
+    facts = json.loads((saved / "state.json").read_text())
+    change(facts)
+    (saved / "state.json").write_text(json.dumps(facts))
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["sha256"]["state.json"] = hashlib.sha256((saved / "state.json").read_bytes()).hexdigest()
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+
+
+CODE = "0) or __import__('pathlib').Path('pwned').touch("
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("tokenizer.unknown_id", "tokenizer.kind", "tokenizer.entries.0", "max_length", "max_value"),
+        *("normalize", "input_shape"),
+    ],
+)
+def test_a_strangers_facts_are_checked_by_type(
+    exported_text: Path, in_tmp: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    shutil.copytree(exported_text, "text", symlinks=True)
+    *way, last = path.split(".")
+
+    def change(facts: dict[str, Any]) -> None:
+        target: Any = facts["info"]["extra"]
+        for name in way:
+            target = target[int(name) if isinstance(target, list) else name]
+        target[int(last) if isinstance(target, list) else last] = 7 if path.endswith("entries.0") else CODE
+
+    state = Path("text/saved/last").resolve()
+    tamper(state, change)
+    for words in (["export", "text", "--out", "t", "--weights-only"], ["predict", "text", "new.txt"]):
+        assert run(words) == 6, words
+        error = capsys.readouterr().err
+        assert "error[S001]" in error
+        assert path.split(".")[0] in error
+    assert not Path("t").exists()
+
+
+@pytest.fixture(scope="module")
+def exported_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a text classifier."""
+    folder = tmp_path_factory.mktemp("text")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("train.tsv").write_text("text\tlabel\n" + "good film\t1\nbad film\t0\n" * 20)
+        words = ("data=text_tsv", f"data.root={folder}", "model=text_encoder", "model.width=8")
+        assert train(*words, "model.depth=1", "steps=2", "batch_size=8", "run.dir=text") == 0
+    return folder / "text"
+
+
+def test_a_strangers_names_stay_text_on_the_hub(exported_text: Path, in_tmp: Path) -> None:
+    shutil.copytree(exported_text, "text", symlinks=True)
+    names = ["a\n---\n<script>alert(1)</script>", "`![x](http://host)`"]
+
+    def change(facts: dict[str, Any]) -> None:
+        facts["info"]["class_names"] = names
+        facts["figures"] = {"val\n# Title": {"[click](http://host)": 0.5}}
+
+    tamper(Path("text/saved/last").resolve(), change)
+    assert run(["export", "text", "--out", "e", "--hub", "h", "--weights-only"]) == 0
+    page = Path("h/README.md").read_text()
+    assert page.count("---\n") == 2
+    assert "\n# Title" not in page
+    assert r"`a\n---\n<script>alert(1)</script>`, `'![x](http://host)'`" in page
+    assert "`[click](http://host) 0.5000`" in page
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])

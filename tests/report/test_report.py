@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ptfast.cli.run_ranking import rank_runs
+from ptfast.core import run_directory
 from ptfast.core.errors import MachineError
 from ptfast.report.html.run_files import training_times
 from ptfast.report.html.run_report import headline, write_report
@@ -132,6 +134,50 @@ def test_the_time_axis_counts_steps_that_were_not_timed_as_the_others() -> None:
     records = [{"split": "train", "step": step} for step in (1, 11, 21)]
     records[1]["step_s"], records[2]["step_s"] = 0.5, 1.5
     assert training_times(records) == {0: 0.0, 1: 1.0, 11: 6.0, 21: 21.0}
+
+
+def test_figures_that_are_not_finite_hinder_no_page(tmp_path: Path) -> None:
+    lines = [{"step": step, "split": "train", "loss": None, "step_s": None} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    numbers = {"loss": None, "accuracy": math.nan}
+    summary = {"status": "finished", "steps": 2, "val": numbers, "best": numbers | {"step": 1}}
+    summary |= {"loss_spikes": {"count": 1, "largest": {"step": 1, "loss": None, "usual": None}}}
+    summary |= {"goodput": {"attempts": 2, "seconds": {"training": None, "saving": 1.0}}, "wall_s": None}
+    run_directory.write_json(tmp_path / "summary.json", summary)
+    samples = [
+        {"target": None, "prediction": 0.5},
+        {"target": 1.0, "prediction": None},
+        {"target": "cat", "prediction": "dog", "probability": None},
+    ]
+    run_directory.write_json(tmp_path / "examples.json", {"split": "val", "samples": samples})
+    metrics = {"by_class": {"kind": "Accuracy", "values": [0.5, None]}}
+    metrics |= {"roc": {"kind": "BinaryROC", "values": [[0, None, 1], [0, 1, None], [1, 1, 1]]}}
+    tables = {"step": 2, "split": "val", "class_names": ["cat", "dog"], "metrics": metrics}
+    (tmp_path / "metrics").mkdir()
+    run_directory.write_json(tmp_path / "metrics/val.json", tables)
+    text = write_report(tmp_path).read_text()
+    assert text.count("not finite") >= 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("summary.json", "environment.json", "examples.json", "metrics.jsonl", "config.yaml"),
+        *("metrics/val.json", "attempts.jsonl"),
+    ],
+)
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, '{"a":' * 200_000, '{"steps": "x", "step": {}, "metrics": 3}']
+)
+def test_a_file_that_is_nested_without_end_is_read_as_empty(tmp_path: Path, name: str, content: str) -> None:
+    for run in ("good", "bad"):
+        (tmp_path / run / "metrics").mkdir(parents=True)
+        run_directory.write_json(
+            tmp_path / run / "summary.json", {"status": "finished", "val": {"loss": 0.5}}
+        )
+    (tmp_path / "bad" / name).write_text(content)
+    write_report(tmp_path / "bad")
+    assert len(rank_runs([tmp_path / "good", tmp_path / "bad"]).runs) == 2
 
 
 def test_values_that_are_not_finite_are_left_out_of_curves(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
-from ptfast.core.errors import ConfigError, SavedStateError, cannot_write
+from ptfast.core.errors import ConfigError, SavedStateError, cannot_write, shorten
 from ptfast.core.protocols import DataInfo
-from ptfast.core.resolved import Progress
+from ptfast.core.resolved import Manifest, Progress, StateFacts, checked
 from ptfast.core.run_directory import CONFIG, read_json
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
@@ -296,17 +296,17 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         SavedStateError: S001 for a file that is missing, changed or of another form, or of another version.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, step, digests = manifest["format"], manifest["step"], dict(manifest["sha256"])
+        manifest = checked(Manifest, json.loads((folder / MANIFEST).read_text()))
+        version, step, digests = manifest["format"], manifest["step"], manifest["sha256"]
         parts = {
             SHARDED_FORMAT: {TREE},
             FORMAT: {"model.pt", "training.pt"},
             EXPORT_FORMAT: {WEIGHTS, CONFIG},
         }
         wanted = {"state.json"} | (parts[version] if version <= EXPORT_FORMAT else set())
-        if type(version) is not int or not wanted <= digests.keys():
+        if not wanted <= digests.keys():
             raise ValueError("files are not named")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
     if version > EXPORT_FORMAT:
         raise damaged(
@@ -328,7 +328,12 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
     if given != _FACTS:
         hint = "Go on with that version, or start afresh from its weights: model.weights=STATE/model.pt"
         raise damaged(folder, "it was saved by another version of ptfast", hint)
-    return facts
+    try:
+        return checked(StateFacts, facts)
+    except ValueError as error:
+        raise damaged(
+            folder / "state.json", f"it holds a fact of the wrong type ({shorten(error)})"
+        ) from error
 
 
 def read_state(folder: Path, *, check: bool = True) -> State:

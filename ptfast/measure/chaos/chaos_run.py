@@ -91,7 +91,7 @@ class ChaosTest:
     @property
     def strikes(self) -> list[Record]:
         """The kills delivered so far, in their order."""
-        return read_records(self.folder / STRIKES)
+        return read_records(self.folder / STRIKES, dict[str, Any])
 
     def train_undisturbed(self) -> float:
         """Train without a kill, and return the seconds of a step with all that comes between two."""

@@ -11,7 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ptfast.core.run_directory import CONFIG, ENVIRONMENT, EXAMPLES, SUMMARY, read_json
+from ptfast.config.files.yaml_file import read_yaml
+from ptfast.core.errors import PtfastError
+from ptfast.core.resolved import Environment, Examples, Summary, read_known
+from ptfast.core.run_directory import CONFIG, ENVIRONMENT, EXAMPLES, SUMMARY
 from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, USAGE, Record, read_records
 
 Points = list[tuple[float, float]]
@@ -27,9 +30,9 @@ class RunFiles:
         self.records = read_records(run_dir / METRICS_FILE)
         steps = (record.get("step") for record in self.records)
         self.last_step: float = max(filter(is_finite, steps), default=0)
-        self.summary = read_json(run_dir / SUMMARY)
-        self.environment = read_json(run_dir / ENVIRONMENT)
-        self.examples = read_json(run_dir / EXAMPLES)
+        self.summary = read_known(run_dir / SUMMARY, Summary)
+        self.environment = read_known(run_dir / ENVIRONMENT, Environment)
+        self.examples = read_known(run_dir / EXAMPLES, Examples)
         self.status = str(self.summary.get("status") or "unfinished")
         """`finished`, `failed`, ...; `unfinished` for a run without a summary."""
         self.config_text = ""
@@ -39,12 +42,8 @@ class RunFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.yaml as plain values; empty if it cannot be read."""
-        import yaml
-
-        with contextlib.suppress(yaml.YAMLError):
-            config = yaml.load(self.config_text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            if isinstance(config, dict):
-                return config
+        with contextlib.suppress(PtfastError):
+            return read_yaml(self.run_dir / CONFIG).data
         return {}
 
     @cached_property
@@ -81,7 +80,8 @@ def training_times(records: Sequence[Record]) -> dict[int, float]:
     typical_s = statistics.median(known_s) if known_s else 0.0
     seconds: dict[int, float] = {0: 0.0}
     for before, record in pairwise([{"step": 0}, *windows]):
-        step_s = record.get("step_s", typical_s)
+        step_s = record.get("step_s")
+        step_s = step_s if is_finite(step_s) else typical_s
         seconds[record["step"]] = seconds[before["step"]] + (record["step"] - before["step"]) * step_s
     return seconds
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ptfast.core.clock import CAUSES, label
 from ptfast.core.plain_display import spike
+from ptfast.core.resolved import Lines, Tables, checked
 from ptfast.core.run_directory import METRICS, read_json, write_text
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.goodput import PARTS
@@ -94,7 +97,7 @@ def write_report(run_dir: Path) -> Path:
         body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
     # The figures of `test` come last.
     files = sorted((run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
-    tables = [content for file in files if (content := read_json(file)).get("metrics")]
+    tables = [content for file in files if (content := _checked(Tables, read_json(file)))]
     body += [
         *map(_metric_section, tables),
         _examples(run),
@@ -165,7 +168,7 @@ def _examples(run: RunFiles) -> str:
     classes, samples = facts.get("classes") or [], facts.get("samples") or []
     body = []
     if samples:
-        body += [f"<h2>Samples of {escape(str(facts['split']))}, mistakes first</h2>"]
+        body += [f"<h2>Samples of {escape(str(facts.get('split')))}, mistakes first</h2>"]
         body += [f'<div class="samples">{"".join(map(_sample, samples))}</div>']
     if classes:
         rows = [
@@ -178,7 +181,7 @@ def _examples(run: RunFiles) -> str:
             for row in classes[:MOST_CLASSES]
         ]
         more = f", the {MOST_CLASSES} least accurate of {grouped(len(classes))}"
-        what = f"{grouped(facts['num_samples'])} samples of {escape(str(facts['split']))}"
+        what = f"{grouped(facts.get('num_samples', 0))} samples of {escape(str(facts.get('split')))}"
         body.append(f"<h2>By class: {what}{more * (len(classes) > MOST_CLASSES)}</h2>")
         body.append(html_table(["class", "samples", "accuracy", "taken for"], rows))
     return "".join(body)
@@ -186,9 +189,9 @@ def _examples(run: RunFiles) -> str:
 
 def _sample(sample: dict[str, Any]) -> str:
     target, prediction = sample["target"], sample["prediction"]
-    is_figure = isinstance(prediction, float)
-    words = [f"{value:.4g}" if is_figure else str(value) for value in (target, prediction)]
-    sure = f" ({sample['probability']:.0%})" if "probability" in sample else ""
+    is_figure = not isinstance(prediction, str)
+    words = [f"{value:.4g}" if is_finite(value) else figure("", value) for value in (target, prediction)]
+    sure = f" ({sample['probability']:.0%})" if is_finite(sample.get("probability")) else ""
     verdict = "" if is_figure else "hit" if target == prediction else "miss"
     # The file may come from others: show only embedded pictures.
     image = str(sample.get("image", ""))
@@ -217,7 +220,7 @@ def _goodput(run: RunFiles) -> str:
     """What the attempts of the run together went to, if it took several."""
     if (found := run.summary.get("goodput")) is None or found["attempts"] < 2:
         return ""
-    seconds = [float(found["seconds"].get(name, 0.0)) for name in PARTS]
+    seconds = [float(found["seconds"].get(name) or 0.0) for name in PARTS]
     spent = [(label(name), s, color) for name, s, color in zip(PARTS, seconds, PART_COLORS, strict=True) if s]
     title = f"Over all {found['attempts']} attempts"
     return _shares(title, [(name, s) for name, s, _ in spent], [color for *_, color in spent])
@@ -277,12 +280,12 @@ def _metric_section(content: dict[str, Any]) -> str:
         axes = next((axes for end, axes in CURVES.items() if kind.endswith(end)), None)
         rows = values if isinstance(values, list) else []
         is_square = len(rows) > 1 and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
-        if axes is not None and isinstance(values, list) and len(values) == 3:
+        if axes is not None and len(rows) == 3 and _checked(Lines, rows[:2]):
             x, y = (values[0], values[1]) if kind.endswith("ROC") else (values[1], values[0])
             charts.append(_curves(name, x, y, axes, names))
         elif is_square and all(isinstance(cell, (int, float)) for row in rows for cell in row):
             charts.append(_confusion(name, values, names))
-        elif isinstance(values, list) and all(isinstance(value, (int, float)) for value in values):
+        elif isinstance(values, list) and all(isinstance(each, (int, float, NoneType)) for each in values):
             by_class.setdefault(len(values), {})[name] = values
         else:
             charts.append(f"<p>{escape(name)} is kept in metrics/{escape(content['split'])}.json</p>")
@@ -292,6 +295,13 @@ def _metric_section(content: dict[str, Any]) -> str:
         charts.append(html_table(["class", *(name.replace("_", " ") for name in columns)], rows))
     title = f"Metrics of {content['split']} at step {grouped(content['step'])}"
     return f'<h2>{escape(title)}</h2><div class="grid2">{"".join(charts)}</div>'
+
+
+def _checked(kind: Any, value: Any) -> Any:
+    """`value` if it is of this kind; None for what somebody else may have written."""
+    with contextlib.suppress(ValueError):
+        return checked(kind, value)
+    return None
 
 
 def _labels(names: Any, count: int) -> list[str]:
@@ -332,7 +342,7 @@ def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str
     xs, ys = (x, y) if several else ([x], [y])
     labels = _labels(names, len(ys)) if several else [name]
     lines = []
-    for index, (line_x, line_y) in enumerate(list(zip(xs, ys, strict=True))[:MOST_CURVES]):
+    for index, (line_x, line_y) in enumerate([*zip(xs, ys, strict=False)][:MOST_CURVES]):
         known = [(a, b) for a, b in zip(line_x, line_y, strict=False) if a is not None and b is not None]
         points = thin(sorted(known)) or [(0.0, 0.0)]
         lines.append(Series(labels[index], points, index))

@@ -16,7 +16,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, NumericsError, described, import_extra, shorten
+from ptfast.core.errors import (
+    ConfigError,
+    NumericsError,
+    PtfastError,
+    described,
+    import_extra,
+    shorten,
+    summary_of,
+    together,
+)
 from ptfast.core.protocols import PackedTokens
 from ptfast.core.run_directory import CONFIG, plain_json, versions
 from ptfast.core.tensors.dtensors import write_tensors
@@ -95,7 +104,8 @@ def export_run(
     Raises:
         ConfigError: C011 for a folder that exists, inputs that are no tensor, or averaged weights that are
             not there; C017 for a model that cannot be traced.
-        NumericsError: N003 for a form that gives something else than the model.
+        NumericsError: N003 for a form that gives something else than the model. If ONNX or the hub's folder
+            fails, the forms that work are written first.
         MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
     """
     state, checkpoint = saved.state, saved.checkpoint
@@ -140,13 +150,27 @@ def export_run(
             return
         with torch.inference_mode():
             pairs = [(model(batch.clone()), logits) for batch, logits in zip(batches, wanted, strict=True)]
-        differences[name] = found = max(_difference(*pair) for pair in pairs)
+        found = max(_difference(*pair) for pair in pairs)
         if not found <= LIMIT:
             what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"
             raise NumericsError("N003", what, key=name, suggestion="Nothing is written; export without it")
+        differences[name] = found
 
-    with contextlib.ExitStack() as stack:
-        draft = stack.enter_context(_drafted(out))
+    failed: list[PtfastError] = []
+
+    @contextlib.contextmanager
+    def optional(flag: str) -> Iterator[None]:
+        """Go on without a form that fails; its error is raised once the others are written."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            known = isinstance(error, PtfastError)
+            found = error if known else ConfigError("C017", f"fails: {summary_of(error)}", key=flag)
+            failed.append(found.changed(suggestion=f"{out} has the forms that work"))
+
+    with _drafted(out) as draft:
         # What layers share is written for each: the format refuses memory that overlaps.
         tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
         write_tensors(draft / WEIGHTS, tensors)
@@ -161,7 +185,10 @@ def export_run(
                 torch.export.save(program, file)
             check(GRAPH, torch.export.load(draft / GRAPH).module())
             if onnx:
-                check(ONNX, _write_onnx(program, draft / ONNX))
+                with optional("--onnx"):
+                    check(ONNX, _write_onnx(program, draft / ONNX))
+                for file in draft.glob(f"{ONNX}*") if failed else ():
+                    file.unlink()
         facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}
         facts["export"]["checkpoint"] = checkpoint.label
         if graph:
@@ -171,13 +198,15 @@ def export_run(
         if graph:
             (draft / "load.py").write_text(load_script(saved.info, facts["export"]["input"]), "utf-8")
         if hub is not None:
-            folder = stack.enter_context(_drafted(hub))
-            if load := write_hub(folder, plain):
-                check("--hub", from_raw(load()))
-            else:
-                shutil.copytree(draft, folder, dirs_exist_ok=True)
-            card = model_card(plain, weights, state.facts["figures"], graph=graph)
-            (folder / "README.md").write_text(card, "utf-8")
+            with optional("--hub"), _drafted(hub) as folder:
+                if load := write_hub(folder, plain):
+                    check("--hub", from_raw(load()))
+                else:
+                    shutil.copytree(draft, folder, dirs_exist_ok=True)
+                card = model_card(plain, weights, state.facts["figures"], graph=graph)
+                (folder / "README.md").write_text(card, "utf-8")
+    if failed:
+        raise together(failed)
     return differences
 
 

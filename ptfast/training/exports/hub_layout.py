@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ptfast.core.errors import one_line
 from ptfast.core.units import listed
 from ptfast.models.transformers import HfModel
 from ptfast.training.stages.partial_run import PartialRun
@@ -78,12 +80,19 @@ def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, fl
     }
     kinds = {"semantic_segmentation": "image-segmentation", "language_modelling": "text-generation"}
     kind = kinds.get(info.task, f"{info.kind}-{info.task}").replace("text-token_", "token-")
-    reached = "".join(f"- {split}: {listed(values)}\n" for split, values in figures.items())
-    classes = f"\nClasses, in the order of the outputs: {', '.join(info.class_names or ())}.\n"
+    kind = re.sub(r"[^\w-]", "", kind)
+    reached = "".join(f"- {_code(split)}: {_code(listed(values))}\n" for split, values in figures.items())
+    names = ", ".join(map(_code, info.class_names or ()))
+    classes = f"\nClasses, in the order of the outputs: {names}.\n"
     return (
         f"---\nlibrary_name: {library}\npipeline_tag: {kind}\ntags: [ptfast]\n---\n"
-        f"# {run.config.recipe or run.config.model.target.path}\n\n"
-        f"A model for {info.task.replace('_', ' ')} of {info.kind} data, trained for"
+        f"# {_code(run.config.recipe or run.config.model.target.path)}\n\n"
+        f"A model for {_code(info.task.replace('_', ' '))} of {_code(info.kind)} data, trained for"
         f" {run.progress.step:,} steps ({weights} weights).\n\n{reached}\n"
         f"```python\n{loading[library]}\n```\n{classes if info.class_names else ''}"
     )
+
+
+def _code(text: str) -> str:
+    """Text of a stranger's run as Markdown that shows it and interprets none of it."""
+    return "`" + one_line(text).replace("`", "'") + "`"

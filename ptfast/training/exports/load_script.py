@@ -91,7 +91,7 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
         read = "    pixels = rgb_pixels(Image.open(word))\n"
         read += f"    pixels = in_square(pixels, {side:d})\n" if side else ""
         if given["shape"][-1] == 1:
-            read += _GREY.format(most=info.extra.get("max_value", 255))
+            read += _GREY.format(most=repr(info.extra.get("max_value", 255)))
         read += "    return pixels\n"
     elif "table" in info.extra:
         usage, needs, words, tokenizer, read = "ROWS.csv...", "torch alone", "rows", _ROWS, _ROW
@@ -101,7 +101,7 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
         read = '    return torch.tensor([float(number) for number in word.split(",")])\n'
     elif text := info.extra.get("tokenizer"):
         usage, needs, length = "TEXT...", "torch alone", info.extra.get("max_length")
-        cut = f"[:{length}] or [{info.pad_id or 0}]" if length else ""
+        cut = f"[:{length!r}] or [{info.pad_id or 0!r}]" if length else ""
         if text["kind"] == "hub":
             needs, imports = "torch and tokenizers", "from tokenizers import Tokenizer\n"
             tokenizer = 'tokenizer = Tokenizer.from_str(extra["tokenizer"]["content"])\n'
@@ -109,7 +109,7 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
             show = show.replace("{next}", "tokenizer.decode([logits[-1].argmax().item()])")
         else:
             tokenizer = f"ids = {{entry: number for number, entry in enumerate({entries})}}\n"
-            one = "ids[token]" if text["unknown_id"] is None else f"ids.get(token, {text['unknown_id']})"
+            one = "ids[token]" if text["unknown_id"] is None else f"ids.get(token, {text['unknown_id']!r})"
             tokens = "word" if text["kind"] == "characters" else "word.split()"
             read = f"    return torch.tensor([{one} for token in {tokens}]{cut})\n"
             show = show.replace("{next}", f"{entries}[logits[-1].argmax()]")
