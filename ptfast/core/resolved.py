@@ -332,7 +332,6 @@ class AttemptFacts(TypedDict):
     started: float
     from_step: Count
     step: Count
-    again: Count
     status: str | None
     seconds: dict[str, float]
 
