@@ -203,7 +203,7 @@ def dry_run(config: Config) -> int:
         step_s = statistics.median(seconds) if seconds else float("nan")
         per_epoch = run.train_loader.plan.steps_per_epoch
         whole, loss = duration(step_s * run.total_steps), run.progress.window_loss
-        loss /= max(run.progress.window_items, 1)
+        loss /= run.progress.window_items or 1
         states = config.saving.keep + int(config.saving.best) + 1
         rows = [
             ("parameters", f"{sum(p.numel() for p in run.model.parameters()):,}"),

@@ -323,7 +323,8 @@ PARAMETERS: tuple[Technique, ...] = (
         why="A batch too large for memory is processed in parts, each freed by its own backward pass.",
         claim="Holds one part's activations; without BatchNorm and dropout the gradient is the same.",
         source="Ott, Edunov, Grangier, Auli 2018, arXiv:1806.00187 ('delayed updates').",
-        avoid="The whole batch fits: small parts use the device less well, and BatchNorm sees one at a time.",
+        avoid="The whole batch fits: small parts use the device less well. BatchNorm sees one at a time, and "
+        "dropout draws for each: without these, results are only reordered.",
         audit="Out-of-memory errors at the intended batch size, or a smaller batch because of them.",
         trial=("model.hidden=[32]", "optimizer=sgd"),
     ),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ptfast.core import run_directory
@@ -16,7 +17,7 @@ from ptfast.core.errors import ConfigError, PtfastError, described, name_of, sho
 from ptfast.core.protocols import DataInfo, Metrics, Task
 from ptfast.core.sections.targets import Target, built, is_metric_function
 from ptfast.core.tensors.trees import tree_leaves
-from ptfast.tasks.ratios import Parts, Ratios
+from ptfast.tasks.ratios import Parts, Ratios, update_metrics
 
 _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_classification": "multiclass"}
 
@@ -52,17 +53,22 @@ class Added:
         added = {name: metric.to(device) for name, metric in self._added.items()}
         return Added(self._own.to(device), added, labels=self._labels)
 
+    def modules(self) -> Iterator[Any]:
+        """Those of torchmetrics."""
+        for metric in (self._own, *self._added.values()):
+            yield from getattr(metric, "modules", tuple)()
+
     def update(self, *given: Any, **named: Any) -> None:
         """Add a batch.
 
         Raises:
             ConfigError: C017 for an added metric that does not take it.
         """
-        self._own.update(*given, **named)
+        update_metrics(self._own, *given, **named)
         as_metrics_take = _laid_out(*given, labels=self._labels) if len(given) == 2 else given
         for name, metric in self._added.items():
             try:
-                metric.update(*as_metrics_take, **named)
+                update_metrics(metric, *as_metrics_take, **named)
             except Exception as error:
                 raise _failure(name, metric, "update", error, as_metrics_take) from error
 
@@ -193,11 +199,11 @@ class _OfFunction(Ratios):
 
 
 def _laid_out(outputs: Any, targets: Any, *, labels: bool) -> tuple[Any, Any]:
-    """Outputs in float32 and in the shape that metrics compare with `targets`: classes in dimension 1."""
+    """Outputs, in float32 at least, in the shape that metrics compare with `targets`: (samples, classes)."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return outputs, targets
     if outputs.is_floating_point():
-        outputs = outputs.float()
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if labels:
         targets = targets.long()
     if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Fraction
+from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import accuracy, top5_accuracy
-from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class Classification(SupervisedTask):
@@ -33,8 +34,9 @@ class Classification(SupervisedTask):
     def __init__(
         self, info: DataInfo, loss: LossFunction | None = None, label_smoothing: Fraction = 0.0
     ) -> None:
+        if info.ignores_labels:
+            self.counts_samples = False
         super().__init__(info, loss)
-        self.counts_samples = not info.ignores_labels
         self.label_smoothing = label_smoothing
         if self.num_classes >= 100:
             self.ratios = {**self.ratios, "top5_accuracy": top5_accuracy}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits
-from ptfast.tasks.supervised import LossFunction
+from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.token_classification import TokenClassification
 
 FEWEST_TOKENS, MOST_TOKENS = 64, 1024

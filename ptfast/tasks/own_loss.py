@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics
+from ptfast.tasks.loss_functions import times
 from ptfast.tasks.ratios import accuracy
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
@@ -76,10 +77,8 @@ class OwnLoss(SupervisedTask):
             inputs, targets = data
             keywords = {**self._keywords(inputs), "labels": targets}
         output, labels = model(**keywords), keywords["labels"]
-        mean, num_items = _get(output, "loss"), self.num_items(labels)
-        if isinstance(num_items, int):
-            return output, labels, mean * num_items, num_items
-        return output, labels, (mean * num_items).where(num_items > 0, 0.0), num_items
+        num_items = self.num_items(labels)
+        return output, labels, times(_get(output, "loss"), num_items), num_items
 
     def _keywords(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, Mapping):

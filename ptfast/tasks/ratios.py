@@ -70,6 +70,44 @@ class Ratios(DeviceSums):
         return dict(zip(self._ratios, values, strict=True))
 
 
+def update_metrics(metrics: Any, *given: Any, **named: Any) -> None:
+    """Update any metrics, in float64 if outputs and targets are numbers: squares of large ones need it.
+
+    Metrics with float32 numbers of their own, such as a network, take float32.
+    """
+    if not given or not all(isinstance(part, Tensor) and part.is_floating_point() for part in given):
+        metrics.update(*given, **named)
+        return
+    dtype = devices.sum_dtype(given[0].device)
+    try:
+        metrics.update(*(part.to(dtype) for part in given), **named)
+    except RuntimeError:
+        metrics.update(*(part.float() for part in given), **named)
+
+
+def placed(metrics: Any, device: torch.device) -> Any:
+    """Fresh metrics on `device`, those of torchmetrics with sums in float64."""
+    metrics = metrics.to(device)
+    for part in getattr(metrics, "modules", tuple)():
+        states = getattr(part, "metric_state", dict[str, Any]()).values()
+        sums = any(isinstance(state, Tensor) and state.is_floating_point() for state in states)
+        if sums and not any(True for _ in part.parameters()):
+            part.set_dtype(devices.sum_dtype(device))
+    return metrics
+
+
+def take_kinds(metrics: Any, others: Any) -> None:
+    """Give lists of samples in `metrics`, which has seen none, the types that those of `others` have.
+
+    Ranks send each other such lists, and must agree on their types.
+    """
+    pairs = zip(*(getattr(each, "modules", tuple)() for each in (metrics, others)), strict=True)
+    for part, other in pairs:
+        for name, state in getattr(other, "metric_state", dict[str, Any]()).items():
+            if isinstance(state, list):
+                setattr(part, name, [rows[:0] for rows in state])
+
+
 def accuracy(outputs: Tensor, targets: Tensor, top_k: int = 1) -> Parts:
     """Share of the targets that count whose class is among the `top_k` likeliest.
 

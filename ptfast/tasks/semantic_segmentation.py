@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
+from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import DeviceSums
-from ptfast.tasks.supervised import LossFunction, SupervisedTask, names_of_classes
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 if TYPE_CHECKING:
     from PIL.Image import Image

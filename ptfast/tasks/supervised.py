@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, DataError, described, name_of
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits, Metrics, Mixed
-from ptfast.tasks.ratios import Parts, Ratios
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+from ptfast.tasks.loss_functions import LossFunction, adapt_loss
+from ptfast.tasks.ratios import Parts, Ratios, update_metrics
 
 
 class SupervisedTask:
     """A batch of `(inputs, targets)`, one output per target, a loss that sums over items.
 
     A subclass gives `loss_sum` and `predict`, and its metrics as `ratios` or by `metrics`. Where items are
-    not samples it says so by `counts_samples`: then they are the targets that are not ignored.
+    not samples it says so by `counts_samples`: then they are the targets that are not ignored. One that gives
+    `loss` in place of `loss_sum` returns the count of a batch with it.
 
     Args:
-        loss: replaces the task's own loss: a function of outputs and targets that returns their mean loss, or
-            one loss per item.
+        loss: replaces the task's own loss: a function of outputs and targets that returns their mean loss,
+            the loss of each sample or element, or `(sum, weight)`.
     """
 
     metric = "loss"
@@ -35,6 +31,8 @@ class SupervisedTask:
     """The figures beside the loss, by name."""
     counts_samples = True
     """Every sample counts as one item, so that a step counts nothing."""
+    averages = True
+    """The loss of a step is the mean over its items; False for their sum."""
     takes_mixed = True
     """The targets of a training batch may be `Mixed`."""
     needs_classes = False
@@ -51,11 +49,12 @@ class SupervisedTask:
         self.info, self.own_loss = info, loss
         if self.needs_classes:
             self.num_classes = known_classes(info)
-        if loss is not None:
-            self.loss_sum = self.evaluation_loss_sum = adapt_mean_loss(loss, self)
-            self.sample_losses = functools.partial(SupervisedTask.sample_losses, self)
-            if type(loss).__module__ == "torch.nn.modules.loss" and getattr(loss, "reduction", "") == "mean":
-                self.sample_losses = losses_of_mean(loss, self)
+        self.adapted = None if loss is None else adapt_loss(loss, self)
+        if (adapted := self.adapted) is not None:
+            self.num_items, self.sample_losses = adapted.num_items, adapted.of_samples
+            self.loss_sum = self.evaluation_loss_sum = lambda outputs, targets: adapted.sums(
+                outputs, targets
+            )[0]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -63,6 +62,10 @@ class SupervisedTask:
         # Sample losses belong to the `loss_sum` of the same class.
         if "loss_sum" in own and "sample_losses" not in own:
             cls.sample_losses = SupervisedTask.sample_losses
+        if "loss" in own and not own & {"count", "counts_samples"}:
+            cls.counts_samples, cls.count = False, lambda self, data, num_samples: None
+        elif "num_items" in own and "counts_samples" not in own:
+            cls.counts_samples = False
         # So does the description of the outputs that a loss takes.
         if own & {"loss_sum", "loss", "evaluate"} and not own & {"class_dim", "misfit"}:
             cls.misfit = None  # type: ignore[assignment] - nothing can be said
@@ -91,8 +94,11 @@ class SupervisedTask:
                 given[place] = self.num_classes
         return None if given == wanted else f"floats of shape ({', '.join(map(str, wanted))})"
 
-    def num_items(self, targets: Tensor) -> int | Tensor:
-        """Items that the loss counts; a tensor on the device if they depend on values."""
+    def num_items(self, targets: Tensor) -> Any:
+        """Items that the loss counts, or their weight: a tensor on the device if it depends on values.
+
+        None if only the loss can tell.
+        """
         return targets.shape[0] if self.counts_samples else (targets != IGNORE_INDEX).sum()
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -102,8 +108,15 @@ class SupervisedTask:
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of each sample for mixed samples, (batch,); 0 where none of its targets counts.
 
-        By default `loss_sum` of each sample by itself, vectorised, which costs about 0.3 ms a call; C011 for
-        a loss that does not allow it.
+        By default `losses_one_by_one`.
+        """
+        return self.losses_one_by_one(outputs, targets)
+
+    def losses_one_by_one(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`loss_sum` of each sample by itself, (batch,), vectorised, which costs about 0.3 ms a call.
+
+        Raises:
+            ConfigError: C011 for a loss that does not allow it.
         """
         import torch
 
@@ -121,8 +134,8 @@ class SupervisedTask:
         """Sum of the losses of the items, as reported by evaluations."""
         return self.loss_sum(outputs, targets)
 
-    def count(self, data: Any, num_samples: int) -> int | Tensor:
-        """Count the items that the loss of a micro-batch is averaged over."""
+    def count(self, data: Any, num_samples: int) -> Any:
+        """Count the items that the loss of a micro-batch is averaged over; None if only the loss can tell."""
         if self.counts_samples:
             return num_samples
         targets = data[1]
@@ -140,9 +153,16 @@ class SupervisedTask:
             targets, partners, shares = targets
             own, other = self.sample_losses(outputs, targets), self.sample_losses(outputs, partners)
             loss = (shares * own + (1 - shares) * other).sum()
-        else:
-            loss = self.loss_sum(outputs, targets)
-        return loss, self.num_items(targets)
+            if (num_items := self.num_items(targets)) is None:
+                _, num_items = self._sums(self.loss_sum, outputs, targets)
+            return loss, num_items
+        return self._sums(self.loss_sum, outputs, targets)
+
+    def _sums(self, loss_sum: Callable[..., Tensor], outputs: Any, targets: Tensor) -> tuple[Tensor, Any]:
+        """The sum of the losses of a batch, and the number of items."""
+        if self.adapted is not None:
+            return self.adapted.sums(outputs, targets)
+        return loss_sum(outputs, targets), self.num_items(targets)
 
     def metrics(self) -> Metrics:
         return Ratios(**self.ratios)
@@ -151,8 +171,9 @@ class SupervisedTask:
         """Update the metrics; return the sum of the losses and the number of items."""
         inputs, targets = data
         outputs = model(inputs)
-        metrics.update(*(self.aligned(outputs, targets) if self.measures_aligned else (outputs, targets)))
-        return self.evaluation_loss_sum(outputs, targets), self.num_items(targets)
+        given = self.aligned(outputs, targets) if self.measures_aligned else (outputs, targets)
+        update_metrics(metrics, *given)
+        return self._sums(self.evaluation_loss_sum, outputs, targets)
 
     def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         return {"loss": loss, **values}
@@ -172,61 +193,3 @@ def known_classes(info: DataInfo) -> int:
 def names_of_classes(info: DataInfo) -> tuple[str, ...]:
     """The classes' names, or their numbers where they have none."""
     return info.class_names or tuple(map(str, range(known_classes(info))))
-
-
-def adapt_mean_loss(loss: LossFunction, task: SupervisedTask) -> Callable[..., Tensor]:
-    """Turn a loss that averages over a micro-batch into one that sums over the task's items.
-
-    Sums of micro-batches add up. Without items the sum is 0, not NaN.
-
-    Raises:
-        ConfigError: C017 for a `loss` of other arguments, and later for one that returns something else.
-    """
-    with contextlib.suppress(ValueError):  # it has no signature
-        try:
-            inspect.signature(loss).bind(None, None)
-        except TypeError as error:
-            what = f"cannot be called with outputs and targets: {error}"
-            raise ConfigError("C017", what, key="task.loss._target_", value=name_of(loss)) from error
-
-    def loss_sum(outputs: Tensor, targets: Tensor) -> Tensor:
-        num_items = task.num_items(targets)
-        outputs, targets = task.aligned(outputs, targets)
-        value = loss(outputs, targets)
-        if not isinstance(value, Tensor) or value.shape not in ((), targets.shape, targets.shape[:1]):
-            given = f"gives {described(value)} for targets of shape ({', '.join(map(str, targets.shape))})"
-            what = f"{given}, where a Tensor is expected: their mean loss, (), or the loss of each"
-            raise ConfigError("C017", what, key="task.loss._target_", value=name_of(loss))
-        if value.dim():
-            return value.sum()
-        if isinstance(num_items, int):
-            return value * num_items
-        return (value * num_items).where(num_items > 0, 0.0)
-
-    functools.update_wrapper(loss_sum, loss, assigned=("__doc__",), updated=())
-    return loss_sum
-
-
-def losses_of_mean(loss: Any, task: SupervisedTask) -> Callable[..., Tensor]:
-    """Each sample's part of the mean of one of torch's losses, times the number of items: (batch,).
-
-    Class weights also enter the divisor of the mean, so the mean of a sample alone would hide them.
-    """
-    each: Any = copy.copy(loss)
-    each.reduction = "none"
-    weight, ignored = getattr(loss, "weight", None), getattr(loss, "ignore_index", None)
-
-    def sample_losses(outputs: Tensor, targets: Tensor) -> Tensor:
-        num_items = task.num_items(targets)
-        outputs, targets = task.aligned(outputs, targets)
-        losses: Tensor = each(outputs, targets)
-        divisor: int | Tensor = losses.numel()
-        if ignored is not None and not targets.is_floating_point():
-            counted = targets != ignored
-            weights = counted if weight is None else weight[targets.where(counted, 0)] * counted
-            divisor = weights.sum()
-            # Where nothing counts every loss is 0.
-            divisor = divisor + (divisor == 0)
-        return losses.reshape(len(losses), -1).sum(1) * (num_items / divisor)
-
-    return sample_losses

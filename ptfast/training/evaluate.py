@@ -23,6 +23,7 @@ from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.profiling.first_outputs import checking_outputs
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
+from ptfast.tasks.ratios import placed, take_kinds
 from ptfast.training.first_step import with_output_check
 from ptfast.training.loss_window import begin_sums
 from ptfast.training.stopping import Stopped, interruptible
@@ -100,6 +101,17 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
         raise ConfigError("C011", what, key="eval.shift", value=shift, suggestion="Set eval.shift=0")
 
 
+def warn_of_batches(run: Run, outputs: Any, data: Any) -> None:
+    """Warn once that a user's loss in an evaluation depends on how samples are cut into batches."""
+    adapted = getattr(run.task, "adapted", None)
+    if outputs is None or adapted is None or adapted.is_compared:
+        return
+    adapted.is_compared = True
+    if found := adapted.difference_of_parts(outputs, data[1]):
+        hint = "have it return (sum, weight) or the loss of each sample"
+        run.display.warn(f"task.loss: {found}, so losses depend on eval.batch_size: {hint}")
+
+
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
     """A signal has cut an evaluation short, on all ranks."""
 
@@ -129,7 +141,7 @@ def evaluate(
 
     @without_gradients()
     def figures_of_weights(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
-        metrics = task.metrics().to(device)
+        metrics = placed(task.metrics(), device)
         loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
         num_items: Any = 0
         abandoned = 1
@@ -149,10 +161,14 @@ def evaluate(
                         looked = checking_outputs(predictor, run)
                         looked = with_output_check(looked, model, task, data, " in evaluation")
                     loss, count = task.evaluate(looked, data, metrics)
+                    if index == 0:
+                        warn_of_batches(run, getattr(looked, "outputs", None), data)
                     loss_sum += loss
                     num_items += count
-                elif run.sharded:
-                    task.evaluate(predictor, data, task.metrics().to(device))
+                elif run.sharded or index == 0:
+                    task.evaluate(predictor, data, spare := placed(task.metrics(), device))
+                    if index == 0:
+                        take_kinds(metrics, spare)
             else:
                 abandoned = 0
         predictor.train(was_training)
@@ -178,7 +194,7 @@ def evaluate(
             values |= zip(on_device, figures.read(), strict=True)
         total_loss, total_items, _ = sums.read()
         values = {name: float(value) for name, value in values.items()}
-        return task.figures(total_loss / max(total_items, 1), values)
+        return task.figures(total_loss / (total_items or 1), values)
 
     with run.uncompiled():
         if run.ema is None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import linecache
+import math
 import re
 import sys
 import traceback
@@ -23,7 +24,9 @@ from ptfast.core.protocols import Mixed
 from ptfast.core.tensors.trees import copied, tree_leaves
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
-from ptfast.training.user_code import MODEL, failure, misfit, naming_user_code, parts_of
+from ptfast.tasks.loss_functions import CLOSE
+from ptfast.tasks.ratios import placed
+from ptfast.training.user_code import LOSS, MODEL, UserPart, failure, misfit, naming_user_code, parts_of
 
 
 class Switch(NamedTuple):
@@ -96,7 +99,7 @@ class FirstStep:
         self._finite: list[tuple[str, Tensor]] = []
         self.switches = SlowSwitches(run)
 
-    def loss(self, model: Any, data: Any) -> tuple[Tensor, Any]:
+    def loss(self, model: Any, data: Any, num_samples: int) -> tuple[Tensor, Any]:
         """The result of the task's `loss`; C017 for a misfit, for no loss, and for a user's own error."""
         run, self._data = self._run, copied(data) if self._evaluates else None
         seen: Any = with_output_check(model, run.model, run.task, data)
@@ -113,6 +116,9 @@ class FirstStep:
             raise named from error
         outputs = seen.outputs if isinstance(seen, OutputCheck) else None
         self._check_loss(given, outputs)
+        if self._fresh and num_samples:
+            self._check_count(given[1], data, num_samples)
+            self._check_parts(outputs, data)
         for name, values in (("data", data), ("model", outputs), ("loss", given[0])):
             for leaf in tree_leaves(values):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
@@ -137,7 +143,7 @@ class FirstStep:
             # Evaluations have no mixed targets.
             mixed = isinstance(data, (tuple, list)) and any(isinstance(part, Mixed) for part in data)
             if self._measures and not mixed:
-                metrics = run.task.metrics().to(run.device)
+                metrics = placed(run.task.metrics(), run.device)
                 run.task.evaluate(seen, data, metrics)
                 # Some metrics need more than one batch: the first evaluation checks those.
                 with contextlib.suppress(PtfastError), warnings.catch_warnings():
@@ -186,6 +192,32 @@ class FirstStep:
             what = f"gives {described(outputs if culprit is model else loss)} without a gradient"
             hint = "Leave out .detach(), .item(), .numpy(), torch.no_grad() and argmax on the way to the loss"
             raise culprit.error(f"{what}, from which nothing can be learnt", hint)
+
+    def _check_count(self, counted: Any, data: Any, num_samples: int) -> None:
+        """Raise a C017 if a user's task divides the gradient and the logged loss by different counts."""
+        task: Any = self._run.task
+        if name_of(task).startswith("ptfast."):
+            return
+        stated = num_samples if getattr(task, "counts_samples", False) else task.count(data, num_samples)
+        if stated is not None and not math.isclose(float(stated), float(counted), rel_tol=CLOSE):
+            name = "counts_samples" if getattr(task, "counts_samples", False) else "count"
+            what = f"loss returns a count of {float(counted):g}, where {name} says {float(stated):g}"
+            hint = "Have both say the same, or have count return None: then that of loss counts"
+            raise UserPart("task", task).error(what, hint)
+
+    def _check_parts(self, outputs: Any, data: Any) -> None:
+        """Raise a C017 if a step adds up losses of parts that do not add up to the loss of the whole."""
+        run, task = self._run, self._run.task
+        mixed = isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Mixed)
+        if outputs is None or not (mixed or run.micro_batches > 1):
+            return
+        adapted, made = getattr(task, "adapted", None), getattr(task, "own_loss", None)
+        targets = data[1].targets if mixed else data[1]
+        if adapted is not None and (found := adapted.difference_of_parts(outputs, targets)):
+            parts = "samples are mixed" if mixed else f"a step has {run.micro_batches} micro-batches"
+            off = "augment.mixup=0 augment.cutmix=0" if mixed else "gradients.accumulate=1 parallel=single"
+            hint = f"Have it return (sum, weight) or the loss of each sample, or set {off}"
+            raise UserPart(LOSS, made).error(f"{found}, and {parts}", hint)
 
 
 @dataclass

@@ -243,7 +243,7 @@ def _evaluate_and_rank(run: Run) -> bool:
         figures = evaluate_split(run, "val")
     else:
         run.settle()
-        figures = {"loss": progress.epoch_loss / max(progress.epoch_items, 1)}
+        figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
     progress.epoch_loss = progress.epoch_items = 0.0
     progress.evaluation_due = False
     metric = run.best_metric

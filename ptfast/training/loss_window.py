@@ -115,8 +115,9 @@ class LossWindow:
         progress = run.progress
         restored = (progress.window_loss, progress.window_items) if run.ranks.is_first else (0.0, 0.0)
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=dtype)
-        self.num_items: Tensor | int = int(restored[1])
-        self._before: tuple[Tensor | float, Tensor | int] = self.sums()
+        whole = restored[1] == int(restored[1])
+        self.num_items: Tensor | float = int(restored[1]) if whole else restored[1]
+        self._before: tuple[Tensor | float, Tensor | float] = self.sums()
         self._norm: Tensor | None = None
         self.unread: Look | None = None
         """What the next `settle` reports."""
@@ -129,7 +130,7 @@ class LossWindow:
         self._logged_step, self._logged = -1, self._timed()
         self._usage = Usage(run.device.type, run.display.warn)
 
-    def add(self, loss: Tensor, num_items: Tensor | int) -> None:
+    def add(self, loss: Tensor, num_items: Tensor | float) -> None:
         """Add the losses of a micro-batch; the host does not wait."""
         self.loss_sum += loss
         self.num_items = self.num_items + num_items
@@ -145,11 +146,11 @@ class LossWindow:
         """Note the sums before a step, where it costs the host no wait."""
         self._before = self.loss_sum.item(), self.num_items
 
-    def sums(self) -> tuple[Tensor, Tensor | int]:
+    def sums(self) -> tuple[Tensor, Tensor | float]:
         """Loss and items of this rank so far."""
         return self.loss_sum.clone(), self.num_items
 
-    def put_back(self, sums: tuple[Tensor, Tensor | int]) -> None:
+    def put_back(self, sums: tuple[Tensor, Tensor | float]) -> None:
         """Reset the sums to what `sums` returned."""
         self.loss_sum, self.num_items = sums
         self._before = self.sums()
@@ -207,7 +208,7 @@ class LossWindow:
             skipped_in_a_row, progress.skipped_before, progress.skipped_steps, *last = map(int, others)
             if last and progress.skipped_steps > before:
                 self.explain(last[0])
-        loss = progress.window_loss / max(progress.window_items, 1)
+        loss = progress.window_loss / (progress.window_items or 1)
         if not math.isfinite(loss) or (self.skips is not None and skipped_in_a_row >= self.skips.limit):
             look.error = self._diagnosis(look, loss, skipped_in_a_row)
             raise look.error

@@ -17,6 +17,7 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival
+from ptfast.core.tensors.dtensors import local_parts
 from ptfast.core.tensors.torch_internals import after_backward, backward
 from ptfast.core.tensors.trees import copied
 from ptfast.optim.build_optimizer import apply_lr, build_step
@@ -68,6 +69,8 @@ class Trainer:
         self.votes: Arrival | None = None
         """What the ranks told each other at the last look."""
         self._weights: dict[int, Tensor] = {}
+        self.counts_late = False
+        self._zero = torch.zeros((), dtype=devices.sum_dtype(run.device), device=run.device)
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
         """Take optimizer steps up to `last_step`, or up to a signal.
@@ -133,7 +136,8 @@ class Trainer:
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Run forward and backward of this rank's micro-batches: the gradient of the step's mean loss."""
         run, mark, alone, sums = self.run, self.run.clock.to, self.batchnorm is None, self.sums
-        weight, last = self.item_weight(batch), len(batch.micro_batches) - 1
+        last = len(batch.micro_batches) - 1
+        weight, counts = None, list[Any]()
         # Sharded weights are gathered in the half type, and released in between.
         converts_once = last > 0 and run.precision.half_type is not None and not run.sharded
         with (
@@ -149,7 +153,9 @@ class Trainer:
                 run.seed_step(run.seed, step, self.first_micro_batch + index)
                 exchanges = index == last
                 with _nothing if alone else self.among_ranks(num_samples, exchanges=exchanges):
-                    loss, num_items = self.loss_of(data, step)
+                    loss, num_items = self.loss_of(data, num_samples, step)
+                    # A user's loss shows by its first value what it counts.
+                    weight = self.item_weight(batch, num_items) if weight is None else weight
                     if exchanges and not alone:
                         # DDP and FSDP queue their wait for the other ranks after this callback. Sending
                         # during backward, and gathering FSDP's weights, count as forward and backward.
@@ -161,41 +167,77 @@ class Trainer:
                     sums.keep(self.first_micro_batch + index)
                 if num_samples:
                     self.window.add(loss.detach(), num_items)
+                    counts.append(num_items)
             if sums is not None:
                 mark("gradient_sync")
+        if self.counts_late:
+            self._divide_by(sum(counts), batch.num_samples)
 
-    def loss_of(self, data: Any, step: int) -> tuple[Tensor, Any]:
+    def loss_of(self, data: Any, num_samples: int, step: int) -> tuple[Tensor, Any]:
         """The sum of the losses of a micro-batch's items, and their count."""
         run = self.run
         # Read on every step: a callback may replace the task.
-        loss_of = run.task.loss if step > self.first_step else self.first_look.loss
         with run.precision.autocast:
-            return loss_of(run.forward, data)
+            if step > self.first_step:
+                return run.task.loss(run.forward, data)
+            return self.first_look.loss(run.forward, data, num_samples)
 
-    def item_weight(self, batch: StepBatch) -> Tensor:
+    def item_weight(self, batch: StepBatch, first_count: Any = None) -> Tensor:
         """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
 
-        One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale.
+        One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale. If
+        only the losses count items, gradients are averaged over samples until `_divide_by`.
+
+        Args:
+            first_count: what the loss of the first micro-batch has counted.
+        """
+        run = self.run
+        num_items: Any = self.count_items(batch)
+        is_whole = self.batchnorm is None and self.sums is None and len(batch.micro_batches) == 1
+        self.counts_late = num_items is None and not (is_whole and first_count is not None)
+        if num_items is None:
+            num_items = batch.num_samples if self.counts_late else first_count
+        # Gradients are averaged over the ranks, or summed.
+        ranks = run.ranks.num_ranks if self.sums is None else 1
+        if isinstance(num_items, Tensor):
+            # Without items the losses are 0.
+            weight = (ranks / num_items.to(self.dtype)).nan_to_num(posinf=ranks)
+        elif (weight := self._weights.get(num_items)) is None:
+            weight = torch.full((), ranks / (num_items or 1), device=run.device, dtype=self.dtype)
+            if isinstance(num_items, int):
+                self._weights[num_items] = weight
+        return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
+
+    def count_items(self, batch: StepBatch) -> Any:
+        """The items of a step over all ranks, or their weight; None if only the losses count them.
 
         Cost: nothing if each sample is an item; else a sum over ranks. The host never waits.
         """
         run = self.run
-        num_items: Any = batch.num_samples
-        if not getattr(run.task, "counts_samples", False):
-            run.clock.to("forward")
-            num_items = sum(run.task.count(data, n) for data, n in batch.micro_batches if n)
-            if run.ranks.distributed:
-                zero = torch.zeros((), dtype=torch.int64, device=run.device)
-                run.clock.to("gradient_sync")
-                num_items = sum_over_ranks(zero + num_items, run.ranks)
-        # Gradients are averaged over the ranks, or summed.
-        ranks = run.ranks.num_ranks if self.sums is None else 1
-        if isinstance(num_items, Tensor):
-            weight = ranks / num_items.clamp(min=1).to(self.dtype)
-        elif (weight := self._weights.get(num_items)) is None:
-            value = ranks / max(num_items, 1)
-            weight = self._weights[num_items] = torch.full((), value, device=run.device, dtype=self.dtype)
-        return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
+        if not getattr(run.task, "averages", True):
+            return 1
+        if getattr(run.task, "counts_samples", False):
+            return batch.num_samples
+        run.clock.to("forward")
+        # A rank without samples finds None as well.
+        counts = [(run.task.count(data, n), n) for data, n in batch.micro_batches]
+        if any(count is None for count, _ in counts):
+            return None
+        return self._over_ranks(sum(count for count, n in counts if n))
+
+    def _over_ranks(self, num_items: Any) -> Any:
+        run = self.run
+        if not run.ranks.distributed:
+            return num_items
+        run.clock.to("gradient_sync")
+        return sum_over_ranks(self._zero + num_items, run.ranks)
+
+    def _divide_by(self, num_items: Any, num_samples: int) -> None:
+        """Turn gradients that are means over a step's samples into means over its items."""
+        total = self._zero + self._over_ranks(num_items)
+        factor = (num_samples / total).nan_to_num(posinf=1.0).to(self.dtype)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(local_parts(grads), factor)
 
     @contextmanager
     def among_ranks(self, num_samples: int, *, exchanges: bool) -> Iterator[None]:

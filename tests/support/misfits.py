@@ -108,7 +108,7 @@ class Loss:
 LOSSES: dict[str, Any] = {
     "float": lambda loss: loss.item(),
     "None": lambda loss: None,
-    "tuple": lambda loss: (loss, loss),
+    "tuple": lambda loss: (loss, loss, loss),
     "dict": lambda loss: {"loss": loss},
     "string": lambda loss: "loss",
     "numpy": lambda loss: loss.detach().numpy(),

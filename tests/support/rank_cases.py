@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ UNUSED = {
     "recorded": (*FORGETFUL, "parallel.static_graph=true"),
     "unused fsdp": FORGETFUL,
 }
+SELDOM = (*FORGETFUL[2:], "model=custom", "model._target_=toys.Seldom", "determinism=elastic")
+SELDOM = (*SELDOM, "micro_batches=2", "optimizer=sgd", "optimizer.weight_decay=0.1", "schedule=constant")
 STREAM = ("data=custom", "data._target_=streamed.WithHeldOut", "model.hidden=[4]", "schedule=constant")
 STREAM = (
     *STREAM,
@@ -55,6 +58,8 @@ STREAM = (
 STUCK = ("data=custom", "data._target_=stuck.Stuck", "+data.at=18", "data.val=0", "dataloader=plain")
 STUCK = (*STUCK, "model.hidden=[4]", "model.dropout=0.2", "batch_size=10", "steps=6")
 LAST = ("model.hidden=[8]", "steps=1", "batch_size=4", "data.val=45samples", "eval.batch_size=8")
+ONE = ("model.hidden=[8]", "steps=1", "batch_size=4", "data.val=1samples")
+ONE = (*ONE, "metrics.auroc=torchmetrics.AUROC", "metrics.f1=torchmetrics.F1Score")
 LATE = (
     "data=custom",
     "data._target_=toys.blobs",
@@ -80,6 +85,10 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         for last in ("keep", "drop"):
             run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
             found[f"{last} {strategy}"] = evaluate_split(run, "val")
+        run = on.build(f"one {strategy}", *ONE, strategy=strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one sample is of one class
+            found[f"one {strategy}"] = evaluate_split(run, "val")
         late = on.build(f"late-{strategy}", *LATE, strategy=strategy)
         fit(late)
         found[f"ledger {strategy}"] = late.clock.ledger()
@@ -87,10 +96,17 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     for name in ("OfRank", "LateOfRank", "Asks", "SaysSo"):
         found[f"stream {name}"] = refusal_of_stream(on, name)
     found["held"] = held_together(on)
-    for module in ("test_world", "test_tasks", "test_skipped_steps", "test_stragglers"):
+    for module in (
+        "test_world",
+        "test_tasks",
+        "test_skipped_steps",
+        "test_stragglers",
+        "test_loss_functions",
+    ):
         found[module] = import_module(module).cases(ranks)
     found["stuck"] = stuck(on)
     found["stream resumes"] = on.resumed("stream", *STREAM)
+    found["seldom"] = on.train("seldom", *SELDOM)["weights"]
     for name, words in UNUSED.items():
         found[name] = on.refusal(name, *words, strategy="fsdp" if "fsdp" in name else "ddp")
     return found

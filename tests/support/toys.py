@@ -259,6 +259,18 @@ class Forgetful(nn.Module):
         return outputs if self.calls > self.after else outputs + self.unused(inputs)
 
 
+class Seldom(nn.Module):
+    """Uses `seldom` for some batches, by their first number, and `never` for none."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.used, self.seldom, self.never = (nn.Linear(4, num_classes) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.used(inputs)
+        return outputs + self.seldom(inputs) if inputs[0, 0] > 1 else outputs
+
+
 def shapes(num_samples: int = 96, side: int = 24) -> TensorDataset:
     """Red squares and blue discs on grey noise; 255 lies around each, as in PASCAL VOC."""
     generator = torch.Generator().manual_seed(2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from running import records, summary, train
 from torch import Tensor
+from torchmetrics import ExplainedVariance, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassRecall
 
 from ptfast.cli.command_line import run
@@ -21,6 +22,9 @@ from ptfast.core.run_directory import read_json
 from ptfast.core.sections.targets import Target, parse_target
 from ptfast.tasks import build_task
 from ptfast.tasks.added_metrics import Added, MetricTable, add_metrics, with_tables
+from ptfast.tasks.ratios import placed
+
+HERE = "test_added_metrics"
 
 SCORES = "torchmetrics.classification"
 CLASSES = DataInfo(kind="features", task="classification", num_classes=3)
@@ -98,8 +102,42 @@ def test_outputs_come_in_the_shape_that_metrics_take() -> None:
     metrics.update(torch.zeros(2, 5, 7, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.long))
     metrics.update(torch.zeros(4, 1), torch.zeros(4))
     metrics.update(torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long))
-    shapes = [((10, 7), (10,)), ((4,), (4,)), ((2, 3, 8, 8), (2, 8, 8))]
-    assert taken == [(torch.float32, *shape) for shape in shapes]
+    assert taken == [
+        (torch.float32, (10, 7), (10,)),
+        (torch.float64, (4,), (4,)),  # targets are numbers
+        (torch.float32, (2, 3, 8, 8), (2, 8, 8)),
+    ]
+
+
+def test_metrics_of_numbers_are_those_of_float64() -> None:
+    targets = torch.linspace(-311_031, -311_029, 200)
+    outputs = targets + torch.linspace(-0.5, 0.7, 200).sin()
+    wide, goal = outputs.double(), targets.double()
+    info = DataInfo("features", "regression")
+    names = ("R2Score", "ExplainedVariance", "MeanSquaredError")
+    added = {name.lower(): {"_target_": f"torchmetrics.{name}"} for name in names}
+    errors = {"errors": {"_target_": f"{HERE}.error_of_mean"}}
+    task: Any = build_task("auto", info)
+    for metrics in (metrics_of(info, **added, **errors), MetricCollection([R2Score(), ExplainedVariance()])):
+        metrics = placed(metrics, torch.device("cpu"))
+        for part in (slice(0, 150), slice(150, 200)):
+            task.evaluate(lambda inputs, part=part: outputs[part], (None, targets[part]), metrics)
+        values = {name.lower(): float(value) for name, value in metrics.compute().items()}
+        explained = 1 - float((goal - wide).var(correction=0) / goal.var(correction=0))
+        assert values["r2score"] == pytest.approx(
+            1 - float((goal - wide).square().sum() / (goal - goal.mean()).square().sum()), rel=1e-3
+        )
+        assert values["explainedvariance"] == pytest.approx(explained, rel=1e-3)
+        if "errors" in values:
+            assert values["mae"] == pytest.approx(float((goal - wide).abs().mean()), rel=1e-12)
+            assert values["meansquarederror"] == pytest.approx(
+                float((goal - wide).square().mean()), rel=1e-12
+            )
+
+
+def error_of_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric with float32 numbers of its own, which take no others."""
+    return (outputs[:, None] @ torch.ones(1, 1))[:, 0] - targets
 
 
 def test_what_a_task_of_ones_own_measures_is_kept_as_well() -> None:

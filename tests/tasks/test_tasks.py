@@ -237,11 +237,11 @@ def test_models_with_their_own_loss_add_up_too() -> None:
             task.count(batch, 3)
 
 
-def test_adapted_losses_of_single_items_are_summed() -> None:
+def test_losses_of_single_elements_are_averaged_over_all_of_them() -> None:
     outputs, targets = torch.randn(5, 2), torch.randn(5, 2)
     task = build_task("regression", CLASSES, loss=functools.partial(F.mse_loss, reduction="none"))
     loss, count = task.loss(Fixed(), (outputs, targets))
-    torch.testing.assert_close(loss, (outputs - targets).square().sum())
+    torch.testing.assert_close(loss / count, F.mse_loss(outputs, targets))
     assert count == 5
 
 

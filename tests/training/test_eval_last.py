@@ -69,6 +69,15 @@ def test_over_two_ranks_each_sample_counts_once_or_not_at_all(
     assert two_ranks[f"{last} {strategy}"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_without_samples_agrees_on_metrics_that_keep_them(
+    strategy: str, two_ranks: dict[str, Any]
+) -> None:
+    figures = two_ranks[f"one {strategy}"]
+    assert figures["f1"] == figures["accuracy"] in (0, 1)
+    assert figures["auroc"] == 0
+
+
 def test_a_run_says_what_it_leaves_out(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*WORDS, "eval.last=drop", "run.dir=drop") == 0
     assert "without the samples of a last, smaller batch (6 of val)" in capsys.readouterr().out

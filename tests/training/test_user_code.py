@@ -46,7 +46,7 @@ def refused(run: Run, **changes: Any) -> str:
     vars(changed).update(changes)
     batch = next(run.train_loader.steps(0, 1))
     with pytest.raises(ConfigError) as caught:
-        FirstStep(changed).loss(changed.model, batch.micro_batches[0].data)
+        FirstStep(changed).loss(changed.model, *batch.micro_batches[0])
     assert (caught.value.code, caught.value.exit_code) == ("C017", 2)
     return str(caught.value)
 

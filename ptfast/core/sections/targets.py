@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,9 +51,29 @@ class Target:
         takes = keywords(function)
         filled = {name: fact for name, fact in facts.items() if name in takes and fact is not None}
         kwargs = {**filled, **built(self.kwargs)}
+        for name, value in kwargs.items():
+            if isinstance(value, list) and name in takes and _takes_tensor(takes[name].annotation):
+                kwargs[name] = _as_tensor(name, value, self.path)
         if self.partial:
             return functools.partial(function, *args, **kwargs)
         return function(*args, **kwargs)
+
+
+def _takes_tensor(annotation: Any) -> bool:
+    """Return True for the annotations `Tensor` and `Tensor | None`; nothing is imported to tell."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.Tensor in (annotation, *typing.get_args(annotation))
+
+
+def _as_tensor(name: str, numbers: list[Any], path: str) -> Any:
+    """A list of numbers, such as class weights, as a tensor of floats."""
+    import torch
+
+    try:
+        return torch.tensor(numbers, dtype=torch.get_default_dtype())
+    except (TypeError, ValueError) as error:
+        what = f"{path} takes a tensor, and this is no list of numbers"
+        raise ConfigError("C004", what, key=name, value=numbers) from error
 
 
 def parse_target(tree: dict[str, Any]) -> Target:

@@ -313,8 +313,14 @@ def _info(
             facts["pad_id"] = int(getattr(dataset, "pad_id", None) or 0)
     target_kind = kind_of_target(known, shape, task)
     _check_task(task, target_kind, known)
+    names = getattr(dataset, "classes", None)
+    names = tuple(map(str, names)) if names is not None else None
+    stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
     if task == "auto" and kind == "tokens":
-        task, facts["task_reason"] = "language_modelling", "a token for each token"
+        # As many classes as tokens are the next tokens.
+        of_classes = bool(stated) and stated != facts["vocab_size"]
+        task = "token_classification" if of_classes else "language_modelling"
+        facts["task_reason"] = f"a {'class' if of_classes else 'token'} for each token"
     elif task == "auto":
         task, facts["task_reason"] = infer_task(known, target_kind)
     if facts.get("vocab_size", 0) is None:
@@ -324,14 +330,11 @@ def _info(
             # One sample shows only some tokens; predicted targets are tokens, too.
             seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
             facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
-    names = getattr(dataset, "classes", None)
-    names = tuple(map(str, names)) if names is not None else None
     if target_kind == "map":
         facts["num_classes"] = 1
     elif task in ("regression", "multilabel"):
         facts["num_classes"] = known.shape[1] if known.dim() > 1 else 1
     elif kind != "tokens" or task == "token_classification":
-        stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
         if not stated and task == "classification" and known.dim() == 2 and known.shape[1] > 1:
             stated = known.shape[1]
         elif not stated and target_kind != "mask":

@@ -98,7 +98,7 @@ class NoiseTrainer(Trainer):
     def accumulate(self, batch: StepBatch, step: int) -> None:
         """Accumulate the gradient of the step, and keep the norms of its parts."""
         run, ranks, window, alone = self.run, self.run.ranks, self.window, self.batchnorm is None
-        weight = self.item_weight(batch)
+        weight: Tensor | None = None
         parts: list[tuple[Tensor, float]] = []
         loss_before, items_before = window.sums()
         sums: dict[Tensor, Tensor] = {}
@@ -107,7 +107,11 @@ class NoiseTrainer(Trainer):
                 continue
             run.seed_step(run.seed, step, self.first_micro_batch + index)
             with contextlib.nullcontext() if alone else self.among_ranks(num_samples, exchanges=False):
-                loss, count = self.loss_of(data, step)
+                loss, count = self.loss_of(data, num_samples, step)
+                weight = self.item_weight(batch, count) if weight is None else weight
+                if self.counts_late:
+                    what = "the noise scale needs a loss whose items are counted before it is known"
+                    raise ConfigError("C011", what, key="task", value=run.resolved.task)
                 backward(loss, weight if num_samples else weight * 0)
             if num_samples:
                 window.add(loss.detach(), count)
@@ -141,7 +145,7 @@ class NoiseTrainer(Trainer):
         rows = sum_over_ranks(rows, self.run.ranks).tolist()
         of_steps = torch.stack([square for _, square in self.rows]).tolist()
         figures = [
-            (*moments(square, *parts, num_train=self.run.info.num_train), square, loss / max(items, 1))
+            (*moments(square, *parts, num_train=self.run.info.num_train), square, loss / (items or 1))
             for (*parts, loss, items), square in zip(rows, of_steps, strict=True)
         ]
         self.rows.clear()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.distributed import Ranks, broadcast_buffers, gathered
+from ptfast.core.distributed import Ranks, broadcast_buffers, gathered, host_sums
 from ptfast.core.tensors.torch_internals import BatchNorm
 
 
@@ -61,6 +61,9 @@ class OrderedSums(nn.Module):
         for index, parameter in enumerate(self._summed):
             self._by_type.setdefault(parameter.dtype, []).append(index)
         share = micro_batches // ranks.num_ranks
+        self._reached = [0] * len(self._summed)
+        """Which parameters have had a gradient in this step."""
+        self._sum_over_hosts = host_sums(ranks.num_ranks)
         self._parts: list[Part] = []
         self._layouts: list[list[Part]] = []
         """The parts that each rank ends up with, without their gradients."""
@@ -75,18 +78,22 @@ class OrderedSums(nn.Module):
         return self.module(*inputs, **keywords)
 
     def check_gradients(self) -> None:
-        """A parameter without a gradient has one of zeros here."""
+        """Parameters without a gradient have none on any rank."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context for the micro-batches of a step, at whose end the sums over all ranks are in place."""
         self._parts.clear()
+        self._reached = [0] * len(self._summed)
         with self._statistics.step():
             yield
         self._finish()
 
     def keep(self, index: int) -> None:
         """Take the gradients and statistics of micro-batch `index` of the step, in order."""
+        self._reached = [
+            before | (p.grad is not None) for before, p in zip(self._reached, self._summed, strict=True)
+        ]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._summed]
         for parameter in self._summed:
             parameter.grad = None
@@ -95,13 +102,18 @@ class OrderedSums(nn.Module):
 
     @torch.no_grad()
     def _finish(self) -> None:
+        reached_on_ranks = self._sum_over_hosts(self._reached)
         if self._ranks.num_ranks == 1:
             for parameter, gradient in zip(self._summed, total(self._parts), strict=True):
                 parameter.grad = gradient
-            return
-        for indices in self._by_type.values():
-            self._exchange(indices)
-        self._parts.clear()
+        else:
+            for indices in self._by_type.values():
+                self._exchange(indices)
+            self._parts.clear()
+        # No sample has used the others: weight decay and momentum must not move them.
+        for parameter, reached in zip(self._summed, reached_on_ranks(), strict=True):
+            if not reached:
+                parameter.grad = None
 
     def _exchange(self, indices: list[int]) -> None:
         """Sum the gradients of some parameters, all of one type, over all ranks."""

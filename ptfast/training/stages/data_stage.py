@@ -120,10 +120,21 @@ def choose_task(run: PartialRun) -> None:
     named = config.task.name != "auto"
     run.resolved.task = config.task.name if named else info.task
     run.resolved.task_reason = "" if named else info.task_reason
-    task = build_task(config.task.name, info, **built(config.task.options))
+    task = build_task(config.task.name, info, **on_device(built(config.task.options), run.device))
     run.task = add_metrics(task, config.metrics, info)
     run.flip, run.shift = config.eval.flip, config.eval.shift
     check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """The keywords of a task with modules and tensors, such as a loss's class weights, on `device`."""
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return value.to(device)
+    if isinstance(value, partial):
+        return partial(value.func, *value.args, **on_device(value.keywords, device))
+    if isinstance(value, dict):
+        return {name: on_device(item, device) for name, item in value.items()}
+    return value
 
 
 def build_choice(

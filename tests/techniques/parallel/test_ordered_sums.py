@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_cases import SELDOM
 from running import WITH_TESTS, build_run, records, same_bits, train, training_state, weights
 from strategy_cases import ELASTIC
 from toys import Lines
@@ -42,6 +43,21 @@ def test_two_ranks_take_the_steps_of_one(in_tmp: Path, two_ranks: dict[str, Any]
     assert [line["loss"] for line in run.logger] == others["losses"]
     assert same_bits(weights(Path("one")), others["weights"])
     assert same_bits(*states)
+
+
+def test_parameters_that_no_sample_uses_stay_as_they_are(tmp_path: Path, two_ranks: dict[str, Any]) -> None:
+    """Those that some rank uses move on all, in the steps in which it does."""
+    run = build_run(tmp_path, *SELDOM)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    assert fit(run) == "finished"
+    ended = weights(tmp_path)
+    moved = {name for name, value in ended.items() if not torch.equal(value, before[name])}
+    assert moved == {f"{layer}.{kind}" for layer in ("used", "seldom") for kind in ("weight", "bias")}
+    assert same_bits(ended, two_ranks["seldom"])
+    plain = build_run(tmp_path / "plain", *(word for word in SELDOM if word != "determinism=elastic"))
+    assert fit(plain) == "finished"
+    for name, value in weights(tmp_path / "plain").items():
+        torch.testing.assert_close(ended[name], value)
 
 
 def test_a_step_that_is_cut_short_leaves_statistics_alone() -> None:

@@ -1,0 +1,225 @@
+"""Loss functions of the config, as sums over items and the count or weight that a sum is divided by."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core import devices
+from ptfast.core.errors import ConfigError, described, name_of
+from ptfast.core.protocols import IGNORE_INDEX
+
+LossFunction = Callable[[Tensor, Tensor], Any]
+"""Of outputs and targets: gives their mean loss, the loss of each sample or element, or `(sum, weight)`."""
+CLASS_LOSSES = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}
+"""Losses of torch whose mean divides by the class weights of the targets that are not ignored."""
+ELEMENT_WEIGHTS = {"l1_loss", "mse_loss", "huber_loss"}
+"""Functions whose `weight` is one for each element, so that their mean divides by its sum."""
+KEY = "task.loss._target_"
+FEW_SAMPLES, FEW_NUMBERS = 64, 2**22
+"""The most samples, and numbers in their outputs, that the mean of a user's loss is checked with."""
+CLOSE = 1e-3
+"""Relative difference that rounding cannot explain."""
+
+
+class UserLoss:
+    """A function of a user's. Its first value shows what it returns, which must stay the same."""
+
+    is_compared = False
+    """An evaluation has asked for `difference_of_parts`."""
+
+    def __init__(self, loss: LossFunction, task: Any) -> None:
+        self._loss, self._task, self._items_of = loss, task, task.num_items
+        self._per_sample = task.counts_samples
+        self.returns: str | None = None
+        """`mean`, `elements` (the loss of each target), `samples` or `pair` (sum and weight)."""
+
+    def num_items(self, targets: Tensor) -> Any:
+        """What the sum over `targets` is divided by; None if only the function knows it."""
+        if self.returns == "pair":
+            return None
+        return len(targets) if self.returns == "samples" else self._items_of(targets)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+        """Sum of the losses of the items, and their number or weight."""
+        value = self._call(outputs, targets)
+        if isinstance(value, tuple):
+            total, weight = value
+            if isinstance(weight, Tensor):  # sums in float64 are the same in any order
+                weight = weight.detach().to(devices.sum_dtype(weight.device))
+            return total, weight
+        num_items = self.num_items(targets)
+        if not value.dim():
+            return times(value, num_items), num_items
+        scale = len(value) / max(value.numel(), 1) if self._per_sample and value.dim() > 1 else None
+        return value.sum() if scale is None else value.sum() * scale, num_items
+
+    def of_samples(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Each sample's part of the sum, (batch,); vectorised if the function returns one number."""
+        value = self._call(outputs, targets) if self.returns not in ("mean", "pair") else None
+        if not isinstance(value, Tensor) or not value.dim():
+            return self._task.losses_one_by_one(outputs, targets)
+        rows = value.reshape(len(value), -1)
+        return rows.mean(1) if self._per_sample else rows.sum(1)
+
+    def _call(self, outputs: Tensor, targets: Tensor) -> Any:
+        outputs, targets = self._task.aligned(outputs, targets)
+        value = self._loss(outputs, targets)
+        returns = None
+        if isinstance(value, Tensor):
+            kinds = {targets.shape[:1]: "samples", targets.shape: "elements", (): "mean"}
+            returns = kinds.get(value.shape)
+        elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor):
+            single = isinstance(value[1], (int, float)) or (
+                isinstance(value[1], Tensor) and not value[1].dim()
+            )
+            returns = "pair" if single and not value[0].dim() else None
+        if returns is None or self.returns not in (None, returns):
+            given = f"gives {described(value)} for targets of shape ({', '.join(map(str, targets.shape))})"
+            what = f"{given}, where a Tensor is expected: their mean loss, (), or the loss of each"
+            hint = "Have it always return one of those, or (sum, weight)"
+            raise ConfigError("C017", what, key=KEY, value=name_of(self._loss), suggestion=hint)
+        self.returns = returns
+        self._task.counts_samples = returns == "samples" or (returns != "pair" and self._per_sample)
+        return value
+
+    @torch.no_grad()
+    def difference_of_parts(self, outputs: Any, targets: Any) -> str | None:
+        """Say by how much the loss of a batch differs from the mean of its parts; None if it does not.
+
+        The batch is some samples of this one and half of them again with other targets, so that its parts
+        differ in what they hold. Cost: four calls of the loss; the host waits for the device.
+        """
+        if self.returns != "mean":
+            return None
+        outputs, targets = self._task.aligned(outputs, targets)
+        if not isinstance(outputs, Tensor):
+            return None
+        outputs = outputs.detach().to(torch.promote_types(outputs.dtype, torch.float32))
+        num_samples = min(FEW_SAMPLES, max(1, FEW_NUMBERS // max(1, outputs[:1].numel())), len(outputs))
+        outputs, targets = outputs[:num_samples], targets[:num_samples]
+        half = max(1, num_samples // 2)
+        parts = (outputs, targets), (outputs[:half], self._others(targets)[:half])
+        whole = tuple(torch.cat(both) for both in zip(*parts, strict=True))
+        try:
+            loss = copy.deepcopy(self._loss)
+            with torch.random.fork_rng([outputs.device] if outputs.is_cuda else []):
+                # In-place changes must not reach what the step goes on with.
+                value, again, *means = (
+                    float(loss(*(t.clone() for t in part))) for part in (whole, whole, *parts)
+                )
+        except Exception:
+            return None  # it takes other batches only
+        first, second = (float(self._items_of(part[1])) for part in parts)
+        mean = (means[0] * first + means[1] * second) / max(first + second, 1)
+        # A loss that draws random numbers cannot be compared.
+        if value != again or not abs(value - mean) > CLOSE * max(abs(value), abs(mean)) + 1e-6:
+            return None
+        return f"the loss of a batch is not the mean over its parts ({value:.4g} for {mean:.4g})"
+
+    def _others(self, targets: Tensor) -> Tensor:
+        """Other targets of the same kind, those that do not count in their places."""
+        if targets.is_floating_point():
+            return targets.flip(0)
+        num_classes = self._task.num_classes if self._task.class_dim else 2
+        return ((targets + 1) % num_classes).where((targets >= 0) & (targets < num_classes), targets)
+
+
+class TorchLoss(UserLoss):
+    """A loss of torch, whose arguments say exactly what its mean divides by.
+
+    Args:
+        loss: reduces to a mean or a sum.
+        each: the same, without a reduction.
+        arguments: of both; their tensors are on the device of the targets.
+        by_class: targets are classes, which may have weights.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        task: Any,
+        each: LossFunction,
+        arguments: Mapping[str, Any],
+        by_class: bool,
+    ) -> None:
+        super().__init__(loss, task)
+        self._each, self._reduction = each, arguments["reduction"]
+        self._weight: Tensor | None = arguments.get("weight")
+        self._ignored = arguments.get("ignore_index")
+        self._selects = (
+            by_class and task.class_dim != 0 and (self._weight is not None or self._ignored != IGNORE_INDEX)
+        )
+        task.counts_samples = task.counts_samples and not self._selects
+        task.averages = self._reduction != "sum"
+        self._per_sample = task.counts_samples and self._reduction == "mean"
+
+    def num_items(self, targets: Tensor) -> Any:
+        if not self._selects or targets.is_floating_point():
+            return self._items_of(targets)
+        counted = targets != self._ignored
+        if self._weight is None:
+            return counted.sum()
+        weight = self._weight.to(devices.sum_dtype(targets.device))
+        return (weight[targets.where(counted, 0).long()] * counted).sum()
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+        num_items = self.num_items(targets)
+        if self._selects:
+            return self._call(outputs, targets).sum(), num_items
+        value = self._loss(*self._task.aligned(outputs, targets))
+        return (value if self._reduction == "sum" else times(value, num_items)), num_items
+
+    def _call(self, outputs: Tensor, targets: Tensor) -> Any:
+        return self._each(*self._task.aligned(outputs, targets))
+
+
+def times(mean: Tensor, num_items: Any) -> Tensor:
+    """The sum of `num_items` losses of this mean; 0, not NaN, without items."""
+    if isinstance(num_items, int):
+        return mean * num_items
+    return (mean * num_items).where(num_items > 0, 0.0)
+
+
+def adapt_loss(loss: Any, task: Any) -> UserLoss:
+    """What a `loss` of outputs and targets adds to the sums of `task`, which may then count otherwise.
+
+    Raises:
+        ConfigError: C017 for a `loss` of other arguments, and later for one that returns something else.
+    """
+    with contextlib.suppress(ValueError):  # it has no signature
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError as error:
+            what = f"cannot be called with outputs and targets: {error}"
+            raise ConfigError("C017", what, key=KEY, value=name_of(loss)) from error
+    if isinstance(loss, nn.Module):
+        kind = next((k for k in type(loss).__mro__ if k.__module__ == "torch.nn.modules.loss"), None)
+        if kind is None or type(loss).forward is not kind.forward:
+            return UserLoss(loss, task)
+        each, name = copy.copy(loss), kind.__name__
+        each.__dict__["reduction"] = "none"
+        arguments = {**vars(loss), **loss._buffers}
+    else:
+        function, given = loss, {}
+        if isinstance(loss, functools.partial) and not loss.args:
+            function, given = loss.func, loss.keywords
+        name = getattr(function, "__name__", "")
+        weighs_elements = name in ELEMENT_WEIGHTS and "weight" in given
+        if getattr(function, "__module__", "") != "torch.nn.functional" or weighs_elements:
+            return UserLoss(loss, task)
+        parameters = inspect.signature(function).parameters
+        arguments = {key: parameter.default for key, parameter in parameters.items()} | given
+        each = functools.partial(function, **{**given, "reduction": "none"})
+    # The old keywords `reduce` and `size_average` go before the reduction.
+    old = arguments.get("reduce") is not None or arguments.get("size_average") is not None
+    if old or arguments.get("reduction") not in ("mean", "batchmean", "sum"):
+        return UserLoss(loss, task)
+    return TorchLoss(loss, task, each, arguments, name in CLASS_LOSSES)
