@@ -182,19 +182,16 @@ class Trainer:
                 return run.task.loss(run.forward, data)
             return self.first_look.loss(run.forward, data, num_samples)
 
-    def item_weight(self, batch: StepBatch, first_count: Any = None) -> Tensor:
+    def item_weight(self, batch: StepBatch, first_count: Any) -> Tensor:
         """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
 
         One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale. If
-        only the losses count items, gradients are averaged over samples until `_divide_by`.
-
-        Args:
-            first_count: what the loss of the first micro-batch has counted.
+        only the losses count items, and that of the first micro-batch has counted `first_count`, gradients
+        are averaged over samples until `_divide_by`.
         """
-        run = self.run
+        run, is_whole = self.run, self.batchnorm is None and len(batch.micro_batches) == 1
         num_items: Any = self.count_items(batch)
-        is_whole = self.batchnorm is None and self.sums is None and len(batch.micro_batches) == 1
-        self.counts_late = num_items is None and not (is_whole and first_count is not None)
+        self.counts_late = num_items is None and not (is_whole and self.sums is None)
         if num_items is None:
             num_items = batch.num_samples if self.counts_late else first_count
         # Gradients are averaged over the ranks, or summed.
