@@ -128,6 +128,8 @@ class Run:
     checks_steps: bool = False
     """Steps whose loss or gradients are not finite are left out, up to `skip_limit` in a row."""
     skip_limit: int = 0
+    finite_buffers: Sequence[str] = ()
+    """Names of the saved buffers that are finite, which a state must not be without; some are masks."""
     flip: bool = False
     """Evaluations average over each image and its mirror image."""
     shift: int = 0

@@ -99,6 +99,9 @@ def build(
     check_own_steps(run)
     if state is not None:
         restore_training(run, state, run.before.total_steps)
+    saved, buffers = run.model.state_dict(), run.model.named_buffers()
+    floating = [(name, b) for name, b in buffers if name in saved and b.is_floating_point()]
+    run.finite_buffers = [name for name, buffer in floating if bool(buffer.isfinite().all())]
     run.checks_steps, run.skip_limit = config.numerics.mode == "skip", config.numerics.limit
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
     run.state = run.data = None

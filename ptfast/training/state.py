@@ -119,20 +119,21 @@ def _lasting(run: Run, training: dict[str, Any]) -> list[Tensor]:
 
 
 def _to_check(model: dict[str, Tensor], run: Run) -> list[Tensor]:
-    """This rank's trained weights; on a device that is not waited for, their largest magnitudes."""
+    """This rank's trained weights, and buffers; on a device that is not waited for, largest magnitudes."""
     named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
-    trained = [local_part(model.get(name, p.detach())).detach() for name, p in named]
-    trained = [part for part in trained if part.numel()]
-    if run.device.type == "cpu" or not trained:
-        return trained
+    parts = [local_part(model.get(name, p.detach())).detach() for name, p in named]
+    parts += [model[name] for name in run.finite_buffers if name in model]
+    parts = [part for part in parts if part.numel()]
+    if run.device.type == "cpu" or not parts:
+        return parts
     # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
-    return [torch.stack(list(torch._foreach_norm(trained, math.inf)))]
+    return [torch.stack(list(torch._foreach_norm(parts, math.inf)))]
 
 
 def _check_finite(weights: list[Tensor], step: int) -> None:
     parts = (torch.view_as_real(part) if part.is_complex() else part for part in weights)
     if not all(bool(end.isfinite()) for part in parts for end in torch.aminmax(part)):
-        what = f"the weights are not finite after step {step}"
+        what = f"weights or buffers are not finite after step {step}"
         hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last saved state is older"
         raise NumericsError("N001", what, suggestion=hint)
 

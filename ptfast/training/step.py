@@ -64,7 +64,7 @@ class Trainer:
         if run.checks_steps and self.fp16 is None:
             self.checked = self.window.skips = build_checked_steps(run, self.parameters)
             self.take_step = self.checked.take
-        self.buffers = KeptBuffers(run.model) if run.checks_steps else None
+        self.buffers = KeptBuffers(run.model) if self.window.skips is not None else None
         self.stragglers = Stragglers(run)
         self.votes: Arrival | None = None
         """What the ranks told each other at the last look."""

@@ -153,7 +153,7 @@ def test_weights_that_are_not_finite_are_never_published(
 ) -> None:
     model = ("model=custom", "model._target_=test_background_saving.Spare", *WORDS[1:-1])
     assert train(*model, "callbacks=[{_target_: test_background_saving.Spoilt}]", "run.dir=a") == 5
-    assert "the weights are not finite after step 8" in capsys.readouterr().err
+    assert "weights or buffers are not finite after step 8" in capsys.readouterr().err
     assert [step_of(folder) for folder in list_states(Path("a/saved"))] == [6, 4]
 
 

@@ -19,8 +19,8 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 class Average:
     """The base of averages: what they follow, how they are swapped in, and how they are saved.
 
-    It averages the parameters that train and the saved floating-point buffers of a plain model, half-width
-    ones in float32. An instance of this base can load and swap in what any kind has saved.
+    It averages the parameters that train and the saved buffers of finite floating-point numbers of a plain
+    model, half-width ones in float32. An instance of this base can load and swap in what any kind has saved.
     """
 
     extendable = True
@@ -32,7 +32,9 @@ class Average:
         self._model = model
         saved = set(model.state_dict())
         followed: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        followed |= {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
+        buffers = ((n, b) for n, b in model.named_buffers() if n in saved and b.is_floating_point())
+        # The average of infinities, as in a mask, is NaN.
+        followed |= {name: buffer for name, buffer in buffers if buffer.isfinite().all()}
         self._names = list(followed)
         weights = [weight.detach() for weight in followed.values()]
         types = [torch.float32 if weight.element_size() < 4 else weight.dtype for weight in weights]
@@ -50,9 +52,22 @@ class Average:
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         """Follow the weights after `step`, counted from 1.
 
-        `skipped` is 0-d, on the device: True if fp16 gradients overflowed and the step was skipped.
+        `skipped` is 0-d, on the device: True if the step was left out.
         """
         raise NotImplementedError
+
+    def _follow(self, share: float | Tensor, skipped: Tensor | None) -> None:
+        """Move the averages by `share` of the way to the weights, unless the step was `skipped`."""
+        if skipped is None:
+            torch._foreach_lerp_(self._averages, self._wide_weights(), share)
+            self._updates += 1
+            return
+        # Only the device knows if there was a step.
+        shares = torch.where(skipped, 0.0, share).to(self._averages[0].dtype)
+        changes = torch._foreach_sub(self._wide_weights(), self._averages)
+        torch._foreach_mul_(changes, shares)
+        torch._foreach_add_(self._averages, changes)
+        self._updates = self._updates + ~skipped
 
     def settle(self, watched: Watched = lambda batches: batches) -> None:
         """Prepare the averages to be evaluated or saved; called on all ranks.
@@ -101,14 +116,18 @@ class Average:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave; S002 for averages of other names or shapes."""
         averages = state["averages"]
+        buffers = {name for name, _ in self._model.named_buffers()}
         expected = {name: average.shape for name, average in zip(self._names, self._wholes, strict=True)}
         given = {name: average.shape for name, average in averages.items()}
-        if given != expected:
-            odd = min(name for name in expected | given if given.get(name) != expected.get(name))
+        # A buffer may have been finite when the run began and not now, or the other way round.
+        alike = expected.keys() & given.keys() | ((expected.keys() | given.keys()) - buffers)
+        odd = min((name for name in alike if given.get(name) != expected.get(name)), default=None)
+        if odd is not None:
             what = f"the averaged weights belong to another model: {odd} differs"
             raise SavedStateError("S002", what, key="ema")
         for name, average in zip(self._names, self._wholes, strict=True):
-            local_part(average).copy_(local_part(shard_like(average, averages[name])))
+            if name in averages:
+                local_part(average).copy_(local_part(shard_like(average, averages[name])))
         self._updates = int(state["updates"])
         self._stale = self.ready
 
@@ -129,20 +148,11 @@ class MovingAverage(Average):
         self._decay, self.note = decay, f"decay {decay:g}"
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        if skipped is None:
-            share = 1 - self._decay if self._updates else 1.0
-            torch._foreach_lerp_(self._averages, self._wide_weights(), share)
-            self._updates += 1
-            return
-        # Only the device knows if there was a step.
-        if isinstance(self._updates, int):
-            self._updates = torch.full((), self._updates, device=skipped.device)
-        shares = torch.where(self._updates > 0, 1 - self._decay, 1.0)
-        shares = torch.where(skipped, 0.0, shares).to(self._averages[0].dtype)
-        changes = torch._foreach_sub(self._wide_weights(), self._averages)
-        torch._foreach_mul_(changes, shares)
-        torch._foreach_add_(self._averages, changes)
-        self._updates = self._updates + ~skipped
+        share, started = 1 - self._decay, self._updates > 0
+        if isinstance(started, Tensor) and skipped is not None:
+            self._follow(torch.where(started, share, 1.0), skipped)
+        else:
+            self._follow(share if started else 1.0, skipped)
 
 
 class Swa(Average):
@@ -184,12 +194,12 @@ class Swa(Average):
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         if step not in self._steps:
             return
-        torch._foreach_lerp_(self._averages, self._wide_weights(), 1 / (int(self._updates) + 1))
-        self._updates += 1
+        updates = int(self._updates) if skipped is None else self._updates
+        self._follow(1 / (updates + 1), skipped)
         self._stale = True
 
     def settle(self, watched: Watched = lambda batches: batches) -> None:
-        if not self._stale or self._forward is None or not self._norms:
+        if not self._stale or not self.ready or self._forward is None or not self._norms:
             return
         norms: list[Any] = list(self._norms.values())
         with self.swapped(), torch.no_grad():
