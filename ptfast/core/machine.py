@@ -18,8 +18,12 @@ ROOT = Path("/")
 """Root of the system's files."""
 _NO_MEMORY = (
     *("can't allocate memory", "out of memory", "cannot allocate memory", "std::bad_alloc"),
-    *("_status_alloc_failed", "unable to find an engine"),  # cuBLAS and cuDNN, for their own memory
+    "_status_alloc_failed",  # cuBLAS and cuDNN, for their own memory
 )
+_NO_ENGINE = "unable to find an engine"
+"""What cuDNN says for lack of memory, and of what it cannot compute."""
+_FULL = 0.9
+"""Share of a GPU's memory in use from which it counts as full."""
 _NETWORK = (
     *("urllib", "http", "socket", "ssl", "requests", "urllib3"),
     *("httpx", "httpx2", "httpcore", "httpcore2"),
@@ -197,8 +201,19 @@ def _kilobytes(pid: int, name: str, row: str) -> int:
 
 def is_memory_error(error: BaseException) -> bool:
     """Return True if `error` says that no memory is left, on the host or on the device."""
-    says_so = any(words in text_of(error).lower() for words in _NO_MEMORY)
+    text = text_of(error).lower()
+    says_so = any(words in text for words in _NO_MEMORY) or (_NO_ENGINE in text and _gpu_is_full())
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
+
+
+def _gpu_is_full() -> bool:
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except (RuntimeError, AssertionError):  # there is none, or it has failed
+        return False
+    return free < (1 - _FULL) * total
 
 
 def network_error(error: BaseException | None) -> BaseException | None:

@@ -119,12 +119,21 @@ def test_a_rank_is_limited_by_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
         ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
-        ("GET was unable to find an engine to execute this computation", True),
         ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", False),
     ],
 )
 def test_libraries_run_out_of_memory_in_words_of_their_own(said: str, is_one: bool) -> None:
     assert machine.is_memory_error(RuntimeError(said)) is is_one
+
+
+@pytest.mark.parametrize(("free", "is_one"), [(0.5, True), (8, False)])
+def test_cudnn_without_an_engine_lacks_memory_only_on_a_full_gpu(
+    free: float, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("GET was unable to find an engine to execute this computation")
+    assert not machine.is_memory_error(error), "without a GPU"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * GIB), 10 * GIB))
+    assert machine.is_memory_error(error) is is_one
 
 
 def test_what_others_keep_busy_is_told_from_what_this_process_does(

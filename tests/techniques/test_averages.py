@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from ptfast.cli import command_line
 from ptfast.core.errors import ConfigError, SavedStateError
+from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.run import Run
 from ptfast.techniques.ema.weight_averages import MovingAverage, Swa
@@ -310,3 +311,22 @@ def test_views_need_images() -> None:
     check_views(False, 7, small, None)
     with pytest.raises(ConfigError, match=r"eval.shift=8: the images have 8 x 8 pixels"):
         check_views(False, 8, small, None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "decay", "said"),
+    [
+        (100, 0.9999, ["averages over 10,000 steps, and the run has 100", "Set ema.decay=0.9"]),
+        (2345, 0.9999, ["averages over 10,000 steps, and the run has 2,345", "Set ema.decay=0.99"]),
+        (50, 0.99, ["averages over 100 steps, and the run has 50", "Use ema=none"]),
+        (100, 0.99, None),
+    ],
+)
+def test_an_average_that_outlasts_the_run_is_warned_of(steps, decay, said, tmp_path, monkeypatch):
+    warned: list[str] = []
+    monkeypatch.setattr(Display, "warn", lambda _, text: warned.append(text))
+    words = ("data=custom", "data._target_=toys.blobs", "batch_size=5", "model=mlp", "model.hidden=[4]")
+    build_run(tmp_path, *words, f"steps={steps}", f"ema.decay={decay}")
+    about = [text for text in warned if text.startswith("ema.decay=")]
+    assert len(about) == (said is not None)
+    assert all(text.endswith(said[1]) and said[0] in text for text in about)

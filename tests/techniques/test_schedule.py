@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from running import train
 from torch.optim import SGD, AdamW, lr_scheduler
 
 from ptfast.config.checks.target_keywords import check_target
@@ -378,3 +379,41 @@ def test_a_schedule_that_fails_is_named_before_training(target, what):
     with pytest.raises(ConfigError, match=rf"^schedule._target_={target.path}: {what}") as caught:
         built(build_shape(target, 0.3))
     assert caught.value.code == "C017"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "step"),
+    [
+        ("StepLR", {"step_size": 10}, 20),
+        ("MultiStepLR", {"milestones": [30, 60]}, 60),
+        ("ExponentialLR", {"gamma": 0.9}, 44),
+        ("CosineAnnealingLR", {"T_max": 10}, 10),
+        ("PolynomialLR", {"total_iters": 5}, 5),
+        ("CosineAnnealingWarmRestarts", {"T_0": 20}, 19),
+        ("StepLR", {"step_size": 400}, None),
+        ("StepLR", {"step_size": 10, "gamma": 1.0}, None),
+        ("MultiStepLR", {"milestones": [300, 600]}, None),
+        ("ExponentialLR", {"gamma": 0.99}, None),
+        ("CosineAnnealingLR", {"T_max": 1000}, None),
+        ("OneCycleLR", {"max_lr": 0.9, "total_steps": 1000}, None),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.3, "step_size_up": 9}, None),
+        ("LinearLR", {"start_factor": 0.1}, None),
+        ("ConstantLR", {}, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_a_rate_at_its_lowest_in_the_first_tenth_is_found(name, kwargs, step):
+    """As of a scheduler whose lengths are meant in epochs, which an optimizer steps through at once."""
+    shape = build_shape(Target(f"{LRS}.{name}", kwargs), 0.3)
+    assert shape.lowest_from(1000) == step
+
+
+def test_a_scheduler_meant_for_epochs_is_warned_of(in_tmp, capsys):
+    words = ("data=custom", "data._target_=toys.blobs", "batch_size=5", "data.val=0", "model=mlp")
+    words = (*words, "epochs=10", "model.hidden=[4]", f"schedule._target_={LRS}.StepLR")
+    assert train(*words, "schedule.step_size=3", "schedule.gamma=0.01") == 0
+    printed = capsys.readouterr().out
+    assert "warning: schedule: StepLR counts steps, and its rate is lowest from step 4 of 100" in printed
+    assert "If a length was meant in epochs, multiply it by the 10 steps of an epoch" in printed
+    assert train(*words, "schedule.step_size=30", "run.dir=b") == 0
+    assert "warning: schedule" not in capsys.readouterr().out

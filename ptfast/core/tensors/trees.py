@@ -28,14 +28,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` of every tensor, saved one, or object with `to` in its place; types stay."""
+    """`value` with `function` of every tensor, saved one, or object with `to` in its place.
+
+    Types stay, with what else their objects hold.
+    """
     if isinstance(value, (Tensor, SavedTensor)) or hasattr(value, "to"):
         return function(value)
-    if isinstance(value, dict):
-        return {name: map_tensors(function, item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (dict, list)):
+        changed = copy.copy(value)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            changed[key] = map_tensors(function, item)
+        return changed
+    if isinstance(value, tuple):
         items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 
 

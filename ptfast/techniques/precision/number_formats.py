@@ -19,7 +19,7 @@ from ptfast.core.errors import import_extra
 from ptfast.core.resolved import Progress, Resolved, resolved_or
 from ptfast.core.tensors.arrivals import wait_for
 from ptfast.core.tensors.torch_internals import BatchNorm, DispatchMode
-from ptfast.core.tensors.trees import tree_leaves
+from ptfast.core.tensors.trees import map_tensors, tree_leaves
 from ptfast.techniques.precision import Precision
 from ptfast.techniques.rewrites.model_rewrites import undisturbed
 
@@ -241,16 +241,11 @@ def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors as `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        items = [_converted(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        # A model's own kind of mapping stays one; it is constructed from keywords.
-        changed = {name: _converted(item, dtype) for name, item in value.items()}
-        return type(value)(**changed) if type(value) is not dict else changed
-    return value
+
+    def convert(part: Any) -> Any:
+        return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+
+    return map_tensors(convert, value)
 
 
 class _InputUses(DispatchMode):

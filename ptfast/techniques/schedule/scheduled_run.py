@@ -152,6 +152,18 @@ class TorchScheduler(Shape):
         momenta = [momentum for _, momentum in self._figures(span.total_steps)]
         return _curve(momenta) if set(momenta) != {MOMENTUM} else None
 
+    def lowest_from(self, num_steps: int) -> int | None:
+        """The step by which the rate has all but fallen to its lowest, if in the first tenth of the run.
+
+        None for a rate that starts at its lowest, as those of cycles do.
+        """
+        rates = [rate for rate, _ in self._figures(num_steps)]
+        lowest, highest = min(rates), max(rates)
+        margin = 0.01 * (highest - lowest)
+        low, peak = lowest + margin, next(i for i, rate in enumerate(rates) if rate >= highest - margin)
+        first = next((step for step in range(peak, num_steps) if rates[step] <= low), num_steps)
+        return first if rates[0] > low and first < num_steps / 10 else None
+
     def _figures(self, num_steps: int) -> list[tuple[float, float]]:
         """Rate and momentum of each step."""
         if num_steps in self._known:

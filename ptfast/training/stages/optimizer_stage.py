@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ptfast.core.distributed import Ranks
@@ -13,7 +15,7 @@ from ptfast.optim.build_optimizer import build_optimizer, has_momentum, sparse_p
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
+from ptfast.techniques.schedule.scheduled_run import TorchScheduler, build_schedule, build_shape
 from ptfast.training.stages.data_stage import eval_batch_size
 from ptfast.training.stages.partial_run import PartialRun
 
@@ -59,8 +61,14 @@ def _check_gradients(run: PartialRun) -> None:
 def add_schedule(run: PartialRun) -> None:
     """Build the learning rate of every step."""
     section, resolved, plan = run.config.schedule, run.resolved, run.plan
+    shape = build_shape(section.target, reference_lr(run.optimizer))
+    if isinstance(shape, TorchScheduler) and (step := shape.lowest_from(plan.total_steps)) is not None:
+        name, per_epoch = section.target.path.rpartition(".")[2], plan.batches.steps_per_epoch
+        what = f"{name} counts steps, and its rate is lowest from step {step + 1:,} of {plan.total_steps:,}"
+        factor = f"multiply it by the {per_epoch:,} steps of an epoch" if per_epoch else "count it in steps"
+        run.display.warn(f"schedule: {what}. If a length was meant in epochs, {factor}")
     run.schedule = build_schedule(
-        build_shape(section.target, reference_lr(run.optimizer)),
+        shape,
         warmup=section.warmup,
         total_steps=plan.total_steps,
         plan=plan.batches,
@@ -76,6 +84,12 @@ def add_average(run: PartialRun) -> None:
     section, model, plan, optimizer = run.config.ema, run.model, run.plan, run.optimizer
     if section.decay is not None:
         run.ema = MovingAverage(model, section.decay)
+        reach, total = 1 / (1 - section.decay), plan.total_steps
+        if reach > total:
+            what = f"averages over {reach:,.0f} steps, and the run has {total:,}: it stays near its start"
+            fits = 1 - 10.0 ** (1 - int(math.log10(max(total, 1))))
+            hint = f"Set ema.decay={fits:g}" if fits > 0 else "Use ema=none"
+            run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}")
         return
     # It keeps an average of its own.
     by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
