@@ -40,8 +40,9 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
             changed[key] = map_tensors(function, item)
         return changed
     if isinstance(value, tuple):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+        # A named tuple's constructor takes its fields.
+        make = getattr(type(value), "_make", type(value))
+        return make([map_tensors(function, item) for item in value])
     return value
 
 

@@ -59,7 +59,7 @@ class Average:
     def _follow(self, share: float | Tensor, skipped: Tensor | None) -> None:
         """Move the averages by `share` of the way to the weights, unless the step was `skipped`."""
         if skipped is None:
-            torch._foreach_lerp_(self._averages, self._wide_weights(), share)
+            torch._foreach_lerp_(self._averages, self._wide_weights(), float(share))
             self._updates += 1
             return
         # Only the device knows if there was a step.
