@@ -83,9 +83,10 @@ def eval(args: Namespace) -> int:
     where, *overrides = args.words
     from ptfast.training.saved_model import evaluate_saved, saved_run
 
-    other_data = any(word.lstrip("+").partition("=")[0].split(".")[0] == "data" for word in overrides)
+    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
+    other_data, whole = any(key.split(".")[0] == "data" for key in keys), "data.val" not in keys
     with saved_run(Path(where), overrides, checkpoint=args.checkpoint) as saved:
-        return evaluate_saved(saved, args.split, other_data=other_data)
+        return evaluate_saved(saved, args.split, other_data=other_data, whole=whole)
 
 
 def find(args: Namespace) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError, name_some
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
-from ptfast.data.data_fingerprint import Contents
+from ptfast.data.data_fingerprint import Contents, same_training_data
 from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known
 from ptfast.data.label_checks import (
     LabelCheck,
@@ -69,6 +69,7 @@ def build_data(
     holder: Holder | None = None,
     ignore_index: int = IGNORE_INDEX,
     collate: Collate | None = None,
+    whole: bool = False,
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -87,6 +88,7 @@ def build_data(
         holder: of arrays decoded into memory, which ranks may hold together; None for this process.
         ignore_index: the label of ignored pixels.
         collate: a user's function that makes batches; None for the dataset's own, or torch's.
+        whole: evaluate all samples of data without held-out splits, unless it is that of the training.
 
     Raises:
         ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
@@ -100,7 +102,14 @@ def build_data(
         splits = _with_masks(splits, ignore_index)
     splits = _with_classes(splits)
     contents = once(partial(_contents, splits)) if known is None else None
-    splits, kept = _hold_out(splits, val, seed)
+    if (
+        known is not None
+        and whole
+        and not same_training_data(known.extra.get("contents", {}), _contents(splits))
+    ):
+        splits, kept = _as_held_out(splits, source, seed, task), None
+    else:
+        splits, kept = _hold_out(splits, val, seed)
     choice, files = None, splits.train
     skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
     if shuffle_buffer is not None:
@@ -138,7 +147,10 @@ def build_data(
     counts = [
         f"{len(each):,} {split}" if isinstance(each, MapSource) else f"{split} of unknown length"
         for split, each in splits.sources.items()
+        if known is None or split != "train"
     ]
+    if known is not None and kept is not None and isinstance(splits.val, MapSource):
+        counts.append(f"held out of {len(kept) + len(splits.val):,}")
     data = Data(
         replace(info, extra=extra),
         train,
@@ -173,6 +185,15 @@ def _load(
     from ptfast.data.sources.custom_dataset import adapt
 
     return adapt(source, seed=seed, task=task, known=known, collate=collate)
+
+
+def _as_held_out(splits: Splits, source: Any, seed: int, task: str) -> Splits:
+    """Splits of data that was not trained on: without held-out ones, all samples are evaluated."""
+    if getattr(source, "cuts_itself", False):
+        splits = _with_classes(_for_task(source.load(val=Duration(0, "percent"), seed=seed), task))
+    if splits.val is not None or splits.test is not None:
+        return splits
+    return replace(splits, val=splits.train.in_order())
 
 
 def _contents(splits: Splits) -> Contents:

@@ -73,6 +73,16 @@ def differing(before: Contents, now: Contents) -> dict[str, str]:
     return changed
 
 
+def same_training_data(before: Contents, now: Contents) -> bool:
+    """Whether two fingerprints show the same training data, or as many samples if one is of a pack."""
+    old, new = (
+        {name: facts for name, facts in contents.items() if name.partition("/")[0] == "train"}
+        for contents in (before, now)
+    )
+    counts, units = ([[facts[place] for facts in part.values()] for part in (old, new)] for place in (0, 1))
+    return old == new or ({*units[0]} != {*units[1]} and sum(counts[0]) == sum(counts[1]))
+
+
 def _sum_of(array: NDArray[Any]) -> int:
     """A checksum of an array's bytes."""
     if array.dtype.hasobject:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from ptfast.data.sampling.sampler import Indices
 from ptfast.data.streams.iterable import IterableSource
 
 Source = MapSource | IterableSource
+_Found = TypeVar("_Found")
 
 
 def image_info(
@@ -80,10 +81,19 @@ class ReadsAsKnown:
     """A dataset read by facts (vocabulary, classes) of its training split, or of a model's data."""
 
     known: DataInfo | None = None
+    """The facts of the data that the model was trained on, where it is only evaluated."""
+    cuts_itself = False
+    """`load` holds out the validation samples, not its caller."""
     task = "auto"
     """The task that the config names."""
     max_length = 0
     """Tokens that are kept of a text."""
+
+    def complete(self, found: dict[str, _Found]) -> dict[str, _Found]:
+        """The splits that were found; evaluation needs no `train` and reads the first of the others."""
+        if self.known is None or "train" in found or not found:
+            return found
+        return {"train": next(iter(found.values())), **found}
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,10 @@ class BaseSource:
         """The order of the samples in an epoch; None where any order will do."""
         return None
 
+    def in_order(self) -> Self:
+        """The same samples as they are evaluated: each at one place, whatever the epoch."""
+        return self
+
 
 class MapSource(BaseSource):
     """Samples by index. Subclasses give `fetch` and `columns`."""

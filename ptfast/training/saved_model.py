@@ -81,11 +81,14 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
     return run
 
 
-def evaluate_saved(saved: PartialRun, split: str | None = None, *, other_data: bool = False) -> int:
+def evaluate_saved(
+    saved: PartialRun, split: str | None = None, *, other_data: bool = False, whole: bool = False
+) -> int:
     """Evaluate a saved model on every split of its data besides `train`, or on one, and print the figures.
 
     On a terminal they are a panel; elsewhere each split is a line of JSON, tables of metrics included.
-    `other_data` than that of training is read with the vocabulary, statistics and classes of training.
+    `other_data` than that of training is read with the vocabulary, statistics and classes of training, and
+    with `whole` all of it is evaluated if it has no splits.
 
     Raises:
         PtfastError: C005 if the data has no such split; D003, D004 or D005 if the model cannot read the other
@@ -94,7 +97,8 @@ def evaluate_saved(saved: PartialRun, split: str | None = None, *, other_data: b
     config, checkpoint = saved.config, saved.checkpoint
     assert checkpoint is not None
     if other_data:
-        data = load_data(config, known=saved.info)
+        data = load_data(config, known=saved.info, whole=whole or config.data.val.value == 0)
+        print(f"ptfast: data: {data.note}", file=sys.stderr)
     else:
         data = load_data(config, measured=saved.info.extra.get("normalize"))
         if changed := check_same_data(saved.info, data.info, trains=False):

@@ -13,7 +13,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.label_checks import infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
 
@@ -32,7 +32,7 @@ _NAMES = {
 _FEW_CHANNELS = (1, 3, 4)
 
 
-class Arrays:
+class Arrays(ReadsAsKnown):
     """Inputs and targets as numpy arrays.
 
     Their types show what they are. Inputs of uint8 with 3 or 4 dimensions are images, (samples, height,
@@ -101,6 +101,7 @@ class Arrays:
             for inputs, targets in known:
                 if split not in pairs and inputs in arrays and targets in arrays:
                     pairs[split] = arrays[inputs], arrays[targets]
+        pairs = self.complete(pairs)
         if "train" not in pairs:
             what = f"has no train_x and train_y, nor x and y; it holds {', '.join(arrays) or 'nothing'}"
             raise DataError("D005", what, key="data.path", value=self.path)

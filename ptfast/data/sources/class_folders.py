@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,18 +40,21 @@ def splits_among(names: Container[str]) -> dict[str, str]:
 
 
 def list_tree(
-    root: Path, key: str = "data.root", passed: PassedOver | None = None
+    root: Path,
+    key: str = "data.root",
+    passed: PassedOver | None = None,
+    complete: Callable[[dict[str, Path]], dict[str, Path]] = dict,
 ) -> tuple[tuple[str, ...], dict[str, Listing]]:
     """Class names, and for each split its files and their labels, in the order of their names.
 
-    `passed` receives what is passed over.
+    `passed` receives what is passed over; `complete` adds a missing `train`, as `ReadsAsKnown` does.
 
     Raises:
         DataError: D001 to D003 for a tree that is not one of class folders.
     """
     passed = passed or PassedOver()
     inside = _subfolders(root, key, passed)
-    folders = {split: root / name for split, name in splits_among(inside).items()}
+    folders = complete({split: root / name for split, name in splits_among(inside).items()})
     if "train" not in folders:
         if (other := next(iter(folders.values()), None)) is not None:
             what = f"has {other.name}/ but no train/"

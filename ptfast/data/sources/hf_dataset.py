@@ -123,7 +123,7 @@ class HfDataset(ReadsAsKnown):
             raise DataError("D001", f"cannot be loaded: {reason}", key="data.path", value=self.path) from None
         if not isinstance(loaded, dict):
             loaded = {"train": loaded}
-        found = {split: loaded[name] for split, name in splits_among(loaded).items()}
+        found = self.complete({split: loaded[name] for split, name in splits_among(loaded).items()})
         if "train" not in found:
             what = f"has no train split, only {', '.join(loaded)}"
             raise DataError("D002", what, key="data.path", value=self.path)

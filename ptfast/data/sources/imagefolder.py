@@ -13,14 +13,14 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.machine import spare_cores
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, class_parts
-from ptfast.data.dataset import Splits, image_info
+from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
 from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
 from ptfast.data.packs.packed_images import load_packed_images
 from ptfast.data.sources.class_folders import Listing, PassedOver, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
 
-class ImageFolder:
+class ImageFolder(ReadsAsKnown):
     """A tree of class folders of images; the loader decides when they are decoded.
 
     Args:
@@ -59,7 +59,7 @@ class ImageFolder:
                 raise ConfigError("C011", what, key="data.on_corrupt", value=self.on_corrupt, suggestion=hint)
             return load_packed_images(self.root, manifest, self.image_size)
         passed = PassedOver()
-        classes, listings = list_tree(self.root, passed=passed)
+        classes, listings = list_tree(self.root, passed=passed, complete=self.complete)
         sources = {
             split: ImageFiles(paths, torch.tensor(labels), self.image_size, self.on_corrupt, self.threads)
             for split, (paths, labels) in listings.items()

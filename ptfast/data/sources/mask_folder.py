@@ -16,7 +16,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
-from ptfast.data.dataset import Splits
+from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.decoding.image_decoding import (
     Pixels,
     decode_file,
@@ -33,7 +33,7 @@ from ptfast.data.sources.image_files import ImageSource, set_shapes
 Pair = tuple[str, str]
 
 
-class MaskFolder:
+class MaskFolder(ReadsAsKnown):
     """Images in `images/` and their masks in `masks/` under the same names, whatever the suffix.
 
     Args:
@@ -55,7 +55,7 @@ class MaskFolder:
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         inside = [path.name for path in self.root.glob("*") if path.is_dir()]
-        folders, passed = {"train": "."} | splits_among(inside), PassedOver()
+        folders, passed = {"train": "."} | self.complete(splits_among(inside)), PassedOver()
         sources = {
             split: MaskedImages(_pairs(self.root / folder, passed), self.image_size)
             for split, folder in folders.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ptfast.core.durations import Duration
@@ -39,6 +40,7 @@ class Table(ReadsAsKnown):
     """
 
     name = "table"
+    cuts_itself = True
 
     def __init__(
         self,
@@ -62,9 +64,10 @@ class Table(ReadsAsKnown):
         rows["train"].check("data.categorical", *self.categorical)
         for each in rows.values():
             each.check("data.target", self.target)
-        if "val" not in rows and self.known is None and val.value:
+        if "val" not in rows and val.value:
             # The preparation must not see the rows that are held out.
-            kept, held = split_indices(len(rows["train"].numbers), val, seed)
+            classes = np.unique(list(map(str, rows["train"].columns[self.target])), return_inverse=True)[1]
+            kept, held = split_indices(len(rows["train"].numbers), val, seed, classes)
             rows |= {"train": rows["train"].take(kept.tolist()), "val": rows["train"].take(held.tolist())}
         notes = list[str]()
         if self.known is not None:

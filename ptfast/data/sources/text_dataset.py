@@ -115,10 +115,11 @@ class TextTsv(ReadsAsKnown):
             split: [root / f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
             for split, stems in _SPLITS.items()
         }
-        found = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
-        if found["train"] is None:
+        firsts = {split: next(filter(Path.is_file, paths), None) for split, paths in files.items()}
+        found = self.complete({split: path for split, path in firsts.items() if path is not None})
+        if "train" not in found:
             raise DataError("D001", "holds no train.tsv or train.csv", key="data.root", value=root)
-        return {split: path for split, path in found.items() if path is not None}
+        return found
 
 
 class TextFile(ReadsAsKnown):
@@ -138,6 +139,7 @@ class TextFile(ReadsAsKnown):
     """
 
     name = "text_file"
+    cuts_itself = True
 
     def __init__(
         self,
@@ -269,6 +271,9 @@ class Windows(MapSource):
         windows = self._tokens[starts[:, None] + self._places]
         windows = torch.from_numpy(windows.astype(np.int64, copy=False))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def in_order(self) -> Windows:
+        return Windows(self._tokens, self._context)
 
     def contents(self) -> list[Any]:
         return describe_part(len(self._tokens), "tokens", self._tokens)

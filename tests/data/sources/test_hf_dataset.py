@@ -234,6 +234,16 @@ def test_datasets_that_the_package_writes(tmp_path: Path) -> None:
     assert data.val.fetch(np.arange(4))[1].tolist() == [0, 1, 0, 1]  # type: ignore[union-attr]
 
 
+def test_a_model_is_evaluated_on_a_test_split_alone(hub: dict[str, Any]):
+    hub["train"] = Table(["bad", "good"], sentence=["a b", "b", "c a a"], label=[0, 1, 1])
+    known = load().info
+    del hub["train"]
+    hub["test"] = Table(["bad", "good"], sentence=["b d", "a"], label=[0, 1])
+    data = build_data(HfDataset("there"), val=NO_VAL, seed=0, task="auto", known=known, whole=True)
+    assert data.note == "hf: 2 test"
+    assert data.test.fetch(np.array([1]))[1].tolist() == [1]
+
+
 def test_what_does_not_fit(hub: dict[str, Any]):
     with pytest.raises(DataError, match="cannot be loaded: Dataset 'elsewhere' doesn't exist"):
         HfDataset("elsewhere").load(val=NO_VAL, seed=0)
