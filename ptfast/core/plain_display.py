@@ -218,30 +218,24 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     return title, rows, [str(text) for text in loud if text]
 
 
-class EachOnce(logging.Filter):
-    """Lets each message of a line of code pass once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = set[tuple[str, int, str]]()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        key = (record.pathname, record.lineno, record.getMessage())
-        is_new = key not in self.seen
-        self.seen.add(key)
-        return is_new
+_logged = set[tuple[str, int, str]]()
 
 
-EACH_ONCE = EachOnce()
+def each_once(record: logging.LogRecord) -> bool:
+    """A filter for loggers that lets each message of a line of code pass once."""
+    key = (record.pathname, record.lineno, record.getMessage())
+    is_new = key not in _logged
+    _logged.add(key)
+    return is_new
 
 
 def show_warnings_once() -> None:
     """Show one warning of each line of an installed package, which may warn of every file or step.
 
-    Libraries that print what they log by themselves need the filter `EACH_ONCE` for that.
+    Libraries that print what they log by themselves need the filter `each_once` for that.
     """
     if logging.lastResort is not None:
-        logging.lastResort.addFilter(EACH_ONCE)
+        logging.lastResort.addFilter(each_once)
     show, places = warnings.showwarning, set[tuple[type[Warning], str, int]]()
 
     def show_once(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:

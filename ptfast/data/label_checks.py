@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -209,35 +209,52 @@ def count_classes(labels: Tensor, num_samples: int | None = None) -> int:
 
 
 def number_names(
-    labels: Mapping[str, Sequence[str]], known: Sequence[str] | None = None
-) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """The class names (`known`, or those of training in order), and each split's labels as class numbers.
+    labels: Mapping[str, Sequence[str]],
+    known: Sequence[str] | None = None,
+    *,
+    key: str = "data",
+    value: Any = None,
+    place: Callable[[str, int], str] = lambda split, row: f"{split} sample {row:,}",
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts of `DataInfo` about classes (`known`, or those of training), and each split's class numbers.
+
+    Args:
+        key, value: of the config, which names the labels.
+        place: tells of a row of a split in errors.
 
     Raises:
         DataError: D003 if there is one class only, D004 for a label that is no class, or if most labels of
             training differ, as captions do.
     """
-    names = tuple(known or sorted(set(labels["train"])))
+    names, size = tuple(known or sorted(set(labels["train"]))), len(labels["train"])
     if not known:
+        example = shorten(names[0], 40)
         if len(names) == 1:
-            what = f"every training label is {shorten(names[0])}, so there is nothing to classify"
-            raise DataError("D003", what, key="data")
-        size = len(labels["train"])
+            what = f"every training label is {example}, so there is nothing to classify"
+            raise DataError("D003", what, key=key, value=value)
         if size > _FEW and 2 * len(names) > size:
-            example = shorten(names[0], 40)
             what = f"{len(names):,} of {size:,} training labels differ, as captions do ({example})"
-            raise DataError("D004", what, key="data", suggestion="Give each sample the name of its class")
+            hint = "Give each sample the name of its class"
+            raise DataError("D004", what, key=key, value=value, suggestion=hint)
         with contextlib.suppress(ValueError):
             names = tuple(sorted(names, key=float))
     numbers, targets = {name: i for i, name in enumerate(names)}, dict[str, Tensor]()
     for split, own in labels.items():
-        try:
-            targets[split] = torch.tensor([numbers[label] for label in own])
-        except KeyError as error:
-            what = f"label {shorten(error.args[0])} of the {split} split does not occur in training"
+        row = next((row for row, label in enumerate(own) if label not in numbers), None)
+        if row is not None:
+            what = f"{place(split, row)}: label {shorten(own[row], 40)} does not occur in training"
             hint = f"Training has {name_some(names, 10)}"
-            raise DataError("D004", what, key="data", suggestion=hint) from None
-    return names, targets
+            raise DataError("D004", what, key=key, value=value, suggestion=hint)
+        targets[split] = torch.tensor([numbers[label] for label in own])
+    return {"task": "classification", "num_classes": len(names), "class_names": names}, targets
+
+
+def as_floats(labels: Sequence[str]) -> Tensor | None:
+    """Labels as float32; None unless all are numbers."""
+    try:
+        return torch.tensor([float(label) for label in labels], dtype=torch.float32)
+    except ValueError:
+        return None
 
 
 def describe_text_labels(
@@ -249,14 +266,15 @@ def describe_text_labels(
     them; all else names classes.
     """
     values: dict[str, Tensor] = {}
-    with contextlib.suppress(ValueError):
-        values = {split: torch.tensor([float(label) for label in own]) for split, own in labels.items()}
-    finite = bool(values) and all(bool(each.isfinite().all()) for each in values.values())
-    is_figure = known.task == "regression" if known else finite and bool((values["train"] % 1 != 0).any())
-    if finite and is_figure:
+    for split, own in labels.items():
+        if (found := as_floats(own)) is not None and bool(found.isfinite().all()):
+            values[split] = found
+    is_figure = len(values) == len(labels) and bool((values["train"] % 1 != 0).any())
+    if known.task == "regression" if known else is_figure:
+        if len(values) < len(labels):
+            raise DataError("D004", "has labels that are no numbers, which the model predicts", key="data")
         return {"task": "regression", "num_classes": 1, "task_reason": "numbers with fractions"}, values
-    names, targets = number_names(labels, known.class_names if known else None)
-    return {"task": "classification", "num_classes": len(names), "class_names": names}, targets
+    return number_names(labels, known.class_names if known else None)
 
 
 def differing_names(names: Sequence[str], known: Sequence[str], who: str) -> str:

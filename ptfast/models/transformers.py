@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra, summary_of, text_of
 from ptfast.core.machine import network_error
-from ptfast.core.plain_display import EACH_ONCE
+from ptfast.core.plain_display import each_once
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.core.sections.targets import keywords
@@ -81,7 +81,7 @@ def build(
     transformers = import_extra("transformers", "hf", "model")
     # Configs are built several times, and warn each time.
     for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(EACH_ONCE)
+        handler.addFilter(each_once)
     if info.task not in HEADS:
         raise ConfigError(
             "C011", f"there is no head for the task `{info.task}`", key="model.name", value=name

@@ -108,7 +108,7 @@ def test_texts_are_read_by_the_vocabulary_and_the_classes_of_training(tmp_path: 
     assert rows <= {(blue, unknown), (red,), (blue,)}
     labels = [int(label) for source in (data.train, data.val) for label in source.fetch(np.arange(1))[1]]
     assert set(labels) <= {1, 2}
-    with pytest.raises(DataError, match="label w of the train split does not occur in training") as caught:
+    with pytest.raises(DataError, match="label w does not occur in training") as caught:
         read(TextTsv(path=str(tsv(tmp_path / "c", "red=w|blue=x|"))), known=trained.info)
     assert caught.value.code == "D004"
 

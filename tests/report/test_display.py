@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ptfast.core import units
-from ptfast.core.plain_display import EachOnce, show_warnings_once
+from ptfast.core.plain_display import each_once, show_warnings_once
 from ptfast.report.terminal.display import Display, LiveDisplay, build_display, say, table
 
 FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
@@ -342,6 +342,5 @@ def test_each_line_of_a_library_warns_once() -> None:
             warnings.warn_explicit(f"mine {number}", UserWarning, "/home/me/mine.py", 7)
         warnings.warn_explicit("file 9 is odd", UserWarning, library, 8)
     assert shown == ["file 0 is odd", "mine 0", "mine 1", "mine 2", "file 9 is odd"]
-    each_once = EachOnce()
     records = [logging.LogRecord("a", 30, library, 1, text, None, None) for text in "xyx"]
-    assert [each_once.filter(record) for record in records] == [True, True, False]
+    assert [each_once(record) for record in records] == [True, True, False]

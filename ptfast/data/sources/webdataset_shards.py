@@ -221,4 +221,5 @@ def _number_labels(
                 what = f"holds the class {named}, and the labels of the training shards are numbers"
                 raise DataError("D003", what, key=f"data.{split}_shards")
         return None, {split: torch.tensor(own) for split, own in labels.items()}
-    return number_names({split: [*map(str, own)] for split, own in labels.items()})
+    facts, targets = number_names({split: [*map(str, own)] for split, own in labels.items()})
+    return facts["class_names"], targets

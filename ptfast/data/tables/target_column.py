@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ptfast.core.errors import DataError, name_some, shorten
+from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
+from ptfast.data.label_checks import as_floats, number_names
 from ptfast.data.tables.columns import Rows
 from ptfast.data.tables.preparation import present
 
@@ -41,7 +40,7 @@ def read_targets(
         DataError: D003 to D005, naming the row, for values that are missing or do not fit.
     """
     values = {split: _values(each, name) for split, each in rows.items()}
-    numbers = {split: _as_floats(each) for split, each in values.items()}
+    numbers = {split: as_floats(each) for split, each in values.items()}
     train, reason = numbers["train"], ""
     is_number = train is not None
     if known is not None:
@@ -52,8 +51,14 @@ def read_targets(
         other = "classification" if is_number else "regression"
         reason = f"{distinct:,} different whole numbers in {name}; task={other} changes that"
     if not is_number:
-        names = known.class_names if known is not None else None
-        return _classes(rows, values, key, name, names, reason or f"the values of {name} are names")
+        facts, targets = number_names(
+            values,
+            known.class_names if known is not None else None,
+            key=key,
+            value=name,
+            place=lambda split, row: f"{rows[split].file}:{rows[split].numbers[row]}",
+        )
+        return {**facts, "task_reason": reason or f"the values of {name} are names"}, targets
     targets = dict[str, Tensor]()
     for split, found in numbers.items():
         if found is None or not bool(found.isfinite().all()):
@@ -61,33 +66,6 @@ def read_targets(
             raise DataError("D004", what, key=rows[split].file)
         targets[split] = found
     return {"task": "regression", "task_reason": reason or "numbers", "num_classes": 1}, targets
-
-
-def _classes(
-    rows: Mapping[str, Rows],
-    values: Mapping[str, Sequence[str]],
-    key: str,
-    column: str,
-    names: tuple[str, ...] | None,
-    reason: str,
-) -> tuple[Facts, dict[str, Tensor]]:
-    if names is None:
-        names = tuple(sorted({*values["train"]}))
-        with contextlib.suppress(ValueError):
-            names = tuple(sorted(names, key=float))
-    if len(names) == 1:
-        what = f"every row has the same value: {shorten(names[0], 40)}"
-        raise DataError("D003", what, key=key, value=column)
-    places, targets = {name: place for place, name in enumerate(names)}, dict[str, Tensor]()
-    for split, each in values.items():
-        for row, name in zip(rows[split].numbers, each, strict=True):
-            if name not in places:
-                what = f"{column}={shorten(name, 40)} does not occur in the training rows"
-                hint = f"Training has {name_some(names, 10)}"
-                raise DataError("D004", what, key=f"{rows[split].file}:{row}", suggestion=hint)
-        targets[split] = torch.tensor([places[name] for name in each])
-    facts = {"task": "classification", "task_reason": reason}
-    return {**facts, "num_classes": len(names), "class_names": names}, targets
 
 
 def _values(rows: Rows, name: str) -> list[str]:
@@ -98,11 +76,3 @@ def _values(rows: Rows, name: str) -> list[str]:
             raise DataError("D004", f"has no {name}", key=f"{rows.file}:{row}", suggestion="Leave it out")
     whole = (isinstance(value, float) and value.is_integer() for value in values)
     return [f"{value:.0f}" if is_whole else str(value) for value, is_whole in zip(values, whole, strict=True)]
-
-
-def _as_floats(values: Sequence[str]) -> Tensor | None:
-    """Values as float32, or None unless all are numbers."""
-    try:
-        return torch.tensor([float(value) for value in values], dtype=torch.float32)
-    except ValueError:
-        return None

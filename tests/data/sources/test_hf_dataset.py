@@ -169,7 +169,7 @@ def test_classes_are_those_of_their_names_in_every_split(hub: dict[str, Any]) ->
     data = build_data(HfDataset("there"), val=NO_VAL, seed=0, task="auto", known=known)
     assert data.val.fetch(np.arange(3))[1].tolist() == [2, 1, 0]
     hub["validation"] = Table(["c", "b", "a", "other"], text=TEXTS, label=[0, 3, 1] * 10)
-    with pytest.raises(DataError, match="label other of the val split does not occur in training"):
+    with pytest.raises(DataError, match="label other does not occur in training"):
         load()
 
 

@@ -92,7 +92,13 @@ def test_repeated_rows_count_once_and_contradictions_are_named(tmp_path: Path):
         ("a,b,c", lambda rows: [(*row, 1) for row in rows], {}, "D005", "is unclear: a, b, c"),
         ("image,label", lambda rows: rows, {"label": "lable"}, "D005", "Did you mean label?"),
         ("image,label", lambda rows: [("i0.png", ""), *rows[1:]], {}, "D004", "train.csv:2: has no label"),
-        ("image,label", lambda rows: [(name, "red") for name, _ in rows], {}, "D003", "the same value: red"),
+        (
+            "image,label",
+            lambda rows: [(name, "red") for name, _ in rows],
+            {},
+            "D003",
+            "every training label is red",
+        ),
     ],
 )
 def test_a_list_that_does_not_fit_is_rejected_in_one_line(

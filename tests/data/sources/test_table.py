@@ -139,7 +139,7 @@ def test_a_comma_in_numbers_is_read_where_only_one_meaning_fits(
         ("x;y", ["1,234;2.5", "3,456;1.5"], "y", "D005", "may mean two things"),
         ("x,x,y", ["1,2,3", "1,2,4.5"], "y", "D005", "names the column x twice"),
         ("x,y", [], "y", "D002", "holds no rows"),
-        ("x,y", ["a,b", "b,b"], "y", "D003", "every row has the same value"),
+        ("x,y", ["a,b", "b,b"], "y", "D003", "every training label is b"),
         ("x,y", ["1,2.5", "1,3.5"], "y", "D005", "no column besides y"),
         ("x,z,y", ["1,2,2.5", "1,3.5"], "y", "D005", "has 2 of the 3 columns"),
         ("x,y", ["inf,2.5", "1,3.5"], "y", "D005", "x is infinite"),
@@ -156,7 +156,7 @@ def test_a_table_that_cannot_be_read_is_rejected_in_one_line(
 def test_a_class_that_only_validation_has_names_its_row(tmp_path: Path):
     train_file = write(tmp_path / "t.csv", "x,y", "1,a", "2,b", "3,a")
     val = write(tmp_path / "v.csv", "x,y", "1,a", "2,c")
-    with pytest.raises(DataError, match=r"v\.csv:3: y=c does not occur in the training rows"):
+    with pytest.raises(DataError, match=r"data.target=y: \S*v\.csv:3: label c does not occur in training"):
         load(train_file, val_path=str(val))
 
 

@@ -114,7 +114,7 @@ def test_held_out_classes_that_training_has_not_are_named() -> None:
     with pytest.raises(DataError, match=r"data.val_shards: holds the class cat") as caught:
         load("numbers.tar", val_shards="names.tar")
     assert caught.value.code == "D003"
-    with pytest.raises(DataError, match="label dog of the val split does not occur in training") as caught:
+    with pytest.raises(DataError, match="label dog does not occur in training") as caught:
         load("names.tar", val_shards="others.tar")
     assert caught.value.code == "D004"
 
