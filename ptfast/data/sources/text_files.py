@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ptfast.core.errors import DataError, shorten
+from ptfast.data.tables import records
 
-SUFFIXES = (".tsv", ".csv")
+SUFFIXES = (".tsv", ".csv", *records.SUFFIXES)
 """Of files of labelled texts."""
 LABELS = {"label", "labels", "class", "target", "category", "sentiment", "gold_label"}
 _TEXTS = {"text", "sentence", "review", "content", "comment", "document", "question", "tweet", "phrase"}
@@ -90,6 +91,8 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
     """
     rows, delimiter = read_rows(path)
     header = _header([fields for _, fields in rows], text, label)
+    if path.suffix.lower() in records.SUFFIXES:
+        header = tuple(rows[0][1])
     place, texts, guessed, columns, text_names = -1, list[int](), True, "", list[str]()
     if header is not None:
         place, texts, guessed = _columns(path, header, text, label)
@@ -101,8 +104,12 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
     table = Table([], [] if place is not None else None, columns, text_names)
     for number, fields in rows[header is not None :]:
         what = None
+        used = [*texts, place] if header is not None and place is not None else texts
+        nested = next((each for each in used if each < len(fields) and fields[each] is None), None)
         if header is not None and len(fields) != len(header):
             what = f"has {len(fields)} of the {len(header)} columns that the first line names"
+        elif header is not None and nested is not None:
+            what = f"{header[nested]} is a list or an object, where text is expected"
         elif place is not None and (len(fields) < 2 or not fields[place].strip()):
             what = f"has no label: expected text{'<TAB>' if delimiter == TAB else delimiter}label"
         if what is not None:
@@ -137,8 +144,15 @@ def _lines(path: Path, key: str = "data.path") -> Iterator[tuple[int, str]]:
         yield number, line.rstrip("\r")
 
 
-def read_rows(path: Path) -> tuple[list[tuple[int, list[str]]], str]:
-    """The lines that are not empty, with their numbers, and what is between their fields."""
+def read_rows(path: Path) -> tuple[list[tuple[int, list[Any]]], str]:
+    """The lines that are not empty, with their numbers, and what is between their fields.
+
+    JSON lines and Parquet files come with a first line that names the fields; a list in them is None.
+    """
+    if path.suffix.lower() in records.SUFFIXES:
+        names, rows = records.read_records(path)
+        texts = [(number, [records.as_text(value) for value in row]) for number, row in rows]
+        return [(0, names), *texts], TAB
     if path.suffix.lower() != ".csv":
         return [(number, line.split(TAB)) for number, line in _lines(path) if line.strip()], TAB
     delimiter, most = _DELIMITERS[0], 1
