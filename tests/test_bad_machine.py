@@ -246,6 +246,13 @@ def test_60_damaged_states(damage: str, command: str, trained: Path, capsys: Cap
     assert_refused(command.split(), code, (what,), capsys)
 
 
+def test_60_the_weights_of_another_version_start_a_new_run(trained: Path, capsys: Capture) -> None:
+    shutil.copytree(trained, "run", symlinks=True)
+    _went_back(Path("run/saved/step-4"))
+    _, err = train_once("steps=1", "model.weights=run", capsys=capsys)
+    assert not err
+
+
 @pytest.mark.parametrize("change", TRAINING.values(), ids=TRAINING)
 def test_60_an_optimizer_that_does_not_fit(
     change: Callable[[Any], Any], trained: Path, capsys: Capture

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptfast.core.errors import SavedStateError
 from ptfast.core.run_directory import read_json
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import TREE, name_checkpoint, read_state
+from ptfast.core.tensors.saved_state import TREE, check_files, name_checkpoint, read_parts
 from ptfast.core.tensors.trees import map_tensors
 
 KEY = "model.weights"
@@ -40,8 +40,9 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     """
     path = _find_file(Path(source))
     if path.name == TREE:
-        state = read_state(path.parent)
-        weights, training = map_tensors(whole, state.model), state.training
+        check_files(path.parent)
+        model_part, training = read_parts(path.parent)
+        weights = map_tensors(whole, model_part)
     else:
         weights, training = _read(path), {}
         # A run stands for its averaged weights, if it has any; a file stands for itself.

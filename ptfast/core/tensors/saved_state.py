@@ -287,17 +287,38 @@ def find_state(path: Path) -> Path:
 
 
 def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
-    """The JSON part of a state, after checking every file of the state against the manifest.
+    """The JSON part of a state, after `check_files`; raises as that, and S001 for another version's facts."""
+    step = check_files(folder, check=check)["step"]
+    try:
+        facts = json.loads((folder / "state.json").read_text())
+        if facts["progress"]["step"] != step:
+            raise ValueError("facts of another step")
+        given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(folder / "state.json", "the file does not hold what a run resumes from") from error
+    if given != _FACTS:
+        hint = f"Go on with that version, or start afresh from its weights: model.weights={folder}"
+        raise damaged(folder, "it was saved by another version of ptfast", hint)
+    try:
+        return checked(StateFacts, facts)
+    except ValueError as error:
+        raise damaged(
+            folder / "state.json", f"it holds a fact of the wrong type ({shorten(error)})"
+        ) from error
+
+
+def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
+    """The manifest of a state, after checking every file of the state against it.
 
     Args:
         check: False if the files have been hashed already for this load.
 
     Raises:
-        SavedStateError: S001 for a file that is missing, changed or of another form, or of another version.
+        SavedStateError: S001 for a file that is missing, changed or of another form, or of a later format.
     """
     try:
         manifest = checked(Manifest, json.loads((folder / MANIFEST).read_text()))
-        version, step, digests = manifest["format"], manifest["step"], manifest["sha256"]
+        version, digests = manifest["format"], manifest["sha256"]
         parts = {
             SHARDED_FORMAT: {TREE},
             FORMAT: {"model.pt", "training.pt"},
@@ -318,39 +339,29 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
             raise damaged(path, "the file is missing")
         if check and _sha256(path) != digest:
             raise damaged(path, "the file has changed since it was written (truncated, or bits flipped)")
-    try:
-        facts = json.loads((folder / "state.json").read_text())
-        if facts["progress"]["step"] != step:
-            raise ValueError("facts of another step")
-        given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(folder / "state.json", "the file does not hold what a run resumes from") from error
-    if given != _FACTS:
-        hint = "Go on with that version, or start afresh from its weights: model.weights=STATE/model.pt"
-        raise damaged(folder, "it was saved by another version of ptfast", hint)
-    try:
-        return checked(StateFacts, facts)
-    except ValueError as error:
-        raise damaged(
-            folder / "state.json", f"it holds a fact of the wrong type ({shorten(error)})"
-        ) from error
+    return manifest
 
 
 def read_state(folder: Path, *, check: bool = True) -> State:
     """As `read_facts`, with tensors on the CPU, those of several ranks read when needed; runs no code."""
     facts = read_facts(folder, check=check)
+    return State(*read_parts(folder), facts)
+
+
+def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's and the training's part of a state, of any version, whose files have been checked."""
     if (folder / "model.pt").is_file() and not (folder / TREE).is_file():
-        return State(load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt"), facts)
+        return load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt")
     source = folder / TREE
     try:
         if not source.is_file():
             source = folder / WEIGHTS
-            return State(load_file(source), {}, facts)
+            return load_file(source), {}
         # By their names: another machine may have an old listing of the folder.
         known = json.loads((folder / MANIFEST).read_text())["sha256"]
         files = sorted(folder / Path(name).name for name in known if name.startswith("shard-"))
         parts = unpack(json.loads((folder / TREE).read_text()), files)
-        return State(parts["model"], parts["training"], facts)
+        return parts["model"], parts["training"]
     except Exception as error:
         raise damaged(source, "it cannot be read, or not with the files beside it") from error
 
