@@ -167,8 +167,13 @@ class Muon(Optimizer):
                 matrices.append(as_matrix(weight, tensor))
             if weights[-1].data_ptr() != weight.data_ptr():
                 copied.append((weight, weights[-1]))
-        if weights:
-            step_matrices(weights, grads, momenta, group, group["lr"], group["momentum"])
+        if not weights:
+            return
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
+        for indices in _stacks(weights):
+            updates = orthogonalize([ahead[index] for index in indices], group["ns_steps"])
+            _move([weights[index] for index in indices], updates, group)
         for weight, matrix in copied:
             in_order = _in_order_of_memory(weight, weight.detach())
             in_order.copy_(matrix.view(in_order.shape))
@@ -193,25 +198,6 @@ def _in_order_of_memory(weight: Tensor, tensor: Tensor) -> Tensor:
     return tensor.permute(0, *sorted(range(1, weight.ndim), key=weight.stride, reverse=True))
 
 
-def step_matrices(
-    weights: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    group: dict[str, Any],
-    lr: float | Tensor,
-    momentum: float | Tensor,
-) -> None:
-    """Take the step of matrices; rate and momentum may be 0-d tensors, in code that is compiled."""
-    shares: list[Any] = [1 - momentum, momentum]
-    if isinstance(momentum, Tensor):
-        shares = [[share] * len(grads) for share in shares]
-    torch._foreach_lerp_(momenta, grads, shares[0])
-    ahead = torch._foreach_lerp(grads, momenta, shares[1]) if group["nesterov"] else momenta
-    for indices in _stacks(weights):
-        updates = orthogonalize([ahead[index] for index in indices], group["ns_steps"])
-        _move([weights[index] for index in indices], updates, group, lr)
-
-
 def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
     """The nearest orthogonal matrix, about (singular values 0.5 to 1.5), of each of `matrices` of one shape.
 
@@ -231,29 +217,23 @@ def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
     return (x.mT if rows > columns else x).view(len(matrices), rows, columns)
 
 
-def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any], lr: float | Tensor) -> None:
+def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
     """Take the step of matrices of one shape, with their decay or normalisation."""
     rows, columns = weights[0].shape
-    decay = lr * group["weight_decay"]
+    decay = group["lr"] * group["weight_decay"]
     if group["normalize"]:
         norms = torch._foreach_clamp_min(torch._foreach_norm(weights), 1e-7)
         torch._foreach_div_(weights, torch._foreach_mul(norms, rows**-0.5))
     elif group["cautious"] and group["weight_decay"]:
         for weight, update in zip(weights, updates.unbind(), strict=True):
             towards_zero = (update * weight >= 0).to(weight.dtype)
-            if isinstance(decay, Tensor):
-                weight.sub_(weight * towards_zero * decay)
-            else:
-                weight.addcmul_(weight, towards_zero, value=-decay)
+            weight.addcmul_(weight, towards_zero, value=-decay)
     elif group["weight_decay"]:
         torch._foreach_mul_(weights, 1 - decay)
     matched = group["adjust_lr_fn"] == "match_rms_adamw"
     length = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1, rows / columns))
     moves = [*updates.to(weights[0].dtype).unbind()]
-    if isinstance(lr, Tensor):
-        torch._foreach_sub_(weights, torch._foreach_mul(moves, lr * length))
-    else:
-        torch._foreach_add_(weights, moves, alpha=-lr * length)
+    torch._foreach_add_(weights, moves, alpha=-group["lr"] * length)
 
 
 def _stacks(matrices: list[Tensor]) -> Iterator[list[int]]:
@@ -302,7 +282,7 @@ def hidden_matrices(
 def _members(group: dict[str, Any]) -> list[Any]:
     """The parameters of a group, or pairs of names and parameters."""
     params = group["params"]
-    if isinstance(params, (set, frozenset)):
+    if isinstance(params, set):
         raise TypeError("the parameters of a group need an order, which a set does not have")
     return [params] if isinstance(params, Tensor) else list(params)
 

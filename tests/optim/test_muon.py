@@ -232,3 +232,8 @@ def test_names_for_the_rest_go_with_a_fused_one() -> None:
     assert note == "fused"
     matrices = [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]
     assert [id(p) for p in matrices] == [id(model[0].weight), id(model[6].weight)]
+
+
+def test_a_set_of_parameters_has_no_order() -> None:
+    with pytest.raises(TypeError, match="need an order"):
+        Muon([{"params": set(net().parameters())}])

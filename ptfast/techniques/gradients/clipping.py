@@ -66,12 +66,7 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     # In half width, norms would have two digits. (Norm layers of such models stay in float32.)
     half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
     dtype, parts = torch.float32 if half else None, local_parts(grads)
-    if torch.compiler.is_compiling():
-        # One by one, they are summed where the compiled code makes the gradients.
-        norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in parts]
-    else:
-        norms = torch._foreach_norm(parts, dtype=dtype)
-    norm = torch.linalg.vector_norm(torch.stack([*norms]))
+    norm = torch.linalg.vector_norm(torch.stack([*torch._foreach_norm(parts, dtype=dtype)]))
     if is_sharded(grads[0]):
         # Of this rank's parts so far.
         square = norm.square()
