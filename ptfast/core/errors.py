@@ -204,11 +204,12 @@ def cannot_write(
 ) -> MachineError:
     """The error for a file or folder that cannot be written: E002 where space is used up, else E001."""
     full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}.get(error.errno or 0)
+    reason = "a link stands in its place" if error.errno == errno.ELOOP else error.strerror or error
     with contextlib.suppress(OSError, AttributeError):
         disk = os.statvfs(Path(key).absolute().parent)
         if error.errno == errno.ENOSPC and disk.f_files and not disk.f_ffree:
             full = "the disk can hold no more files (its inodes are used up)"
-    what = full or f"cannot be written: {error.strerror or error}"
+    what = full or f"cannot be written: {reason}"
     return MachineError("E002" if full else "E001", what, key=key, value=value, suggestion=suggestion)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ptfast.core import devices
-from ptfast.core.errors import MachineError, cannot_write
+from ptfast.core.errors import ConfigError, MachineError, cannot_write, name_some
 
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
@@ -30,6 +30,8 @@ MLFLOW = "mlflow.json"
 METRICS = "metrics"
 """Folder of what metrics give besides figures, a file for each split."""
 FAILURE = ".failure.json"
+LOGS = (".log", ".out", ".err", ".txt")
+"""Endings of files in which the output of a run may be kept, in its folder."""
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -66,6 +68,34 @@ def discard(folder: Path, made: list[Path]) -> None:
             path.rmdir()
 
 
+def open_inside(path: Path, mode: str, **options: Any) -> Any:
+    """Open a file of a run directory, which may be a stranger's: no link in its place is followed."""
+
+    def open_file(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, mode, opener=open_file, **options)
+
+
+def check_links(folder: Path) -> None:
+    """Refuse (C013) a run directory with a link that leads out of it, through which a run would write."""
+    for path in (each for part in (folder, folder / "saved") if part.is_dir() for each in part.iterdir()):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            what = f"a link that leads out of somebody else's run directory, to {path.readlink()}"
+            raise ConfigError("C013", what, key=str(path), suggestion="Remove it, or copy the run without it")
+
+
+def check_free(folder: Path) -> None:
+    """Refuse (C011) a folder with files that no run has made: a run would overwrite a project's."""
+    if not folder.is_dir() or (folder / ".lock").exists() or (folder / ENVIRONMENT).exists():
+        return
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() or path.is_symlink()]
+    if found := [path.name for path in files if path.name[0] != "." and path.suffix not in LOGS]:
+        what = f"holds files that no run has made: {name_some(found, 3)}"
+        hint = f"Choose a new folder, such as run.dir={folder / 'run'}"
+        raise ConfigError("C011", what, key="run.dir", value=folder, suggestion=hint)
+
+
 _held: set[TextIO] = set()
 
 
@@ -83,7 +113,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 def hold(folder: Path) -> Any:
     """Lock `folder` until this process ends, however it does; E003 names the run that holds it already."""
     try:
-        file: TextIO = (folder / ".lock").open("a+")
+        file: TextIO = open_inside(folder / ".lock", "a+")
     except OSError as error:
         raise cannot_write(error, str(folder)) from error
     try:
@@ -119,7 +149,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; raises as `cannot_write`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text, "utf-8")
+        with open_inside(draft, "w", encoding="utf-8") as file:
+            file.write(text)
         draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptfast.config.checks.rules import check_batch
-from ptfast.config.checks.trust import remember
+from ptfast.config.checks.trust import is_own, remember
 from ptfast.config.compose import Composed
 from ptfast.config.files.frozen import check_no_secrets, freeze, redact
 from ptfast.config.read import load_config
@@ -194,6 +194,9 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
     """Make, lock and fill the run directory; it is removed again if the run could not begin."""
     from ptfast.core.tensors.saved_state import restore_links
 
+    config_file = place.folder / run_directory.CONFIG
+    if config_file.is_file() and not is_own(config_file):
+        run_directory.check_links(place.folder)
     made = run_directory.create_folder(place.folder)
     exit_code = None
     # Only the holder of the lock may remove the directory: two starts may have been given the same one.

@@ -37,7 +37,7 @@ def find_place(composed: Composed, config: Config) -> Place:
     An existing run's config is compared as text: nothing that it names is imported.
 
     Raises:
-        ConfigError: C011 when a new run would go into a directory that holds one.
+        ConfigError: C011 when a new run would go into a directory that holds one, or a user's own files.
         SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
             to resume, or the saved files of a run are gone.
     """
@@ -47,6 +47,7 @@ def find_place(composed: Composed, config: Config) -> Place:
     given = Path(config.run.dir) if config.run.dir else None
     if given and not _holds_run(given):
         _check_lost(given)
+        run_directory.check_free(given)
     root, name = Path(config.run.root), config.run.name or config.recipe or "train"
     fresh = Place(given or run_directory.new_folder(root, name))
     if resume == "never":

@@ -41,10 +41,14 @@ def open_loggers(run: Run, loggers: dict[str, Any], attempt: Attempt) -> Backgro
     opened: list[Any] = [JsonlLogger(run.folder / METRICS_FILE, run.progress.step), attempt]
     # As written: without secrets and values from the environment.
     config = read_yaml(run.folder / run_directory.CONFIG).data if loggers else {}
-    for key, logger in loggers.items():
-        with constructing(key, name_of(logger), "open"):
-            logger.open(run.folder, config)
-        opened.append(logger)
+    try:
+        for key, logger in loggers.items():
+            with constructing(key, name_of(logger), "open"):
+                logger.open(run.folder, config)
+            opened.append(logger)
+    except Exception:
+        opened[0].close()
+        raise
     background = BackgroundLogger(opened, run.display.warn)
     if background.shows_images and run.info.kind == "image":
         run.watch_batches = partial(_log_first_images, run.watch_batches, run.progress.step, background)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ptfast.core.errors import ConfigError, NumericsError
 from ptfast.core.machine import held_memory_bytes, peak_memory_bytes
+from ptfast.core.run_directory import write_text
 from ptfast.core.tensors.trees import tree_leaves, tree_map
 from ptfast.profiling.step_phases import PHASES, Phases, SavedKinds, saved_for_backward, watched
 from ptfast.run import Run
@@ -125,7 +126,7 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
         averages = profile.key_averages()
         sort_by = "self_device_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
         profile.export_chrome_trace(str(run.folder / TRACE))
-        (run.folder / PROFILE).write_text(averages.table(sort_by=sort_by, row_limit=100))
+        write_text(run.folder / PROFILE, averages.table(sort_by=sort_by, row_limit=100))
         lines.extend(_top_operators(averages, sort_by, active))
 
     class ProfiledSteps(Phases):
@@ -231,7 +232,7 @@ class _Memory(Phases):
             kind = f"{str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape)) or 'scalar'}"
             rows.append(f"  {size / 2**20:9,.1f} MiB  {kind}")
         folder: Path = self.run.folder
-        (folder / MEMORY).write_text("\n".join(lines + rows) + "\n")
+        write_text(folder / MEMORY, "\n".join(lines + rows) + "\n")
         if self.run.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
             torch.cuda.memory._record_memory_history(enabled=None)

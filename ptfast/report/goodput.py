@@ -11,6 +11,7 @@ from typing import Any
 
 from ptfast.core.clock import Clock
 from ptfast.core.resolved import AttemptFacts
+from ptfast.core.run_directory import open_inside
 from ptfast.report.loggers import read_records
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -41,7 +42,8 @@ class Attempt:
         """Say that training has reached `step`, and the `status` if it has ended."""
         facts = {"started": self._started, "from_step": self._step, "step": max(step, self._step)}
         facts |= {"status": status, "seconds": self.clock.so_far()}
-        with contextlib.suppress(OSError), self._file.open("r+b" if self._file.exists() else "wb") as file:
+        mode = "r+b" if self._file.exists() else "wb"
+        with contextlib.suppress(OSError), open_inside(self._file, mode) as file:
             file.seek(self._start)
             # The line before may have been cut off.
             file.write(b"\n" + json.dumps(facts).encode())

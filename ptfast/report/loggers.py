@@ -48,7 +48,7 @@ class JsonlLogger:
             kept = [record for record in read_records(path) if record["step"] <= last_step]
             run_directory.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         try:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = run_directory.open_inside(path, "a", encoding="utf-8")
         except OSError as error:
             raise cannot_write(error, str(path)) from error
 
@@ -116,7 +116,7 @@ class Csv:
 
     def _rewrite(self, rows: Sequence[Record]) -> None:
         self._columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
-        self._file = self._path.open("w", newline="", encoding="utf-8")
+        self._file = run_directory.open_inside(self._path, "w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, self._columns)
         self._writer.writeheader()
         self._writer.writerows(rows)

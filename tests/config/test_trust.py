@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from config_trees import HERE, tree, typed
 
-from ptfast.config.checks.trust import locate_trusted
+from ptfast.config.checks.trust import check_reach, locate_trusted
 from ptfast.config.checks.validate import validate
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import load
-from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError
 
 UNTRUSTED = [
     "os.system",
@@ -138,6 +138,29 @@ def test_what_a_file_from_elsewhere_may_not_read(name: str, tmp_path: Path) -> N
     assert f"{key}=VALUE" in str(caught.value)
     # What the user types is the user's.
     assert load(file, [f"{key}=https://mine/${{oc.env:HOME}}"], trusted=False).tree["data"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("logger.csv.path", path) for path in ("../x.csv", "/tmp/x.csv", "a/../../x", "~/x.csv")),
+        *(("logger.mlflow.uri", uri) for uri in ("file:///x", "sqlite:////x.db")),
+        *(("run.dir", ".."), ("run.root", "/x"), ("logger.tensorboard.folder", "..")),
+    ],
+)
+def test_a_file_from_elsewhere_writes_into_its_own_folder(key: str, value: str) -> None:
+    tree: dict[str, Any] = {}
+    section = tree
+    *way, last = key.split(".")
+    for name in way:
+        section = section.setdefault(name, {})
+    section[last] = value
+    with pytest.raises(ConfigError, match="writes outside its folder") as caught:
+        check_reach(tree, lambda key: "config.yaml:3")
+    assert (caught.value.code, caught.value.key) == ("C009", key)
+    check_reach(tree, lambda key: COMMAND_LINE)
+    section[last] = "sqlite:///mlflow.db" if last == "uri" else "runs..old/x"
+    check_reach(tree, lambda key: "config.yaml:3")
 
 
 def test_a_bomb_of_interpolations_is_refused(tmp_path: Path) -> None:

@@ -249,6 +249,50 @@ with run_directory.hold(Path(sys.argv[1])):
             pass
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "main.py"])
+def test_a_folder_with_a_users_own_files_is_left_alone(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    project = in_tmp / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    (project / name).write_text("mine: 1\n")
+    for words in (("run.dir=.",), ("run.dir=.", "run.resume=auto"), (f"run.dir={project}",)):
+        assert train(*BASE, *words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"holds files that no run has made: {name}" in line
+        assert "Choose a new folder, such as run.dir=" in line
+    assert [(path.name, path.read_text()) for path in project.iterdir()] == [(name, "mine: 1\n")]
+
+
+def test_a_folder_may_hold_the_log_of_its_run(in_tmp: Path) -> None:
+    Path("a").mkdir()
+    Path("a/slurm-7.out").touch()
+    assert train("run.dir=a", "epochs=1", "saving.best=0") == 0
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.csv", "attempts.jsonl", "saved/step-99", "tensorboard"])
+def test_a_strangers_link_is_not_written_through(
+    in_tmp: Path,
+    stopped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    target = in_tmp / "precious"
+    target.write_text("mine")
+    link = stopped / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(in_tmp / "another"))
+        assert train(*BASE, "run.dir=a") == 2
+        assert f"error[C013]: a/{name}: a link that leads out" in capsys.readouterr().err
+    # One's own run may lie on several disks; files are not followed all the same.
+    train(*BASE, "run.dir=a", "logger=csv")
+    assert target.read_text() == "mine"
+
+
 def test_a_directory_in_use_is_refused(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,8 @@ from ptfast.core.sections.targets import EXTRAS, locate
 _CALL = re.compile(r"\$\{[^{}]*:|\$\{[^{}]*\$\{")
 """An interpolation that calls a resolver, or whose name is made by another one."""
 _URL = re.compile(r"\b(?!file:|sqlite:)[A-Za-z][\w+.-]*://|\bpipe:", re.IGNORECASE)
+_OUTSIDE = re.compile(r"^(file:)?[/~\\]|^sqlite:////|(^|[/\\])\.\.([/\\]|$)", re.IGNORECASE)
+"""A path that is absolute or leads upwards."""
 ROOTS = ("torch.nn", "torch.optim", "torchvision", "ptfast", *EXTRAS)
 # Of the functions in these packages only those that build models are called for a stranger's file:
 # torchvision also has functions that download and unpack.
@@ -81,8 +83,11 @@ def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bo
         if place(key) == COMMAND_LINE or (not trains and key.split(".")[0] == "logger"):
             continue
         calls, url = _CALL.search(text), _URL.search(text)
-        if calls or url:
-            what = "reads the environment" if calls else "names a server"
+        leaves = lies_in(key, ("logger", "run.dir", "run.root")) and _OUTSIDE.search(text)
+        if calls or url or leaves:
+            what = (
+                "reads the environment" if calls else "names a server" if url else "writes outside its folder"
+            )
             hint = f"If you trust it, give the value yourself: {key}=VALUE"
             what = f"not trusted, a config file from elsewhere {what}"
             found.append(ConfigError("C009", what, key=key, value=text, place=place(key), suggestion=hint))

@@ -19,6 +19,7 @@ from typing import Any
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks, collectives_of_gpus
 from ptfast.core.errors import ParallelError, error_line
+from ptfast.core.run_directory import open_inside
 from ptfast.core.units import short_time
 from ptfast.training.hangs import hang_supervisor
 from ptfast.training.hangs.hang_supervisor import BEAT, DUMP, HANDLED
@@ -64,7 +65,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         self._error: ParallelError | None = None
 
     def __enter__(self) -> HangWatch:
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = open_inside(self._path, "a", encoding="utf-8")
         self._before = signal.signal(DUMP, self._raise)
         # Processes that are forked later inherit it.
         faulthandler.register(DUMP, self._file, chain=True)
