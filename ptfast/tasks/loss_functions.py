@@ -47,6 +47,9 @@ class UserLoss:
             return None
         return len(targets) if self.returns == "samples" else self._items_of(targets)
 
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.sums(outputs, targets)[0]
+
     def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         """Sum of the losses of the items, and their number or weight."""
         value = self._call(outputs, targets)
@@ -162,8 +165,10 @@ class TorchLoss(UserLoss):
         self._per_sample = task.counts_samples and self._reduction == "mean"
 
     def num_items(self, targets: Tensor) -> Any:
-        if not self._selects or targets.is_floating_point():
+        if not self._selects:
             return self._items_of(targets)
+        if targets.is_floating_point():  # (batch, classes, ...): the share of each class
+            return targets[:, 0].numel()
         counted = targets != self._ignored
         if self._weight is None:
             return counted.sum()

@@ -50,11 +50,9 @@ class SupervisedTask:
         if self.needs_classes:
             self.num_classes = known_classes(info)
         self.adapted = None if loss is None else adapt_loss(loss, self)
-        if (adapted := self.adapted) is not None:
-            self.num_items, self.sample_losses = adapted.num_items, adapted.of_samples
-            self.loss_sum = self.evaluation_loss_sum = lambda outputs, targets: adapted.sums(
-                outputs, targets
-            )[0]
+        if self.adapted is not None:
+            self.num_items, self.sample_losses = self.adapted.num_items, self.adapted.of_samples
+            self.loss_sum = self.evaluation_loss_sum = self.adapted.loss_sum
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -106,10 +104,7 @@ class SupervisedTask:
         raise NotImplementedError
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of each sample for mixed samples, (batch,); 0 where none of its targets counts.
-
-        By default `losses_one_by_one`.
-        """
+        """Loss of each sample for mixed samples, (batch,); 0 where none of its targets counts."""
         return self.losses_one_by_one(outputs, targets)
 
     def losses_one_by_one(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import loss_cases
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import CASES
+from loss_cases import CASES, WEIGHTS
 from running import build_run, same_bits, weights
 from strategy_cases import Cases
 from torch import nn
@@ -130,6 +130,25 @@ def built_task(name: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
     kind_of_task = kind.get(case.data.partition(" ")[0], "classification")
     task = build_task(kind_of_task, DataInfo("features", kind_of_task, dataset.num_classes), **options)
     return task, outputs, dataset.tensors[1]
+
+
+@pytest.mark.parametrize("name", [n for n in ADDING if "own count" not in n and "ignored" not in n])
+def test_an_evaluation_gives_the_same_loss_for_batches_of_any_size(name: str) -> None:
+    task, outputs, targets = built_task(name)
+    total, items = 0.0, 0.0
+    for part in (slice(0, 13), slice(13, 30)):
+        given = lambda inputs, part=part: outputs[part]  # noqa: E731
+        loss, count = task.evaluate(given, (None, targets[part]), task.metrics())
+        total, items = total + float(loss), items + float(count)
+    as_given = targets.float() if task.class_dim == 0 else targets
+    assert total / items == pytest.approx(float(CASES[name].plain(outputs, as_given)) / CASES[name].logged)
+
+
+def test_weights_of_classes_weigh_shares_of_classes_as_torch_does() -> None:
+    task, outputs, _ = built_task("weights")
+    targets = torch.rand(30, 3).softmax(1)
+    loss, count = task.loss(lambda inputs: outputs, (None, targets))
+    torch.testing.assert_close(loss / count, F.cross_entropy(outputs, targets, weight=WEIGHTS))
 
 
 @pytest.mark.parametrize("name", [n for n in ADDING if "own count" not in n and "ignored" not in n])

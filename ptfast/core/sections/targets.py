@@ -62,7 +62,8 @@ class Target:
 def _takes_tensor(annotation: Any) -> bool:
     """Return True for the annotations `Tensor` and `Tensor | None`; nothing is imported to tell."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.Tensor in (annotation, *typing.get_args(annotation))
+    kinds = typing.get_args(annotation) or (annotation,)
+    return torch is not None and [kind for kind in kinds if kind is not type(None)] == [torch.Tensor]
 
 
 def _as_tensor(name: str, numbers: list[Any], path: str) -> Any:

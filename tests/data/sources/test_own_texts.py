@@ -57,6 +57,17 @@ def test_targets_of_a_token_each_are_filled_up_with_what_does_not_count() -> Non
     assert tags[1].tolist() == [0, 1] * 4 + [0, 0]
 
 
+def test_a_class_for_each_token_is_no_language_model() -> None:
+    """Unless there are as many classes as tokens."""
+    for num_classes, task in ((2, "token_classification"), (10, "language_modelling")):
+        dataset = Sentences(tagged=True)
+        dataset.num_classes = num_classes
+        info = build_data(dataset, val=Duration(0, "samples"), seed=0, task="auto").info
+        assert info.task == task
+        assert info.ignores_labels
+    assert info.num_classes is None
+
+
 def test_lengths_that_are_not_those_of_the_samples_are_refused() -> None:
     with pytest.raises(DataError, match="its lengths are of 63 samples, and it has 64"):
         build_data(Sentences(wrong=1), val=Duration(0, "samples"), seed=0, task="auto")
