@@ -102,11 +102,8 @@ def build_data(
         splits = _with_masks(splits, ignore_index)
     splits = _with_classes(splits)
     contents = once(partial(_contents, splits)) if known is None else None
-    if (
-        known is not None
-        and whole
-        and not same_training_data(known.extra.get("contents", {}), _contents(splits))
-    ):
+    is_new = whole and known and not same_training_data(known.extra.get("contents", {}), _contents(splits))
+    if is_new:
         splits, kept = _as_held_out(splits, source, seed, task), None
     else:
         splits, kept = _hold_out(splits, val, seed)

@@ -36,8 +36,6 @@ _SYSTEM = {
 }
 MAX_PIXELS = 100_000_000
 """An image whose header promises more is refused as a decompression bomb."""
-_AS_RGB = 3
-"""`ImageReadMode.RGB` of torchvision."""
 _HEADER_BYTES = 2**16
 """They hold the size of nearly every JPEG, even after a thumbnail; PIL reads on for the rest."""
 SHORT_S = 80e-6
@@ -93,7 +91,8 @@ def decode(content: bytes, name: str) -> Decoded:
             return Decoded(_by_pil(content, name).pixels, converted)
         # A bytearray is writable, which spares torch's warning and costs a copy of a few kilobytes.
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return Decoded(decode_jpeg(buffer, _AS_RGB, False).permute(1, 2, 0).numpy(), converted)
+        pixels = decode_jpeg(buffer, 3, False)  # 3 is torchvision's ImageReadMode.RGB
+        return Decoded(pixels.permute(1, 2, 0).numpy(), converted)
     except DataError:
         raise
     except Exception as error:
@@ -102,53 +101,37 @@ def decode(content: bytes, name: str) -> Decoded:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[..., Tensor] | None:
-    """torchvision's decoder, None where it was built without or no longer has one."""
-    # `torchvision.io.decode_jpeg` warns of its retirement at each call, for 30 us that block other threads.
-    try:
-        _load_image_operators()
-        return torch.ops.image.decode_jpeg
-    except (ImportError, AttributeError):
-        return None
-
-
-def _load_image_operators() -> None:
-    """Register torchvision's operators on images, from its library alone if it is found.
-
-    Its Python modules import torch's compiler, which takes as long as torch itself.
-    """
+    """torchvision's decoder, from its library alone if it is found; None where it was built without one."""
+    # Its Python modules import torch's compiler, which takes as long as torch itself, and its own function
+    # warns of its retirement at each call, for 30 us that block other threads.
     found = importlib.util.find_spec("torchvision")
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
-        for library in Path(folder).glob("image*.so"):
-            with contextlib.suppress(OSError):
-                torch.ops.load_library(library)
-                return
-    import torchvision.io  # noqa: F401 - registers them
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    for library in (each for folder in folders for each in Path(folder).glob("image*.so")):
+        with contextlib.suppress(OSError, AttributeError):
+            torch.ops.load_library(library)
+            return torch.ops.image.decode_jpeg
+    with contextlib.suppress(ImportError, AttributeError):
+        import torchvision.io  # noqa: F401 - registers it
+
+        return torch.ops.image.decode_jpeg
+    return None
 
 
 def size_of(path: str) -> tuple[int, int]:
     """Height and width of an image, read from the beginning of its file."""
-    in_tar = path if isinstance(path, InTar) else None
-    try:
-        if in_tar is not None:
-            header = in_tar.read(_HEADER_BYTES)
-        else:
-            with open(path, "rb") as file:  # noqa: PTH123 - half the time of Path.open
-                header = file.read(_HEADER_BYTES)
-        if (shape := jpeg_shape(header)) is not None:
-            return shape[:2]
-        with opened(path if in_tar is None else io.BytesIO(in_tar.read()), path) as image:
-            return image.height, image.width
-    except OSError as error:
-        raise _unreadable(error, path) from None
+    if (shape := jpeg_shape(read_file(path, _HEADER_BYTES))) is not None:
+        return shape[:2]
+    with opened(io.BytesIO(read_file(path)) if isinstance(path, InTar) else path, path) as image:
+        return image.height, image.width
 
 
-def read_file(path: str) -> bytes:
-    """The bytes of an image file."""
+def read_file(path: str, most: int = -1) -> bytes:
+    """The bytes of an image file, or its first `most`."""
     try:
         if isinstance(path, InTar):
-            return path.read()
+            return path.read(most if most >= 0 else path.size)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of Path.read_bytes
-            return file.read()
+            return file.read(most)
     except OSError as error:
         raise _unreadable(error, path) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import ReadsAsKnown, Splits
-from ptfast.data.decoding.image_decoding import (
-    Pixels,
-    decode_file,
-    fit,
-    in_threads,
-    mixed_sizes,
-    opened,
-    read_file,
-)
+from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes, opened
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sources.class_folders import PassedOver, image_files, splits_among
 from ptfast.data.sources.image_files import ImageSource, set_shapes
@@ -107,7 +98,7 @@ class MaskedImages(ImageSource):
 
 def read_mask(file: str) -> Pixels:
     """The class number of each pixel, uint8 (height, width): grey values, or entries of a palette."""
-    with opened(io.BytesIO(read_file(file)), file) as mask:
+    with opened(file, file) as mask:
         if mask.mode in ("L", "P", "1"):
             return np.array(mask, np.uint8)
         mode = mask.mode

@@ -110,8 +110,8 @@ def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
     trained = known.pop("train", None)
     for split, held in known.items():
         if trained is not None and (missing := missing_classes(trained, held, data.info.class_names)):
-            word = "class" if len(missing) == 1 else "classes"
-            run.display.warn(f"data: {split} has no sample of {word} {name_some(missing)}, which train has")
+            classes = f"class{'es' * (len(missing) > 1)} {name_some(missing)}"
+            run.display.warn(f"data: {split} has no sample of {classes}, which train has")
 
 
 def choose_task(run: PartialRun) -> None:
