@@ -16,12 +16,10 @@ from ptfast.cli.arguments import write_out
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
 from ptfast.core.units import labelled
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
-from ptfast.data.new_inputs import read_inputs
 from ptfast.models.transformers import HfModel
 from ptfast.report.terminal.display import is_terminal, say, standard_output
 from ptfast.tasks.semantic_segmentation import mask_picture
-from ptfast.training.evaluate import averaged_over_views
-from ptfast.training.saved_model import saved_run
+from ptfast.training.saved_model import predictions, saved_run
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.user_code import naming_user_code
 
@@ -60,7 +58,6 @@ def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: 
 
     Images that cannot be read are skipped with a warning, unless all of them fail.
     """
-    model = averaged_over_views(saved)
     lines: list[str] = []
     unreadable: list[DataError] = []
 
@@ -68,36 +65,27 @@ def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: 
         unreadable.append(error)
         print(f"ptfast: warning: {error}", file=sys.stderr)
 
+    def note(text: str) -> None:
+        print(f"ptfast: {text}", file=sys.stderr)
+
     num_predicted = 0
-    with torch.inference_mode(), saved.precision.autocast, naming_user_code(saved):
-        for name, inputs in read_inputs(
-            saved.info,
-            paths,
-            device=saved.device,
-            channels_last=bool(saved.resolved.channels_last),
-            normalize=saved.config.data.normalize,
-            skip=skip,
-            note=lambda text: print(f"ptfast: {text}", file=sys.stderr),
-        ):
-            num_predicted += len(inputs)
-            records = saved.task.predict(model, inputs)
-            names = name if isinstance(name, list) else [name]
-            for source, record in zip(names, records, strict=True):
-                if masks is not None:
-                    record["mask"] = _write_mask(masks, source, record)
-                line = json.dumps({"input": source, **record})
-                if out is not None:
-                    lines.append(line)
-                elif is_terminal(standard_output()):
-                    # The likeliest classes with their probabilities, or every entry by name.
-                    if isinstance(top := record.get("top"), dict):
-                        shown = ", ".join(f"{name} {share:.1%}" for name, share in top.items())
-                    else:
-                        named = {k: v for k, v in record.items() if k != "mask" or isinstance(v, str)}
-                        shown = "  ".join(labelled(name, value) for name, value in named.items())
-                    say(f"{source}: {shown}")
-                else:
-                    print(line, flush=True)
+    for source, record in predictions(saved, paths, skip=skip, note=note):
+        num_predicted += 1
+        if masks is not None:
+            record["mask"] = _write_mask(masks, source, record)
+        line = json.dumps({"input": source, **record})
+        if out is not None:
+            lines.append(line)
+        elif is_terminal(standard_output()):
+            # The likeliest classes with their probabilities, or every entry by name.
+            if isinstance(top := record.get("top"), dict):
+                shown = ", ".join(f"{name} {share:.1%}" for name, share in top.items())
+            else:
+                named = {k: v for k, v in record.items() if k != "mask" or isinstance(v, str)}
+                shown = "  ".join(labelled(name, value) for name, value in named.items())
+            say(f"{source}: {shown}")
+        else:
+            print(line, flush=True)
     if unreadable and not num_predicted:
         raise unreadable[0]
     if out is not None:

@@ -34,7 +34,7 @@ from ptfast.core.errors import (
     ConfigError,
     PtfastError,
 )
-from ptfast.core.machine import usable_cores
+from ptfast.core.machine import on_main_thread, usable_cores
 from ptfast.launch.warm_process import start_process, warm_process
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
@@ -134,6 +134,11 @@ def _ending(run_dir: Path, code: int) -> str:
 
 def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
     """Run a sweep of valid points, print its ranking, and return the exit code of its first failure."""
+    return sweep_runs(arguments, run)[1]
+
+
+def sweep_runs(arguments: list[str], run: Callable[[list[str]], int]) -> tuple[list[Path], int]:
+    """As `sweep`; returns the run directories of its jobs, too."""
     given = parse(arguments, sweep=True)
     first = compose(next(sample_points(given)))
     config = validate(first.tree, first.place)
@@ -147,7 +152,8 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         signal.signal(number, signal.SIG_IGN)
         raise Terminated
 
-    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    ending = (signal.SIGTERM, signal.SIGHUP) if on_main_thread() else ()
+    caught = [n for n in ending if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, terminate) for number in caught}
     try:
         job = SweepJob(run, folder.absolute(), num_parallel, gpus)
@@ -171,9 +177,10 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
         print(f"\n{len(runs)} jobs{finished} in {time.monotonic() - start_s:,.0f} s, in {folder}")
         show(rank_runs(runs, config.sweep.metric, config.sweep.mode))
     if ended_by is not None:
-        return EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
+        return runs, EXIT_PREEMPTED if isinstance(ended_by, Terminated) else EXIT_INTERRUPTED
     errors = [value.error for value in results if isinstance(value, JobFailure)]
-    return next((e.exit_code if isinstance(e, (JobError, PtfastError)) else 1 for e in errors), EXIT_OK)
+    codes = (e.exit_code if isinstance(e, (JobError, PtfastError)) else 1 for e in errors)
+    return runs, next(codes, EXIT_OK)
 
 
 def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, list[str]]:

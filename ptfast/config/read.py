@@ -14,6 +14,7 @@ from ptfast.config.files.frozen import load
 from ptfast.config.overrides import sift
 from ptfast.config.schema import Config, lies_in
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, together
+from ptfast.core.sections.given import check_present
 
 
 def read_config(arguments: Sequence[str]) -> tuple[Composed, Config]:
@@ -52,6 +53,7 @@ def load_config(
     """
     trusted = trusted or is_own(path)
     composed = load(path, arguments, trusted=trusted, trains=trains)
+    check_present(composed.tree, trains=trains)
     typed = {key for key, place in composed.places.items() if place == COMMAND_LINE}
     loader = composed.tree.get("dataloader", {})
     if not trains and loader.get("kind") == "packed" and any(key.split(".")[0] == "data" for key in typed):

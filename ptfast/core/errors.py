@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,11 @@ class PtfastError(Exception):
         return error
 
     @property
+    def hint(self) -> str | None:
+        """What to do about it, for programs that call ptfast."""
+        return self.suggestion
+
+    @property
     def parts(self) -> dict[str, Any]:
         """The keywords that it is made of."""
         names = ("code", "what", "key", "value", "place", "suggestion")
@@ -192,6 +197,12 @@ class ParallelError(PtfastError):
     """A rank that died or hangs, or ranks that cannot be launched. Exit code 7."""
 
     exit_code = 7
+
+
+def rebuilt(parts: Mapping[str, Any]) -> PtfastError:
+    """The error that has these `parts`, of the kind that its code belongs to."""
+    kinds = (ConfigError, DataError, MachineError, NumericsError, SavedStateError, ParallelError)
+    return dict(zip("CDENSP", kinds, strict=True))[parts["code"][0]](**parts)
 
 
 def not_set(key: str) -> ConfigError:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -226,6 +227,11 @@ def network_error(error: BaseException | None) -> BaseException | None:
             found = error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return found
+
+
+def on_main_thread() -> bool:
+    """Return True if Python delivers signals to this thread; it does so to a program's main thread alone."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def die_with_parent(parent: int | None = None) -> None:

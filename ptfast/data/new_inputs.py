@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,9 +29,13 @@ Named = tuple[str, Tensor]
 """A name by which the user finds the input, and the input without batch dimension."""
 
 
+class Text(str):
+    """A text to predict for, where any other string is a path."""
+
+
 def read_inputs(
     info: DataInfo,
-    paths: Sequence[str],
+    given: Sequence[Any],
     *,
     device: torch.device,
     channels_last: bool = False,
@@ -43,6 +48,7 @@ def read_inputs(
 
     Args:
         info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
+        given: paths; or a `Text`, a PIL image, an array or tensor of one or several inputs, by itself.
         skip: called with the error of an image that cannot be read, which is left out; None to raise it.
         note: called with a remark on what is passed over in folders.
 
@@ -55,45 +61,74 @@ def read_inputs(
         DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.
     """
     kind, extra = info.kind, info.extra
-    if kind == "image":
-        named = _each_image(extra, _files(paths, note), skip)
+    if all(hasattr(each, "dtype") for each in given):
+        named = _each_array(info, given)
+    elif kind == "image":
+        named = _each_image(info, _files(given, note), skip)
     elif "table" in extra:
-        named = (pair for path in _files(paths) for pair in _each_table_row(extra["table"], path))
+        named = (pair for path in _files(given) for pair in _each_table_row(extra["table"], path))
     elif kind == "features":
-        named = (pair for path in _files(paths) for pair in _each_row(path, images=False))
+        named = (pair for path in _files(given) for pair in _each_row(path, images=False))
     elif kind in ("text", "tokens") and "tokenizer" in extra:
-        named = _each_line(extra, paths)
+        named = _each_line(extra, given)
     else:
-        what = "data of your own cannot be read from files; load the state in Python instead"
-        raise DataError("D005", what, key="data")
-    prepare = Prepare(
-        ReaderOptions(device, normalize, channels_last, pin=False), info, images=kind == "image"
-    )
+        what = "data of your own cannot be read from files"
+        raise DataError("D005", what, key="data", suggestion="Give arrays: ptfast.predict(RUN, array)")
+    options = ReaderOptions(device, normalize, channels_last, pin=False)
     while batch := list(islice(named, 1 if kind == "tokens" else batch_size)):
         names, inputs = [name for name, _ in batch], [sample for _, sample in batch]
         if kind in ("text", "tokens"):
             stacked = pad_sequence(inputs, batch_first=True, padding_value=extra.get("pad_id", 0))
         else:
-            shape = list(extra["input_shape"])
-            expected = [*shape[1:], shape[0]] if len(shape) == 3 else shape
             for name, sample in batch:
-                if list(sample.shape) != expected:
+                expected = _sample_shape(info, sample.dtype == torch.uint8)
+                if expected is not None and list(sample.shape) != expected:
                     what = f"has shape {list(sample.shape)}, the model takes {expected}"
                     raise DataError("D005", what, key=name)
             stacked = torch.stack(inputs)
-        yield names, prepare.inputs(stacked)
+        images = kind == "image" and stacked.dtype == torch.uint8
+        yield names, Prepare(options, info, images=images).inputs(stacked)
+
+
+def _sample_shape(info: DataInfo, channels_last: bool) -> list[int] | None:
+    """The shape of one input as it is given; None if the data does not say it."""
+    shape = list(info.extra.get("input_shape") or info.input_shape or ())
+    return ([*shape[1:], shape[0]] if len(shape) == 3 and channels_last else shape) or None
+
+
+def _each_array(info: DataInfo, arrays: Sequence[Any]) -> Iterator[Named]:
+    """The inputs in arrays or tensors, each of which holds several or a single one."""
+    number = 0
+    for array in arrays:
+        inputs = torch.as_tensor(array).detach().cpu()
+        images = info.kind == "image" and inputs.dtype == torch.uint8
+        if info.kind in ("image", "features") and not images:
+            inputs = inputs.float()
+        shape = _sample_shape(info, images)
+        alone = shape is not None and inputs.numel() == math.prod(shape) and inputs.dim() <= len(shape)
+        inputs = inputs.reshape(1, *shape) if alone and shape is not None else inputs
+        if images:
+            inputs, _ = as_inputs(inputs.numpy(), "inputs")
+        for sample in inputs:
+            yield f"[{number}]", sample
+            number += 1
 
 
 def _each_image(
-    extra: dict[str, Any], paths: Iterator[Path], skip: Callable[[DataError], None] | None
+    info: DataInfo, given: Iterator[Any], skip: Callable[[DataError], None] | None
 ) -> Iterator[Named]:
+    extra = info.extra
     channels, height, width = extra["input_shape"]
-    for path in paths:
-        if path.suffix in (".npy", ".npz"):
+    for number, path in enumerate(given):
+        if hasattr(path, "dtype"):
+            yield from _each_array(info, [path])
+            continue
+        if isinstance(path, Path) and path.suffix in (".npy", ".npz"):
             yield from _each_row(path, images=True)
             continue
         try:
-            pixels = decode_file(str(path)).pixels
+            is_file = isinstance(path, Path)
+            pixels = decode_file(str(path)).pixels if is_file else np.asarray(path.convert("RGB"))
         except DataError as error:
             if skip is None:
                 raise
@@ -104,7 +139,7 @@ def _each_image(
         if channels == 1:
             grey = pixels @ np.array([0.299, 0.587, 0.114])
             pixels = np.rint(grey * (extra.get("max_value", 255) / 255)).astype(np.uint8)[..., None]
-        yield str(path), torch.from_numpy(np.ascontiguousarray(pixels))
+        yield str(path) if is_file else f"[{number}]", torch.from_numpy(np.ascontiguousarray(pixels))
 
 
 def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
@@ -127,17 +162,22 @@ def _each_table_row(facts: dict[str, Any], path: Path) -> Iterator[Named]:
     )
 
 
-def _each_line(extra: dict[str, Any], paths: Sequence[str]) -> Iterator[Named]:
+def _each_line(extra: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
     tokenizer, most = read_tokenizer(extra["tokenizer"]), extra["max_length"]
-    for path in _files(paths):
-        for number, line in read_texts(path, extra.get("columns", ()), "PATH"):
+    for path in _files(given):
+        is_text = isinstance(path, Text)
+        for number, line in [(0, path)] if is_text else read_texts(path, extra.get("columns", ()), "PATH"):
             if line.strip():
                 ids = tokenizer.encode(line)[:most] or [extra.get("pad_id", 0)]
-                yield f"{path}:{number}", torch.tensor(ids)
+                yield str(path) if is_text else f"{path}:{number}", torch.tensor(ids)
 
 
-def _files(paths: Sequence[str], note: Callable[[str], None] = lambda text: None) -> Iterator[Path]:
-    for text in paths:
+def _files(given: Sequence[Any], note: Callable[[str], None] = lambda text: None) -> Iterator[Any]:
+    """The files that paths name, those in folders too; what is no path comes as it is."""
+    for text in given:
+        if isinstance(text, Text) or not isinstance(text, (str, Path)):
+            yield text
+            continue
         path = Path(text).expanduser()
         if path.is_dir():
             passed = PassedOver()

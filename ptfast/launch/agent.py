@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
+from ptfast.core.machine import on_main_thread
 from ptfast.training.hangs.hang_supervisor import DUMP
 
 POLL_S = 0.1
@@ -109,7 +110,8 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
             watcher.ended.error = error
 
     thread = threading.Thread(target=call, name="ptfast-agent", daemon=True)
-    numbers = [signal.Signals[name] for name in names]
+    # In another thread than the main one, signals are left to the program that calls ptfast.
+    numbers = [signal.Signals[name] for name in names] if on_main_thread() else []
     previous = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         signal.signal(number, lambda number, frame: watcher.waiting.append(number))

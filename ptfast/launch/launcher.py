@@ -38,6 +38,7 @@ from ptfast.core.errors import (
     cannot_write,
     error_line,
     exit_code_of,
+    rebuilt,
 )
 from ptfast.core.machine import die_with_parent
 from ptfast.core.world import nodes_from_environment, under_torchrun, world
@@ -64,6 +65,11 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
     """Train what `config` says, by the command line `words`, and return the exit code."""
     if config.parallel.nnodes > 1 or nodes_from_environment():
         return _launch_node(config, words)
+    return start_here(composed, config)[1]
+
+
+def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
+    """Train on this machine; returns the run directory and the exit code."""
     num_ranks = resolve_num_ranks(config)
     check_batch(config, num_ranks)
     launched = config.parallel.strategy != "single"
@@ -72,13 +78,14 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
     place = find_place(composed, config)
     if place.finished:
         print(FINISHED.format(place.folder))
-        return EXIT_OK
+        return place.folder, EXIT_OK
     with _prepared(place, composed):
         if launched:
-            return _run_ranks(place, composed, num_ranks, config.parallel.max_restarts)
+            return place.folder, _run_ranks(place, composed, num_ranks, config.parallel.max_restarts)
         from ptfast.launch import rank_main
 
-        return rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
+        code = rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
+        return place.folder, code
 
 
 def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: int) -> int:
@@ -364,6 +371,6 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
     line, error = str(failure["line"]), None
     if "parts" in failure:
         # Ranks read the frozen file; only this process knows where the user gave the key.
-        error = composed.placed(PtfastError(**failure["parts"]))
+        error = composed.placed(rebuilt(failure["parts"]))
         line = error_line(error)
     return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")), error)

@@ -88,7 +88,9 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     limit_s = None if limit == "auto" else limit.seconds
     with (
         caught_signals(part.display, ranks) as signals,
-        HangWatch(folder, ranks, part.display, clock, signals, limit_s),
+        HangWatch(folder, ranks, part.display, clock, signals, limit_s)
+        if machine.on_main_thread()
+        else contextlib.nullcontext(),
     ):
         try:
             run = part.build(state_folder, signals)

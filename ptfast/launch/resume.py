@@ -16,6 +16,7 @@ from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
 from ptfast.core.resolved import Environment, Resolved, Summary, read_known
+from ptfast.core.sections.given import PREFIX
 
 Tree = dict[str, Any]
 """A whole config as plain values."""
@@ -77,6 +78,8 @@ def find_place(composed: Composed, config: Config) -> Place:
 def resume_command(folder: Path) -> str:
     """The command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
     words = read_known(folder / run_directory.ENVIRONMENT, Environment).get("command_line", [])
+    if any(PREFIX in word for word in words):
+        return f"ptfast.train(..., run={{'resume': 'auto', 'dir': '{folder}'}}) with the same objects"
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
     # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
     quoted = [word if word == "..." else shlex.quote(word.removeprefix("++")) for word in kept]

@@ -8,6 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ptfast.config.read import load_config
 from ptfast.config.schema import Config
@@ -19,11 +23,12 @@ from ptfast.core.tensors.saved_state import config_of, find_checkpoint, name_che
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
+from ptfast.data.new_inputs import read_inputs
 from ptfast.report.terminal.display import is_terminal, say, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
-from ptfast.training.evaluate import evaluate
+from ptfast.training.evaluate import averaged_over_views, evaluate
 from ptfast.training.stages.data_stage import build_eval_loaders, choose_task, load_data, reader_options
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
@@ -81,21 +86,23 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
     return run
 
 
-def evaluate_saved(
+def evaluations(
     saved: PartialRun, split: str | None = None, *, other_data: bool = False, whole: bool = False
-) -> int:
-    """Evaluate a saved model on every split of its data besides `train`, or on one, and print the figures.
+) -> Iterator[tuple[str, dict[str, float], dict[str, MetricTable]]]:
+    """Evaluate a saved model on every split of its data besides `train`, or on one.
 
-    On a terminal they are a panel; elsewhere each split is a line of JSON, tables of metrics included.
-    `other_data` than that of training is read with the vocabulary, statistics and classes of training, and
-    with `whole` all of it is evaluated if it has no splits.
+    Args:
+        other_data: than that of training: it is read with the vocabulary, statistics and classes of training.
+        whole: all of the other data is evaluated if it has no splits.
+
+    Yields:
+        The split, its metrics, and what metrics give besides single numbers.
 
     Raises:
         PtfastError: C005 if the data has no such split; D003, D004 or D005 if the model cannot read the other
             data; S003 if the data of training has changed.
     """
-    config, checkpoint = saved.config, saved.checkpoint
-    assert checkpoint is not None
+    config, display, saved.display = saved.config, terminal_display(), Display(sys.stderr)
     if other_data:
         data = load_data(config, known=saved.info, whole=whole or config.data.val.value == 0)
         print(f"ptfast: data: {data.note}", file=sys.stderr)
@@ -120,15 +127,25 @@ def evaluate_saved(
     if split is not None and split not in loaders:
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
+    try:
+        for name in [split] if split else loaders:
+            tables: dict[str, MetricTable] = {}
+            with naming_user_code(saved), display.status(f"evaluating {name}"):
+                figures = evaluate(saved, loaders[name], keep=tables.update)
+            if left_out := loaders[name].left_out:
+                figures = figures | {"left_out": left_out}
+            yield name, figures, tables
+    finally:
+        for loader in loaders.values():
+            loader.close()
+
+
+def evaluate_saved(saved: PartialRun, split: str | None = None, **data: bool) -> int:
+    """As `evaluations`; prints a panel on a terminal, and elsewhere each split as JSON, with its tables."""
     step, redraws, rows = saved.progress.step, is_terminal(standard_output()), []
-    display, saved.display = terminal_display(), Display(sys.stderr)
-    start_s = time.perf_counter()
-    for name in [split] if split else loaders:
-        tables: dict[str, MetricTable] = {}
-        with naming_user_code(saved), display.status(f"evaluating {name}"):
-            figures = evaluate(saved, loaders[name], keep=tables.update)
-        if left_out := loaders[name].left_out:
-            figures = figures | {"left_out": left_out}
+    start_s, checkpoint = time.perf_counter(), saved.checkpoint
+    assert checkpoint is not None
+    for name, figures, tables in evaluations(saved, split, **data):
         rows.append((name, listed(figures)))
         rows += [
             (f"{name} {key}", f"{kind}, in the JSON: ptfast eval ... > FILE")
@@ -137,9 +154,31 @@ def evaluate_saved(
         if not redraws:
             given = {key: as_lists(value) for key, (_, value) in tables.items()}
             print(json.dumps({"step": step, "split": name, **figures, **given}), flush=True)
-    for loader in loaders.values():
-        loader.close()
     rows += [("time", duration(time.perf_counter() - start_s)), ("checkpoint", str(checkpoint.folder))]
-    title = f"{config.recipe or 'train'}: evaluated at step {step:,}"
-    display.panel(title, rows)
+    title = f"{saved.config.recipe or 'train'}: evaluated at step {step:,}"
+    terminal_display().panel(title, rows)
     return EXIT_OK
+
+
+def predictions(
+    saved: PartialRun, inputs: Sequence[Any], **reading: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each input and what the model predicts for it; arguments as of `read_inputs`."""
+    model = averaged_over_views(saved)
+    for names, batch in prepared(saved, inputs, **reading):
+        # Not while the caller has the records: these settings hold for the whole thread.
+        with torch.inference_mode(), saved.precision.autocast, naming_user_code(saved):
+            records = saved.task.predict(model, batch)
+        yield from zip(names, records, strict=True)
+
+
+def prepared(saved: PartialRun, inputs: Sequence[Any], **reading: Any) -> Iterator[tuple[list[str], Tensor]]:
+    """New inputs as batches for a saved model, on its device, with their names; as `read_inputs`."""
+    return read_inputs(
+        saved.info,
+        inputs,
+        device=saved.device,
+        channels_last=bool(saved.resolved.channels_last),
+        normalize=saved.config.data.normalize,
+        **reading,
+    )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ptfast.core.distributed import Ranks, abort_process_group, all_come_to
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, user_place
+from ptfast.core.machine import on_main_thread
 from ptfast.core.protocols import takes_own_steps
 from ptfast.report.terminal.display import drop_unread
 from ptfast.training.hangs.hang_supervisor import DUMP
@@ -267,7 +268,13 @@ os.register_at_fork(
 
 @contextlib.contextmanager
 def caught_signals(display: Any, ranks: Ranks) -> Iterator[Signals]:
-    """Install the signal handlers; SIGHUP stays ignored if it is already, as under nohup."""
+    """Install the signal handlers; SIGHUP stays ignored if it is already, as under nohup.
+
+    In another thread than the main one, of a program that calls ptfast, signals are left to that program.
+    """
+    if not on_main_thread():
+        yield Signals(display, ranks)
+        return
     caught = [*CAUGHT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         caught.append(signal.SIGHUP)

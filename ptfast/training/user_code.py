@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ptfast.core.distributed import is_connection_lost
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
+from ptfast.core.sections.given import is_ours
 from ptfast.core.tensors.dtensors import is_sharded
 from ptfast.core.tensors.torch_internals import backward
 from ptfast.optim.layer_batches import no_sparse
@@ -137,7 +138,7 @@ def constructing(key: str, path: str, doing: str = "its constructor") -> Iterato
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, PtfastError) or is_memory_error(error) or path.startswith("ptfast."):
+        if isinstance(error, PtfastError) or is_memory_error(error) or is_ours(path):
             raise
         what = f"{doing} raises {summary_of(error)}"
         raise ConfigError("C017", what, key=f"{key}._target_", value=path, suggestion=TRACEBACK) from error

@@ -10,6 +10,7 @@ from typing import Literal
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
+from ptfast.core.sections.given import is_ours
 from ptfast.core.sections.section import Count, Family, Natural, OrAuto, Section, Technique, Unused
 from ptfast.data import DataSection
 from ptfast.data.sampling import Sampling
@@ -80,7 +81,7 @@ def transfers_of_the_device(dataloader: Dataloader, device: str) -> Iterator[Ptf
 def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> PtfastError | None:
     """Refuse a thread beside an order of the user's, which may draw from the training's generators."""
     target = sampling.target
-    if not dataloader.read_ahead or target is None or target.path.startswith("ptfast."):
+    if not dataloader.read_ahead or target is None or is_ours(target.path):
         return None
     what, hint = f"a thread would ask {target.path} for its order", "Use dataloader=workers"
     return ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)

@@ -17,6 +17,7 @@ from ptfast.core.errors import one_line
 from ptfast.core.plain_display import Display, Rows
 from ptfast.core.units import are_numbers, clock, listed
 from ptfast.report.terminal.json_lines import JsonDisplay, JsonLines, emit_rows
+from ptfast.report.terminal.notebook_display import NotebookDisplay, in_notebook
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -37,6 +38,8 @@ def build_display(rank: int = 0, stream: TextIO | None = None) -> Display:
     stream = stream or standard_output()
     if isinstance(stream, JsonLines):
         return JsonDisplay()
+    if stream is sys.stdout and in_notebook():
+        return NotebookDisplay(stream)
     return LiveDisplay(stream) if is_terminal(stream) else Display(stream)
 
 

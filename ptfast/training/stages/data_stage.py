@@ -17,6 +17,7 @@ from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, name_some, summary_of
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.core.resolved import Resolved, resolved_or
+from ptfast.core.sections.given import is_ours
 from ptfast.core.sections.targets import built
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
@@ -57,7 +58,7 @@ def load_data(
         source = section.target.build()
     except RAISED as error:
         path = section.target.path
-        if isinstance(error, PtfastError) or path.startswith("ptfast."):
+        if isinstance(error, PtfastError) or is_ours(path):
             raise
         what = f"its constructor raises {summary_of(error)}"
         raise DataError("D008", what, key="data._target_", value=path) from error

@@ -1,0 +1,294 @@
+"""ptfast for Python programs and notebooks: `train`, `evaluate`, `predict`, `prepare`, `load` and `sweep`.
+
+Each takes the config as the commands do: words such as `"optimizer.lr=0.1"`, or keys with values of Python
+(`epochs=3`, `optimizer={"lr": 0.1}`), among which may be modules, datasets, classes and functions. Errors are
+those of the commands, as exceptions: a `PtfastError` has `code`, `key` and `hint`. What a call changes in the
+process is put back when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.cli.command_line import run as run_command
+from ptfast.cli.config_commands import read_typed
+from ptfast.cli.sweep_command import sweep_runs
+from ptfast.config.python_words import PythonWords
+from ptfast.core import run_directory
+from ptfast.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    ConfigError,
+)
+from ptfast.core.sections.given import give_again, is_given
+from ptfast.core.tensors.saved_state import config_of, find_checkpoint
+from ptfast.data.new_inputs import Text
+from ptfast.launch.host_process import borrowed, check_processes, without_script
+from ptfast.launch.launcher import start_here
+from ptfast.report.html.run_files import RunFiles
+from ptfast.report.html.run_report import REPORT_FILE
+from ptfast.report.terminal.display import say
+from ptfast.tasks.added_metrics import as_lists
+from ptfast.training.saved_model import evaluations, predictions, prepared, saved_run
+from ptfast.training.stages.partial_run import PartialRun
+
+_loaded: WeakKeyDictionary[nn.Module, PartialRun] = WeakKeyDictionary()
+"""How inputs were prepared for a module that `load` has given, and what its task is; without the module."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Result:
+    """A run on disk, finished or not."""
+
+    path: Path
+    """The run directory."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """Objects that it was handed, by import path; its config finds them as long as this is held."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of `summary.json`."""
+        return run_directory.read_json(self.path / run_directory.SUMMARY)
+
+    @property
+    def status(self) -> str:
+        """How it ended: `finished`, `stopped` (no more gain), `paused` (`run.max_time`) or `failed`."""
+        return str(self.summary.get("status", "unknown"))
+
+    @property
+    def best(self) -> dict[str, float]:
+        """Step and metrics of the best evaluation; empty if there was none."""
+        return self.summary.get("best", {})
+
+    @property
+    def metrics(self) -> Any:
+        """What was logged, a row a step and split: a DataFrame where pandas is installed, else a list."""
+        rows = RunFiles(self.path).records
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    def model(self, checkpoint: str = "best") -> nn.Module:
+        """The trained model, as `load` gives it."""
+        return load(self, checkpoint)
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{name} {value:.4g}" for name, value in self.best.items())
+        return f"<ptfast run {self.path}: {self.status}{best and f', best {best}'}>"
+
+    def _repr_html_(self) -> str:
+        """The report of the run, which a notebook shows: its metrics, curves and time budget."""
+        page = self.path / REPORT_FILE
+        if not page.is_file():
+            return f"<pre>{escape(repr(self))}</pre>"
+        content = escape(page.read_text("utf-8"))
+        return f'<iframe srcdoc="{content}" style="width:100%;height:36em;border:0"></iframe>'
+
+
+def train(
+    recipe: str | None = None, *overrides: str, model: Any = None, data: Any = None, **keys: Any
+) -> Result:
+    """Train as `ptfast train +recipe=RECIPE OVERRIDES...` does, in this process.
+
+    Args:
+        recipe: its name or path.
+        overrides: words of the command line.
+        model: a module, of which a copy is trained, a class, a function that returns a module, or the name of
+            an option.
+        data: a dataset, a tuple of datasets (training, validation, and perhaps test), a class, a function
+            that returns a dataset, or the name of an option.
+        keys: keys of the config; a mapping sets the keys inside, and `**{"optimizer.lr": 0.1}` a dotted one.
+
+    Raises:
+        PtfastError: as the command fails.
+        KeyboardInterrupt: Ctrl-C, or the stop button of a notebook, after the step and the saving of the run.
+        SystemExit: 75 after SIGTERM, SIGUSR1 or SIGHUP, likewise. All three can be resumed. Outside of the
+            main thread, signals are left to the program.
+    """
+    with borrowed("train"):
+        given = _read(recipe, overrides, {"model": model, "data": data, **keys})
+        composed, config = read_typed(given.words)
+        names = [path for path in given.objects if is_given(path)]
+        with composed.naming_places():
+            check_processes(config, names)
+            if names:
+                one = "they are" if len(names) > 1 else "it is"
+                say(
+                    f"ptfast: {', '.join(names)}: {one} handed over in Python, so that this script alone "
+                    "repeats the run, and resumes it with run.resume=auto; a module is trained as a copy, "
+                    "which result.model() gives"
+                )
+            folder, code = start_here(composed, config)
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt(f"the run is saved: {folder}; resume it with run.resume=auto")
+    if code == EXIT_PREEMPTED:
+        raise SystemExit(code)
+    return Result(folder, given.objects)
+
+
+def sweep(
+    recipe: str | None = None, *overrides: str, model: Any = None, data: Any = None, **keys: Any
+) -> list[Result]:
+    """Train once for each combination of values, as `ptfast train -m` does, each in a process of its own.
+
+    A list is a choice of values, as are commas in a word: `sweep("resnet_digits", seed=[0, 1])`. A run that
+    fails ends no other one; its `status` is `failed`. Otherwise as `train`; nothing that only this process
+    has can be handed over (C014).
+    """
+    with borrowed("sweep"), without_script():
+        given = _read(recipe, overrides, {"model": model, "data": data, **keys}, sweeps=True)
+        if names := [path for path in given.objects if is_given(path)]:
+            what = "the runs of a sweep are other processes, which do not have it"
+            hint = "Define it in a module, and hand over its class or function"
+            raise ConfigError("C014", what, key="sweep", value=names[0], suggestion=hint)
+        folders, code = sweep_runs(given.words, run_command)
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    return [Result(folder) for folder in folders]
+
+
+def evaluate(
+    run: str | Path | Result, *overrides: str, split: str | None = None, checkpoint: str = "best", **keys: Any
+) -> dict[str, dict[str, Any]]:
+    """Evaluate a run's model as `ptfast eval` does; returns the metrics by split.
+
+    Args:
+        run: a run directory, a checkpoint in it, an export, or the result of `train`.
+        split: `val` or `test`; None for all besides `train`.
+        checkpoint: `best`, which is the last one where none is kept as the best; `last`; or `step-N`.
+        keys: as of `train`; other data (`data=`) is read by the vocabulary and classes of training.
+    """
+    with borrowed("evaluate"):
+        over, other_data = _words_over(run, overrides, keys)
+        with saved_run(_path_of(run), over.words, checkpoint=checkpoint) as saved:
+            return {
+                name: {**metrics, **{key: as_lists(table) for key, (_, table) in tables.items()}}
+                for name, metrics, tables in evaluations(saved, split, other_data=other_data)
+            }
+
+
+def predict(
+    run: str | Path | Result | nn.Module,
+    inputs: Any,
+    *overrides: str,
+    checkpoint: str = "best",
+    **keys: Any,
+) -> list[dict[str, Any]]:
+    """Predict as `ptfast predict` does; returns a record for each input, with its name under `input`.
+
+    Args:
+        run: as of `evaluate`, or a module that `load` has given.
+        inputs: one of these, or a list of them: a file or folder, an array or tensor of one or several
+            inputs as they are in the data, a PIL image, or, for a model of texts, a text.
+    """
+    with borrowed("predict"), _model_of(run, overrides, checkpoint, keys) as saved:
+        found = predictions(saved, _inputs(saved, inputs))
+        return [{"input": name, **record} for name, record in found]
+
+
+def prepare(
+    run: str | Path | Result | nn.Module,
+    inputs: Any,
+    *overrides: str,
+    checkpoint: str = "best",
+    **keys: Any,
+) -> Tensor:
+    """Inputs as a batch that the run's model takes: decoded, resized, normalized, or tokenized and padded.
+
+    Takes what `predict` takes: `net(prepare(net, images))` are the outputs that `predict` puts into words.
+    """
+    with borrowed("prepare"), _model_of(run, overrides, checkpoint, keys) as saved:
+        batches = [batch for _, batch in prepared(saved, _inputs(saved, inputs), batch_size=sys.maxsize)]
+        return torch.cat(batches)
+
+
+def load(run: str | Path | Result, checkpoint: str = "best", *overrides: str, **keys: Any) -> nn.Module:
+    """The trained model of a run, in evaluation mode, with averaged weights where the run has them.
+
+    `predict` and `prepare` take the module itself, and ready inputs as in training. Arguments as of
+    `evaluate`, with `device="cpu"` among the keys.
+    """
+    with borrowed("load"), _model_of(run, overrides, checkpoint, keys) as saved:
+        module, kept = saved.model, copy.copy(saved)
+        del kept.model
+        kept.state = kept.ema = None
+        _loaded[module] = kept
+        return module
+
+
+def _read(
+    recipe: str | None, overrides: tuple[str, ...], keys: Mapping[str, Any], *, sweeps: bool = False
+) -> PythonWords:
+    """The words of a call's arguments; a key without a value (`None`) of `model` and `data` is left out."""
+    given = PythonWords(sweeps=sweeps)
+    if recipe is not None:
+        given.words.append(recipe if "=" in recipe else f"+recipe={recipe}")
+    given.words += overrides
+    for key, value in keys.items():
+        if value is not None or key not in ("model", "data"):
+            given.add(key, value)
+    return given
+
+
+def _path_of(run: str | Path | Result) -> Path:
+    return run.path if isinstance(run, Result) else Path(run).expanduser()
+
+
+def _words_over(
+    run: str | Path | Result, overrides: tuple[str, ...], keys: Mapping[str, Any]
+) -> tuple[PythonWords, bool]:
+    """The words over a run's own config, and whether they name other data; its own objects need none."""
+    text = config_of(find_checkpoint(_path_of(run))).read_text("utf-8")
+    over = _read(None, overrides, {})
+    give_again(run.objects if isinstance(run, Result) else {})
+    for key, value in keys.items():
+        given = _read(None, (), {key: value})
+        over.objects |= given.objects
+        if not given.objects or not all(path in text for path in given.objects):
+            over.words += given.words
+    return over, any(word.lstrip("+").partition("=")[0].split(".")[0] == "data" for word in over.words)
+
+
+@contextlib.contextmanager
+def _model_of(
+    run: str | Path | Result | nn.Module, overrides: tuple[str, ...], checkpoint: str, keys: Mapping[str, Any]
+) -> Iterator[PartialRun]:
+    """A run's model, or a loaded module, in evaluation mode, with what prepares its inputs."""
+    if not isinstance(run, nn.Module):
+        over, _ = _words_over(run, overrides, keys)
+        with saved_run(_path_of(run), over.words, checkpoint=checkpoint) as saved:
+            if saved.ema is not None:
+                saved.ema.copy_to_model()
+            yield saved
+        return
+    if (kept := _loaded.get(run)) is None:
+        what, hint = f"ptfast.load has not given this {type(run).__name__}", "Give a run directory"
+        raise ConfigError("C009", what, key="run", suggestion=hint)
+    saved, trains = copy.copy(kept), run.training
+    saved.model, saved.device = run, next(run.parameters()).device
+    run.eval()
+    try:
+        yield saved
+    finally:
+        run.train(trains)
+
+
+def _inputs(saved: PartialRun, given: Any) -> list[Any]:
+    """The inputs one by one; for a model of texts, a string that names no file is a text."""
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    if saved.info.kind not in ("text", "tokens"):
+        return several
+    return [Text(x) if isinstance(x, str) and not Path(x).expanduser().exists() else x for x in several]

@@ -1,0 +1,141 @@
+"""Objects that a Python program hands to a run, each under an import path: `ptfast.given.Net_3fa94c21`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Container, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ptfast.core.errors import ConfigError, name_of
+
+PREFIX = "ptfast.given."
+_targets: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Classes and functions by the last part of their path, as long as somebody holds them."""
+
+
+def __getattr__(name: str) -> Any:
+    """What was given under a name; C009 once it is gone, or in another process."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if (found := _targets.get(name)) is None:
+        raise _missing(f"{PREFIX}{name}")
+    return found
+
+
+def absent() -> Any:
+    """Stands for a dataset that this process does not have, until it is read."""
+    raise _missing("the dataset").changed(key="data")
+
+
+def check_present(tree: dict[str, Any], *, trains: bool) -> None:
+    """Raise one C009 for the objects in a config that this process does not have.
+
+    Unless it `trains`, callbacks are left out of `tree`, and a dataset is missed when it is read.
+    """
+    if not trains:
+        given = tree.get("callbacks") or ()
+        tree["callbacks"] = [x for x in given if not _lacks(x.get("_target_") if isinstance(x, dict) else x)]
+        if _lacks(tree.get("data", {}).get("_target_")):
+            tree["data"]["_target_"] = f"{PREFIX}{absent.__name__}"
+    if names := [path for path in re.findall(rf"{re.escape(PREFIX)}\w+", str(tree)) if _lacks(path)]:
+        raise _missing(", ".join(dict.fromkeys(names)))
+
+
+def _lacks(path: Any) -> bool:
+    return isinstance(path, str) and is_given(path) and path.removeprefix(PREFIX) not in {*_targets, "absent"}
+
+
+def _missing(names: str) -> ConfigError:
+    what = f"{names}: handed to ptfast in Python, and not in this process"
+    hint = "Run the script again, or hand it over again in Python: ptfast.evaluate(RUN, model=..., data=...)"
+    return ConfigError("C009", what, suggestion=hint)
+
+
+def give(value: Any, key: str, taken: Container[str] = ()) -> tuple[str, Any]:
+    """The import path that names `value` in a config, and what has to be held for it to be found.
+
+    A class or function of a module keeps its own path. Another one, such as that of a notebook, and any other
+    object get a name of their class and a digest of their structure and source, by which a resumed run sees
+    that they are the same. Weights are not in the digest: a run trains a copy of a module.
+
+    Args:
+        taken: paths of other objects of the same call.
+
+    Raises C009 for a lambda.
+    """
+    is_made = isinstance(value, (type, functools.partial)) or inspect.isroutine(value)
+    named: Any = getattr(value, "func", value) if is_made else type(value)
+    if named.__qualname__.endswith("<lambda>"):
+        what, hint = "a lambda has no name that the run's config could keep", "Write def NAME(...) instead"
+        raise ConfigError("C009", what, key=key, value="lambda", suggestion=hint)
+    path = f"{named.__module__}.{named.__qualname__}"
+    if named is value and _is_importable(value):
+        return path, value
+    name = f"{named.__name__.lstrip('_')}_{_digest(value, named)}"
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    path = next(path for each in names if (path := f"{PREFIX}{each}") not in taken)
+    target = value if is_made else _class_of(value)
+    give_again({path: target})
+    return path, target
+
+
+def give_again(objects: Mapping[str, Any]) -> None:
+    """Have paths name what `give` returned for them; another object may have got the same path meanwhile."""
+    _targets.update({path.removeprefix(PREFIX): made for path, made in objects.items() if is_given(path)})
+
+
+def is_given(path: str) -> bool:
+    """Return True for the import path of an object that was handed over in Python."""
+    return path.startswith(PREFIX)
+
+
+def is_ours(path: str) -> bool:
+    """Return True for the import path of something in this package."""
+    return path.startswith("ptfast.") and not is_given(path)
+
+
+def _is_importable(value: Any) -> bool:
+    """Return True if another process finds this very class or function by its path."""
+    module = sys.modules.get(value.__module__)
+    if module is None or value.__module__ == "__main__" or getattr(module, "__spec__", None) is None:
+        return False
+    found: Any = module
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _digest(value: Any, named: Any) -> str:
+    parts = [name_of(value)]
+    with contextlib.suppress(Exception):  # of a user's own __len__, __repr__ and so on
+        if isinstance(value, functools.partial):
+            parts.append(repr((value.args, value.keywords)))
+        elif hasattr(value, "state_dict"):
+            parts += [f"{name} {part.dtype} {tuple(part.shape)}" for name, part in value.state_dict().items()]
+            parts.append(repr(value))
+        elif hasattr(value, "__len__"):
+            parts.append(str(len(value)))
+    with contextlib.suppress(Exception):  # typed into an interpreter
+        parts.append(inspect.getsource(named))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def _class_of(value: Any) -> type:
+    """A class like that of `value` whose constructor takes nothing and gives `value`; a copy of a module."""
+    kind = type(value)
+    is_module = hasattr(value, "forward")
+
+    def make(cls: type) -> Any:
+        return copy.deepcopy(value) if is_module else value
+
+    # Of what it gives, which is no instance of it, Python calls no __init__.
+    own = {"__new__": make, "__init__": lambda self: None, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)

@@ -1,0 +1,75 @@
+"""The display of a run in a notebook: a bar, a line and a table of evaluations, updated in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from ptfast.core.plain_display import Display
+from ptfast.core.units import figure, grouped
+
+REDRAW_S = 0.5
+
+
+def in_notebook() -> bool:
+    """Return True in a kernel of Jupyter, whose output shows HTML; IPython in a terminal is none."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class NotebookDisplay(Display):
+    """As `Display`, with progress and evaluations as one output of the cell, which needs no widgets."""
+
+    _handle: Any = None
+    _line = ""
+    _share: float | None = None
+    _drawn_s = float("-inf")
+
+    def start(self, *given: Any, **named: Any) -> None:
+        super().start(*given, **named)
+        self._rows: list[Mapping[str, str]] = []
+        self._handle = None
+
+    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+        self._line = "  ".join(self._fields(step, epoch, figures, self._estimate(step)).values()).rstrip()
+        self._share = step / self._total_steps if self._total_steps else None
+        if self._now() - self._drawn_s >= REDRAW_S:
+            self._draw()
+
+    def evaluation(
+        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+    ) -> None:
+        shown = {name.replace("_", " "): figure(name, value) for name, value in figures.items()}
+        place = {"step": grouped(step), "epoch": f"{epoch:.4g}", "split": split}
+        self._rows.append({**place, **shown, "": "best" if is_best else ""})
+        self._draw()
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._draw()
+            self._handle = None
+
+    def _draw(self) -> None:
+        """Show how things stand, where they stood before."""
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        self._drawn_s = self._now()
+        names = [*dict.fromkeys(name for row in self._rows for name in row)]
+        lines = [names, *([row.get(name, "") for name in names] for row in self._rows)]
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines if names)
+        bar = (
+            ""
+            if self._share is None
+            else f'<progress value="{self._share:.4f}" style="width:20em"></progress>'
+        )
+        table = f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        content = {
+            "text/plain": "\n".join([self._line, *("  ".join(line).rstrip() for line in lines)]),
+            "text/html": f"{bar}<pre>{escape(self._line)}</pre>{table}",
+        }
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
