@@ -33,6 +33,7 @@ from ptfast.config.compose import compose
 from ptfast.config.python_words import PythonWords
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
 from ptfast.core.sections import given
+from ptfast.core.sections.given import give
 
 DIGITS = ("model=mlp", "model.hidden=[16]", "epochs=null", "steps=6", "batch_size=32")
 POINTS: dict[str, Any] = {"batch_size": 10, "optimizer": {"lr": 0.05}}
@@ -95,6 +96,7 @@ def test_an_error_is_that_of_the_command_and_names_the_function() -> None:
 
 
 def test_a_result_shows_what_the_run_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
     result = ptfast.train("resnet_digits", *DIGITS)
     facts = summary(result.path)
     assert (result.status, result.best, result.summary) == ("finished", facts["best"], facts)
@@ -179,9 +181,28 @@ def test_a_run_on_objects_is_continued_with_the_same_ones() -> None:
     train_points(model=net, steps=4, run=run, **keys)
     extended = train_points(model=net, steps=8, run=run, **keys)
     assert same_bits(weights(extended.path), weights(whole.path))
-    error = rejected(model=Net(width=9), steps=9, run=run, **keys)
-    assert error.code == "S003"
-    assert "model._target_" in str(error)
+
+    class Changed(Net):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(-inputs)
+
+    for other in (Net(width=9), Changed()):
+        error = rejected(model=other, steps=9, run=run, **keys)
+        assert error.code == "S003"
+        assert "model._target_" in str(error)
+
+
+def test_objects_of_one_kind_are_told_apart() -> None:
+    first, second = Watch(), Watch()
+    one, other = Points(), Points()
+    result = train_points(data=one, callbacks=[first, second])
+    assert first.seen == second.seen == [4]
+    train_points(data=other)
+    words = give(Net(), "model"), give(Net(), "model"), give(Net(9), "model")
+    assert words[0][0] == words[1][0] != words[2][0]
+    # The dataset of the second run has the name that the first one's had; the result knows its own.
+    ptfast.evaluate(result)
+    assert given._targets[next(name for name in given._targets if "Points" in name)]() is one
 
 
 def test_other_processes_are_told_how_to_use_such_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,7 +606,7 @@ def test_ranks_train_what_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
     assert json.loads((result.path / "environment.json").read_text())["ranks"] == 2
     after = state_of_process()
     assert {name: after[name] for name in after if after[name] != before[name]} == {}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(DataError) as caught:
         train_points(
             model=Net, data=Points, parallel="ddp", **{"parallel.nproc": 2, "data.val": "100samples"}
         )

@@ -123,8 +123,10 @@ def _digest(value: Any, named: Any) -> str:
             parts.append(repr(value))
         elif hasattr(value, "__len__"):
             parts.append(str(len(value)))
-    with contextlib.suppress(Exception):  # typed into an interpreter
-        parts.append(inspect.getsource(named))
+    # A notebook has the source of functions, and not that of classes.
+    for function in vars(named).values() if isinstance(named, type) else [named]:
+        with contextlib.suppress(Exception):  # typed into an interpreter
+            parts.append(inspect.getsource(function))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 

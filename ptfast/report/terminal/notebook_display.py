@@ -25,12 +25,11 @@ class NotebookDisplay(Display):
     _handle: Any = None
     _line = ""
     _share: float | None = None
-    _drawn_s = float("-inf")
 
     def start(self, *given: Any, **named: Any) -> None:
         super().start(*given, **named)
         self._rows: list[Mapping[str, str]] = []
-        self._handle = None
+        self._handle, self._drawn_s = None, float("-inf")
 
     def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
         self._line = "  ".join(self._fields(step, epoch, figures, self._estimate(step)).values()).rstrip()
