@@ -174,9 +174,11 @@ def evaluate(
     with borrowed("evaluate"):
         over, other_data = _words_over(run, overrides, keys)
         with saved_run(_path_of(run), over.words, checkpoint=checkpoint) as saved:
+            whole = not any(word.startswith("data.val=") for word in over.words)
+            found = evaluations(saved, split, other_data=other_data, whole=whole)
             return {
                 name: {**metrics, **{key: as_lists(table) for key, (_, table) in tables.items()}}
-                for name, metrics, tables in evaluations(saved, split, other_data=other_data)
+                for name, metrics, tables in found
             }
 
 
