@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra, summary_of, text_of
+from ptfast.core.errors import ConfigError, MachineError, did_you_mean, import_extra, text_of
 from ptfast.core.machine import network_error
 from ptfast.core.plain_display import each_once
 from ptfast.core.protocols import DataInfo
@@ -116,7 +116,9 @@ def build(
     try:
         config = type(config).from_dict(_merged(written, fields))
     except Exception as error:
-        what = f"the config of {name} rejects this ({summary_of(error)})"
+        # The first lines tell which check has failed.
+        lines = text_of(error).strip().splitlines() or [type(error).__name__]
+        what = f"the config of {name} rejects this ({lines[-1].strip().rstrip('.')})"
         words = re.findall(r"\w+", text_of(error))
         key = next((key for key in kwargs if key in words), None)
         value = kwargs[key] if key else name

@@ -16,7 +16,7 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.protocols import DataInfo
-from ptfast.core.sections.targets import Target
+from ptfast.core.sections.targets import Target, check_constructs
 from ptfast.models.build_model import build_model
 from ptfast.models.gpt import Gpt
 from ptfast.models.layers import Block, attention
@@ -330,6 +330,15 @@ def test_the_config_of_a_transformers_model_derives_sizes_from_those_given(tmp_p
     assert caught.value.code == "C005"
     with pytest.raises(ConfigError, match=r"model.vocab_size=19: too few: the data has 20 token ids"):
         build_model(Target("ptfast.models.transformers.build", {"name": "llama", "vocab_size": 19}), info)
+
+
+def test_a_library_that_fails_to_build_a_model_is_reported_in_a_line() -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    target = Target("ptfast.models.transformers.build", {"name": "glm", **sizes, "vocab_size": 60})
+    with pytest.raises(ConfigError, match="AssertionError: Padding_idx must be within") as caught:
+        check_constructs(target, DataInfo("tokens", "language_modelling", vocab_size=20).facts())
+    assert caught.value.code == "C005"
 
 
 def test_a_transformers_model_of_other_sizes_can_be_saved_and_loaded(tmp_path: Path) -> None:

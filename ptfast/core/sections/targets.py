@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, MachineError, PtfastError, did_you_mean, nearest
+from ptfast.core.errors import ConfigError, MachineError, PtfastError, did_you_mean, nearest, summary_of
 
 EMPTY: Any = inspect.Parameter.empty
 METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
@@ -241,6 +241,10 @@ def check_constructs(target: Target, facts: dict[str, Any]) -> None:
         key, value = f"model.{found[1]}", target.kwargs.get(found[1])
         hint = did_you_mean(found[1], [*keywords(function), *facts], "model.{}")
         raise ConfigError("C002", "unknown key", key=key, value=value, suggestion=hint) from error
+    except (AssertionError, AttributeError, ArithmeticError, LookupError) as error:
+        if not target.path.startswith("ptfast."):
+            raise  # it is the user's, or named by the user
+        raise ConfigError("C005", summary_of(error), key="model", value=target.path) from error
     except (NotImplementedError, RuntimeError):
         return  # a constructor that reads values cannot run on the meta device
 
