@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.errors import name_of
+from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.trees import copied, map_tensors, tensors_in, tree_leaves
 from ptfast.data.sampling.counter_draws import seeded
 from ptfast.run import Run
@@ -99,12 +100,6 @@ def _difference(one: Any, other: Any) -> float:
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """A context after which buffers and random states are as before; draws inside are new ones."""
-    kept = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
     devices = sorted({buffer.device.index for buffer in model.parameters() if buffer.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices), seeded(_SEED):
-            yield
-    finally:
-        for buffer, before, version in kept:
-            if buffer._version != version:
-                buffer.copy_(before)
+    with buffers_kept(model), torch.random.fork_rng(devices), seeded(_SEED):
+        yield

@@ -18,6 +18,7 @@ from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.tensors.arrivals import Arrival
 from ptfast.core.tensors.dtensors import local_parts
+from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.torch_internals import after_backward, backward
 from ptfast.core.tensors.trees import copied
 from ptfast.optim.build_optimizer import apply_lr, build_step
@@ -303,16 +304,14 @@ class Trainer:
             first = next(batches, None)
         if first is None:
             return batches
-        buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
         sums = window.sums()
         run.forward.train()
         try:
-            self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples), run.progress.step)
+            with buffers_kept(run.model):
+                self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples), run.progress.step)
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
-            for buffer, before in buffers:
-                buffer.copy_(before)
             window.put_back(sums)
         return chain([first], batches)
 

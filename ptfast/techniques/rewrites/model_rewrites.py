@@ -18,6 +18,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import LinearLogits
 from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.dtensors import local_part
+from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tree_leaves
 from ptfast.techniques.rewrites import Rewrites
@@ -102,17 +103,14 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """A context for forward passes in training mode that change neither `model` nor random generators."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     was_training = model.training
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with buffers_kept(model), torch.no_grad(), torch.random.fork_rng(devices):
             model.train()
             yield
     finally:
         model.train(was_training)
-        for buffer, before in kept:
-            buffer.copy_(before)
 
 
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
