@@ -105,6 +105,10 @@ class PackedTokens(NamedTuple):
     """At most so many in the batch; 0 if unknown."""
 
 
+class NamedInputs(dict[str, Any]):
+    """Inputs that a model takes by the names of its parameters."""
+
+
 class LinearLogits(NamedTuple):
     """Logits not yet computed, hidden @ weight.T, for a loss that computes them in chunks."""
 

@@ -24,10 +24,12 @@ from ptfast.data.label_checks import (
     holds,
     is_ignored,
     not_finite,
+    odd_classes,
     unfit_samples,
 )
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import HELD, Choice
+from ptfast.data.loaders.sample_form import AS_GIVEN, InputOptions
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sample_orders import checked_weights
@@ -46,6 +48,8 @@ _LABELS_OF = {
     "language_modelling": ("language_modelling",),
 }
 """The tasks whose labels each task can train on."""
+_WHOLE = ("classification", "token_classification", "language_modelling")
+"""The tasks whose loss takes labels as int64."""
 _SCANNED = 2000
 """Masks that are read at most to find the classes, if the dataset does not state their number."""
 _AT_ONCE = 32
@@ -70,6 +74,7 @@ def build_data(
     ignore_index: int = IGNORE_INDEX,
     collate: Collate | None = None,
     whole: bool = False,
+    options: InputOptions = AS_GIVEN,
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -89,6 +94,7 @@ def build_data(
         ignore_index: the label of ignored pixels.
         collate: a user's function that makes batches; None for the dataset's own, or torch's.
         whole: evaluate all samples of data without held-out splits, unless it is that of the training.
+        options: what else decides how samples of a user's dataset are read.
 
     Raises:
         ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
@@ -96,11 +102,11 @@ def build_data(
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     name = source.name if isinstance(source, DataSet) else type(source).__name__
-    splits = _load(source, val, seed, task, known, collate)
+    splits = _load(source, val, seed, task, known, collate, options)
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = _with_masks(splits, ignore_index)
-    splits = _with_classes(splits)
+    splits = _with_warning(_with_classes(splits), task)
     contents = once(partial(_contents, splits)) if known is None else None
     is_new = whole and known and not same_training_data(known.extra.get("contents", {}), _contents(splits))
     if is_new:
@@ -154,6 +160,7 @@ def build_data(
         splits.val,
         splits.test,
         "; ".join(filter(None, [f"{name}: {', '.join(counts)}", splits.note])),
+        warning=splits.warning,
         choice=choice,
         unreadable=(lambda: [file for each in skipping for file in each.unreadable()]) if skipping else None,
         order=files.order,
@@ -166,7 +173,13 @@ def build_data(
 
 
 def _load(
-    source: Any, val: Duration, seed: int, task: str, known: DataInfo | None, collate: Collate | None
+    source: Any,
+    val: Duration,
+    seed: int,
+    task: str,
+    known: DataInfo | None,
+    collate: Collate | None,
+    options: InputOptions,
 ) -> Splits:
     """The splits of a built-in dataset or of a user's, as they are read."""
     if isinstance(source, DataSet):
@@ -181,7 +194,7 @@ def _load(
         return source.load(val=val, seed=seed)
     from ptfast.data.sources.custom_dataset import adapt
 
-    return adapt(source, seed=seed, task=task, known=known, collate=collate)
+    return adapt(source, seed=seed, task=task, known=known, collate=collate, options=options)
 
 
 def _as_held_out(splits: Splits, source: Any, seed: int, task: str) -> Splits:
@@ -225,7 +238,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
         if isinstance(source, (TensorSource, TextSource)):
             if task in ("regression", "multilabel"):
                 source.targets = source.targets.float()
-            elif task == "classification" and not source.targets.is_floating_point():
+            elif task in _WHOLE and not source.targets.is_floating_point():
                 source.targets = source.targets.long()
     return replace(splits, info=info)
 
@@ -240,6 +253,17 @@ def _replace_classes_by_values(splits: Splits, names: tuple[str, ...]) -> None:
     for source in splits.sources.values():
         if isinstance(targets := getattr(source, "targets", None), Tensor):
             source.targets = values[targets]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _with_warning(splits: Splits, task: str) -> Splits:
+    """The splits with a warning of labels that look like no classes, unless their number is stated."""
+    info, labels = splits.info, getattr(splits.train, "seen_labels", None)
+    labels = splits.train.known_labels() if labels is None and isinstance(splits.train, MapSource) else labels
+    if info.task != "classification" or info.class_names or splits.classes_from is None or labels is None:
+        return splits
+    warning = odd_classes(labels, info.num_classes or 0, splits.classes_from)
+    amounts = warning is not None and "task=regression" in warning
+    return replace(splits, warning=None if amounts and task == info.task else warning)
 
 
 def _with_masks(splits: Splits, ignore_index: int) -> Splits:

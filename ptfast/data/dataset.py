@@ -48,6 +48,10 @@ class Splits:
     test: Source | None = None
     note: str = ""
     """Remarks for the user on how it was read."""
+    classes_from: str | None = None
+    """Where the number of classes can be stated, if it was only seen in the labels."""
+    warning: str | None = None
+    """What looks odd about the labels."""
     contents: Callable[[], Contents] | None = None
     """Its fingerprint; None to ask the sources."""
     cache_key: Callable[[], str] | None = None

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ptfast.core.errors import DataError, name_some, shorten
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.tensors.trees import tensors_in
 
 TargetKind = Literal["whole", "mask", "map", "unknown"]
 _CLASSES = "classification", "whole numbers"
@@ -23,6 +23,14 @@ _MOST_CLASSES = 10_000
 """Classes that there may be without as many samples."""
 _FEW = 10
 """Samples that may all have labels of their own."""
+_COMPUTABLE = {
+    torch.bool: torch.uint8,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+_MANY = 100
+"""Labels that go up to more than this, and leave out most numbers below, look like amounts."""
 
 
 def check_labels(labels: Tensor, num_classes: int, split: str, ignore_index: int = IGNORE_INDEX) -> None:
@@ -79,6 +87,8 @@ class LabelCheck:
     ignore_index: int = IGNORE_INDEX
     as_classes: bool = False
     """Translate labels that name classes by floats or one-hot rows into class numbers."""
+    as_long: bool = False
+    """Labels are whole numbers that losses take as int64 or uint8."""
 
     def __call__(self, raw: Any, numbers: list[int]) -> Any:
         """Return the raw batch of samples `numbers`; raise DataError D004 for a label that is no class."""
@@ -88,6 +98,8 @@ class LabelCheck:
             raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
         if self.num_classes is not None:
             check_range(raw[1], self.num_classes, numbers=numbers, ignore_index=self.ignore_index)
+        if self.as_long and raw[1].dtype not in (torch.int64, torch.uint8):
+            raw = (raw[0], raw[1].long(), *raw[2:])
         return raw
 
 
@@ -97,11 +109,29 @@ def missing_classes(trained: Tensor, held: Tensor, names: Sequence[str] | None) 
     return [str(number) if names is None else names[int(number)] for number in sorted(missing)]
 
 
+def odd_classes(labels: Tensor, num_classes: int, key: str) -> str | None:
+    """Why whole numbers may be no classes counted from 0, for a warning; None if nothing is odd.
+
+    `key` is where the number of classes can be stated.
+    """
+    occurring = labels[labels >= 0].unique()
+    if not len(occurring):
+        return None
+    lowest, highest = int(occurring[0]), int(occurring[-1])
+    span = f"labels run from {lowest:,} to {highest:,}"
+    if num_classes > _MANY and 2 * len(occurring) < num_classes:
+        what = f"{span}, and only {len(occurring):,} of {num_classes:,} classes occur"
+        return f"{what}. For amounts set task=regression; if they are classes, number those that occur from 0"
+    if lowest:
+        return f"{span}, so class 0 has no sample. Number the classes from 0, or state their number: {key}"
+    return None
+
+
 def not_finite(raw: Any, numbers: NDArray[np.int64]) -> list[int]:
     """The samples among `numbers`, those of a raw batch, that hold numbers that are not finite; sorted."""
     wrong = np.zeros(len(numbers), bool)
-    for part in tree_leaves(raw):
-        if isinstance(part, Tensor) and part.is_floating_point() and len(part) == len(wrong):
+    for part in tensors_in(raw):
+        if part.is_floating_point() and len(part) == len(wrong):
             wrong |= ~part.reshape(len(part), -1).isfinite().all(1).numpy()
     return sorted(numbers[wrong].tolist())
 
@@ -127,10 +157,8 @@ def holds(dtype: torch.dtype, value: int) -> bool:
 
 
 def signed(labels: Any) -> Any:
-    """Labels in a signed type if they are unsigned (as from PNGs): torch hardly supports uint16 and wider."""
-    if isinstance(labels, Tensor) and labels.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return labels.to(torch.int32 if labels.dtype == torch.uint16 else torch.int64)
-    return labels
+    """Labels in a type that torch computes with: no bool, and no unsigned type wider than uint8."""
+    return labels.to(_COMPUTABLE[labels.dtype]) if getattr(labels, "dtype", None) in _COMPUTABLE else labels
 
 
 def as_classes(labels: Tensor, name: str = "sample", numbers: Sequence[int] | None = None) -> Tensor:

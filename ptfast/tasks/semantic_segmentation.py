@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import DeviceSums
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes, outputs_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,7 +80,7 @@ class SemanticSegmentation(SupervisedTask):
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The mask of each image, rows of class numbers, and the share of its pixels that each class has."""
-        logits, names = _logits(model(inputs))[:, : self.num_classes], names_of_classes(self.info)
+        logits, names = _logits(outputs_of(model, inputs))[:, : self.num_classes], names_of_classes(self.info)
         masks = logits.argmax(1)
         shares = F.one_hot(masks, self.num_classes).flatten(1, 2).float().mean(1)
         return [

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, DataError
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits, Metrics, Mixed
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits, Metrics, Mixed, NamedInputs
 from ptfast.tasks.loss_functions import LossFunction, adapt_loss
 from ptfast.tasks.ratios import Parts, Ratios, update_metrics
 
@@ -143,7 +143,7 @@ class SupervisedTask:
         targets in another order, so as many of them count.
         """
         inputs, targets = data
-        outputs = model(inputs)
+        outputs = outputs_of(model, inputs)
         if isinstance(targets, Mixed):
             targets, partners, shares = targets
             own, other = self.sample_losses(outputs, targets), self.sample_losses(outputs, partners)
@@ -165,7 +165,7 @@ class SupervisedTask:
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the metrics; return the sum of the losses and the number of items."""
         inputs, targets = data
-        outputs = model(inputs)
+        outputs = outputs_of(model, inputs)
         given = self.aligned(outputs, targets) if self.measures_aligned else (outputs, targets)
         update_metrics(metrics, *given)
         return self._sums(self.evaluation_loss_sum, outputs, targets)
@@ -176,6 +176,11 @@ class SupervisedTask:
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """One record per input."""
         raise NotImplementedError
+
+
+def outputs_of(model: Any, inputs: Any) -> Any:
+    """The outputs of a model; inputs with names go to the parameters of these names."""
+    return model(**inputs) if isinstance(inputs, NamedInputs) else model(inputs)
 
 
 def known_classes(info: DataInfo) -> int:

@@ -57,7 +57,7 @@ def examples(run: Run) -> dict[str, Any]:
                 break
             seen.update((pair["target"], pair["prediction"]) for pair in pairs)
             if not samples:
-                samples = [_shown(run, pair, inputs[pair.pop("place")]) for pair in _chosen(pairs)]
+                samples = [_shown(run, pair, inputs) for pair in _chosen(pairs)]
             if time.monotonic() > end_s or run.stop_signal is not None:
                 break
     classes = _by_class(seen) if samples and "probability" in samples[0] else []
@@ -107,8 +107,12 @@ def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return mistakes + hits[::-1][: MOST_SAMPLES - len(mistakes)]
 
 
-def _shown(run: Run, pair: dict[str, Any], sample: Tensor) -> dict[str, Any]:
+def _shown(run: Run, pair: dict[str, Any], inputs: Any) -> dict[str, Any]:
     """A pair with its input: an image, with its masks below, or a text; without it for other inputs."""
+    place = pair.pop("place")
+    if not isinstance(inputs, Tensor):
+        return pair
+    sample = inputs[place]
     if run.info.kind == "image" and sample.dim() == 3 and sample.shape[0] in (1, 3):
         masks = [
             mask_picture(torch.where(mask < 0, 255, mask)).convert("RGB") for mask in pair.pop("masks", ())

@@ -148,16 +148,14 @@ class Odd(Dataset[Any]):
 @pytest.mark.parametrize(
     ("sample", "what"),
     [
-        ((INPUTS[0], INPUTS[1], 0), "this data has 3 items each"),
         ((INPUTS[0],), "this data has 1 item each"),
         (INPUTS[0], "this data has a Tensor each"),
-        ({"image": INPUTS[0], "label": 1}, "this data has mappings of image, label"),
         (
             (INPUTS[0], {"boxes": INPUTS[1]}),
             "targets of this data are not tensors or numbers: each is a dict",
         ),
         ((INPUTS[0], (INPUTS[1], 0)), "targets of this data are not tensors or numbers: each is a list"),
-        (({"a": INPUTS[0]}, 0), "inputs of this data are not tensors or numbers: each is a dict"),
+        (({"a": "text"}, 0), "inputs of this data are not tensors or numbers: each is a dict"),
     ],
 )
 def test_samples_that_are_no_pairs_are_for_a_task_of_ones_own(sample: Any, what: str) -> None:
@@ -209,3 +207,63 @@ def test_classes_that_a_held_out_split_lacks_are_named(
     assert train(*words, "data.path=none.npz", "data.val=50%", "run.dir=none") == 0
     captured = capsys.readouterr()
     assert "val has no sample of class 2, which train has" in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("labels", "task", "attributes", "warning"),
+    [
+        ([1, 2, 3], "auto", {}, "labels run from 1 to 3, so class 0 has no sample"),
+        ([1, 2, 3], "classification", {}, "labels run from 1 to 3, so class 0 has no sample"),
+        ([1, 2, 3], "auto", {"num_classes": 4}, None),
+        ([1, 2, 3], "regression", {}, None),
+        ([0, 1, 3], "auto", {}, None),
+        (
+            [1_205, 990, 2_996],
+            "auto",
+            {},
+            "only 3 of 2,997 classes occur. For amounts set task=regression",
+        ),
+        ([1_205, 990, 2_996], "classification", {}, None),
+        ([1_205, 990, 2_996], "regression", {}, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["held", "custom", "arrays"])
+def test_whole_numbers_that_look_like_no_classes_are_warned_of(
+    labels: list[int], task: str, attributes: dict[str, int], warning: str | None, kind: str, tmp_path: Path
+) -> None:
+    targets = torch.tensor(labels * 10)
+    dataset: Any = TensorDataset(torch.randn(30, 4), targets)
+    if kind == "custom":
+        dataset = Pairs(dataset)
+    vars(dataset).update(attributes)
+    if kind == "arrays":
+        np.savez(tmp_path / "a.npz", x=np.zeros((30, 4), "f4"), y=targets.numpy())
+        dataset = Arrays(str(tmp_path / "a.npz"), **attributes)
+    found = build_data(dataset, val=NO_VAL, seed=0, task=task).warning
+    assert found is None if warning is None else warning in str(found)
+
+
+class Pairs(Dataset[Any]):
+    """Items of another dataset."""
+
+    def __init__(self, held: TensorDataset) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.held[index]
+
+
+def test_the_warning_is_shown(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("data=custom", "data._target_=test_labels.from_one", "model.hidden=[4]", "epochs=1")
+    assert train(*words) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert (
+        "warning: data: labels run from 1 to 2, so class 0 has no sample. Number the classes from 0" in said
+    )
+
+
+def from_one() -> TensorDataset:
+    return TensorDataset(torch.randn(40, 4), torch.arange(40) % 2 + 1)

@@ -33,6 +33,12 @@ _FACTS: dict[str, frozenset[str]] = {
     "metrics": METRIC_FACTS,
 }
 """Keywords that ptfast gives by itself."""
+_OF_OWN_DATA = {
+    "image_size": inspect.Parameter(
+        "image_size", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[int, AT_LEAST_ONE]
+    )
+}
+"""Keywords that count for a user's dataset, and are given to one that takes them."""
 _LIBRARIES = ("torch.", "torchvision.", "timm.", "transformers.", "schedulefree.")
 _RANGES = {
     **dict.fromkeys(("lr", "max_lr", "base_lr", "eps"), POSITIVE),
@@ -75,6 +81,8 @@ def check_target(
     except PtfastError as problem:
         return target, [problem.at(f"{prefix}._target_", target.path)]
     parameters = own_parameters(function, section, target.kwargs)
+    if section == "data" and not name_of(function).startswith("ptfast."):
+        parameters = {**_OF_OWN_DATA, **parameters}
     strange = [name for name in target.kwargs if name not in parameters]
     strange = [] if swallows_keywords(function) else strange
     kwargs: dict[str, Any] = {}

@@ -219,6 +219,11 @@ def swallows_keywords(function: Any) -> bool:
     return found is None or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values())
 
 
+def takes(function: Any, name: str) -> bool:
+    """Return True if `function` can be given the keyword `name`."""
+    return name in keywords(function) or swallows_keywords(function)
+
+
 def check_constructs(target: Target, facts: dict[str, Any]) -> None:
     """Build a model on the meta device if a signature with `**kwargs` hides which keywords it knows.
 

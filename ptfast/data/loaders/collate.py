@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import default_collate
 
 from ptfast.core.errors import DataError, described, name_of, summary_of
 from ptfast.core.tensors.trees import map_tensors
+from ptfast.data.loaders.sample_form import SampleForm, as_inputs
 from ptfast.data.loaders.worker_processes import RAISED
 
 
@@ -19,6 +20,15 @@ class Collate:
         self.is_own = function is not None
         self._function, self.key, self._value = function or default_collate, key, value
         self.name = name_of(self._function)
+        self.form: SampleForm | None = None
+        """How samples are read as `(input, target)`; None where they are that, or a task's own."""
+        self.casts = False
+        """Inputs are cast to types that models take."""
+
+    def pairs(self, samples: list[Any], numbers: Sequence[int]) -> list[Any]:
+        """The samples `numbers` of a dataset in the form that this function takes."""
+        form = self.form
+        return samples if form is None else [form(*each) for each in zip(samples, numbers, strict=True)]
 
     def __call__(self, samples: list[Any]) -> Any:
         try:
@@ -29,12 +39,14 @@ class Collate:
                 raise self._error(f"raises {summary_of(error)}, {given}") from error
             what = f"torch's default_collate cannot batch its samples: {summary_of(error)}"
             hint = "Name a function that does: data.collate=mine.collate"
+            if "equal size" in str(error):
+                hint = f"Bring images to one size with data.image_size=64, say. {hint}"
             raise self._error(what, hint) from error
         tensors: list[Any] = []
         map_tensors(tensors.append, batch)
         if self.is_own and not tensors:
             raise self._error(f"gives {described(batch)}, in which there is no tensor", "Return tensors")
-        return batch
+        return (as_inputs(batch[0]), *batch[1:]) if self.casts else batch
 
     def _error(self, what: str, hint: str | None = None) -> DataError:
         method = "" if self.key == "data.collate" or not self.is_own else "its collate function "

@@ -14,9 +14,9 @@ from ptfast.core.machine import available_memory, shared_memory, spare_cores
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes, short_time
 from ptfast.data.dataset import Source
+from ptfast.data.loaders.dataset_source import DatasetSource
 from ptfast.data.loaders.device_loader import free_bytes
 from ptfast.data.map_source import MapSource
-from ptfast.data.sources.custom_dataset import DatasetSource
 from ptfast.data.streams.iterable import IterableSource
 
 HELD = ("memory", "device")
@@ -99,6 +99,9 @@ def choose(
         what = "a collate function of your own makes batches only when they are needed"
         hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
+    if kind in HELD and isinstance(train, DatasetSource) and hasattr(train.dataset, "set_epoch"):
+        what = "samples in memory stay those of the first epoch, and the dataset has set_epoch"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion="Use dataloader=auto")
     if needed is not None and too_large and train.storage != "memory":
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
         hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"

@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
-from ptfast.core.errors import DataError, MachineError, PtfastError, name_of, summary_of
+from ptfast.core.errors import INSTALLED, DataError, MachineError, PtfastError, name_of, summary_of
 from ptfast.core.machine import die_with_parent
 from ptfast.core.tensors.torch_internals import worker_signals
 from ptfast.core.tensors.trees import tensors_in
@@ -206,7 +206,8 @@ def failed(error: BaseException, dataset: Any = None) -> PtfastError:
     """The error for an exception raised by reading a batch, naming the method of the user's `dataset`."""
     if (lack := _lack(error)) is not None:
         return lack
-    what = f"the dataset raises {summary_of(error)}"
+    theirs = dataset is not None or _passes_through(error, None)
+    what = f"{'the dataset' if theirs else 'reading a batch'} raises {summary_of(error)}"
     if dataset is None:
         return DataError("D008", what, key="data")
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -217,14 +218,27 @@ def failed(error: BaseException, dataset: Any = None) -> PtfastError:
 
 
 @contextlib.contextmanager
-def as_data_errors(dataset: Any) -> Iterator[None]:
-    """Turn exceptions of a user's dataset into a DataError D008 that names it and the place."""
+def as_data_errors(dataset: Any, *, seen: bool = False) -> Iterator[None]:
+    """Turn exceptions of a user's dataset into a DataError D008 that names it and the place.
+
+    With `seen`, only those that pass through the user's code: others are faults of ours.
+    """
     try:
         yield
     except PtfastError:
         raise
     except RAISED as error:
+        if seen and not _passes_through(error, dataset):
+            raise
         raise failed(error, dataset) from error
+
+
+def _passes_through(error: BaseException, dataset: Any) -> bool:
+    """Return True if a frame of the error lies in a user's file or in a method of the dataset."""
+    return any(
+        frame.f_locals.get("self") is dataset or not frame.f_code.co_filename.startswith((*INSTALLED, "<"))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _lack(error: BaseException) -> MachineError | None:

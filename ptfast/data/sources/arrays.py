@@ -83,7 +83,7 @@ class Arrays(ReadsAsKnown):
             input_shape=shape,
             in_channels=shape[0] if images else None,
         )
-        return Splits.of(info, sources)
+        return Splits.of(info, sources, classes_from=None if self.num_classes else "data.num_classes")
 
     def _read(self) -> dict[str, tuple[NDArray, NDArray]]:
         if self.path.suffix == ".npy":

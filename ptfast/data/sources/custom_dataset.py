@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
-from ptfast.data.data_fingerprint import describe_part
+from ptfast.core.tensors.trees import map_tensors, tensors_in
 from ptfast.data.dataset import Splits
 from ptfast.data.label_checks import (
     LabelCheck,
@@ -29,98 +28,42 @@ from ptfast.data.label_checks import (
     signed,
 )
 from ptfast.data.loaders.collate import Collate, collate_of
+from ptfast.data.loaders.dataset_source import DatasetSource, is_tokens
+from ptfast.data.loaders.sample_form import (
+    AS_GIVEN,
+    InputOptions,
+    SampleForm,
+    as_inputs,
+    check_labelled,
+    converted_types,
+    form_of,
+    left_out,
+    text_classes,
+)
 from ptfast.data.loaders.worker_processes import as_data_errors
-from ptfast.data.map_source import MapSource, TensorSource
-from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.counter_draws import seeded
-from ptfast.data.sampling.sampler import Indices
+from ptfast.data.map_source import TensorSource
+from ptfast.data.sampling.held_generators import HeldState, generators_of
 from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")
+_WHOLE = (*_WITH_CLASSES, "language_modelling")
+"""The tasks whose loss takes labels as int64."""
 _SCAN_LIMIT = 2000
 """Samples read to find the classes where the dataset does not name them."""
 
 
-class DatasetSource(MapSource):
-    """A map-style dataset, collated as torch's DataLoader does, or by a function of the user's.
-
-    Sequences of tokens whose lengths the dataset states in `lengths` are padded with its `pad_id` (default
-    0), and targets with one label per token with -100. Global generators (torch, numpy, random) are seeded by
-    epoch and samples, so that resumed runs and any number of workers draw the same.
-    """
-
-    columns = ("_numbers", "lengths", "all_labels")
-    cuts = False
-
-    def __init__(
-        self, dataset: Any, seed: int, *, images: bool = False, collate: Collate | None = None
-    ) -> None:
-        self.dataset, self.seed, self.images = dataset, seed, images
-        self.collate = collate_of(dataset, collate)
-        # Until every label has been seen.
-        self.ignores_labels = True
-        self.all_labels: Tensor | None = None
-        stated = getattr(dataset, "lengths", None)
-        self.lengths = None if stated is None else np.asarray(stated, np.int64)
-        if self.lengths is not None and self.lengths.shape != (len(dataset),):
-            what = f"its lengths are of {len(self.lengths):,} samples, and it has {len(dataset):,}"
-            raise DataError("D008", what, key="data")
-        self._longest = 0 if self.lengths is None else int(self.lengths.max(initial=0))
-        self._numbers = np.arange(len(dataset))
-        self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
-
-    def known_labels(self) -> Tensor | None:
-        return self.all_labels
-
-    def contents(self) -> list[Any]:
-        labels = getattr(self.dataset, "targets", None)
-        with contextlib.suppress(Exception):
-            labels = np.asarray(labels)
-        known = [array for array in (labels, self.lengths) if isinstance(array, np.ndarray)]
-        return describe_part(len(self), "samples", getattr(self.dataset, "fingerprint", None), *known)
-
-    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
-        wanted = self._numbers[indices].tolist()
-        with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
-            with as_data_errors(self.dataset):
-                if hasattr(self.dataset, "__getitems__"):
-                    samples = self.dataset.__getitems__(wanted)
-                else:
-                    samples = [self.dataset[i] for i in wanted]
-                if self.lengths is not None and not self.collate.is_own:
-                    samples = self._filled(samples)
-            raw = self.collate(samples)
-        raw = self.label_check(raw, wanted)
-        if self.images:
-            return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
-        return raw
-
-    def _filled(self, samples: list[Any]) -> list[Any]:
-        """The samples at one length, where they are `(tokens, target)`."""
-        first = samples[0]
-        is_pair = isinstance(first, (tuple, list)) and len(first) == 2
-        if not is_pair or not _is_tokens(torch.as_tensor(first[0])):
-            return samples
-        longest = max(len(tokens) for tokens, _ in samples)
-        if longest > self._longest:
-            what = f"a sample has {longest} tokens, where the longest of its lengths is {self._longest}"
-            raise DataError("D008", what, key="data")
-        width = self.padding.width(longest, self._longest)
-        filled: list[Any] = []
-        for tokens, target in samples:
-            missing = (0, width - len(tokens))
-            if np.shape(target) == np.shape(tokens):
-                target = F.pad(torch.as_tensor(target), missing, value=IGNORE_INDEX)
-            filled.append((F.pad(torch.as_tensor(tokens), missing, value=self.pad_id), target))
-        return filled
-
-
 def adapt(
-    dataset: Any, *, seed: int, task: str, known: DataInfo | None = None, collate: Collate | None = None
+    dataset: Any,
+    *,
+    seed: int,
+    task: str,
+    known: DataInfo | None = None,
+    collate: Collate | None = None,
+    options: InputOptions = AS_GIVEN,
 ) -> Splits:
     """The splits of a user's dataset: training samples and what they look like.
 
-    Its attributes `val` and `test`, if they are datasets, are the held-out splits. Class count and names
+    Its attributes `val` and `test` are the held-out splits. Class count and names
     come from its attributes `num_classes` and `classes`, else from `targets`, else from 2,000 of its labels;
     the input shape from its first sample. The size of the vocabulary comes from its attribute `vocab_size`,
     or from all samples if they are in memory or at most 2,000; lengths of sequences come from `lengths`.
@@ -128,69 +71,106 @@ def adapt(
     Args:
         known: of a model's own data, for what this dataset does not say itself.
         collate: makes batches of its samples; None for its own `collate_fn`, or as torch does it.
+        options: what else decides how samples are read.
 
     Raises:
         DataError: D002 if it is empty, D004 if it is iterable and names no classes, D008 if it is no dataset
             or its first sample cannot be read.
     """
-    with as_data_errors(dataset):
-        splits = _adapt(dataset, seed, task, known, collate)
+    with as_data_errors(dataset, seen=True):
+        splits = _adapt(dataset, seed, task, known, collate, options)
         for name in ("val", "test"):
             held_out = getattr(dataset, name, None)
-            if isinstance(held_out, Dataset):
-                train = _adapt(held_out, seed, task, known or splits.info, collate).train
-                splits = replace(splits, **{name: train})
+            if held_out is None:
+                continue
+            if not (_is_dataset(held_out) or isinstance(held_out, IterableDataset)):
+                what = f"its attribute {name} is {described(held_out)}, which is no dataset"
+                hint = f"Give it __len__ and __getitem__, or call the attribute something other than {name}"
+                raise DataError("D008", what, key="data", suggestion=hint)
+            train = _adapt(held_out, seed, task, known or splits.info, collate, options).train
+            splits = replace(splits, **{name: train})
     return splits
 
 
-def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None, collate: Collate | None) -> Splits:
-    collate = collate_of(dataset, collate)
-    note = f"batches by {collate.name}" if collate.is_own else ""
+def _is_dataset(value: Any) -> bool:
+    taken = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return taken and not isinstance(value, (type, str, bytes, Mapping, Tensor, np.ndarray))
+
+
+def _adapt(
+    dataset: Any,
+    seed: int,
+    task: str,
+    known: DataInfo | None,
+    collate: Collate | None,
+    options: InputOptions,
+) -> Splits:
+    collate, held = collate_of(dataset, collate), [name for name, _ in generators_of(dataset)]
+    notes = [f"batches by {collate.name}"] if collate.is_own else []
+    notes += [f"its random generators ({', '.join(held)}) are seeded by epoch and sample"] if held else []
+    # Batches of the user's own are for a task of the user's own.
+    understands = (task in TASKS or task == "auto") and task != "hf" and not collate.is_own
     if isinstance(dataset, IterableDataset):
         source = IterableSource(dataset, seed, collate)
-        sample = source.first[0]
-        batch = collate([sample]) if collate.is_own else sample
+        notes += _understand(dataset, source, [source.first[0]], known, options) if understands else []
+        batch = collate(collate.pairs([source.first[0]], [0]))
         if (info := _opaque_info(dataset, batch, collate, task, known)) is not None:
-            return Splits(info, source, note=note)
-        sample = (batch[0][0], batch[1][0]) if collate.is_own else sample
+            return Splits(info, source, note="; ".join(notes))
+        sample = map_tensors(lambda part: part[0], batch[0]), batch[1][0]
         source.images = _is_image(sample[0])
-        info = _info(dataset, sample, None, task, known)
+        info = _info(dataset, sample, None, task, known, names=_names(collate))
         named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
         stated = named or (known is not None and known.num_classes is not None)
         if info.num_classes and info.task == "classification" and not stated:
             hint = "Give it an attribute num_classes"
             what = "iterable data must say how many classes there are"
             raise DataError("D004", what, key="data", suggestion=hint)
-        if info.task in _WITH_CLASSES:
+        if info.task in _WHOLE:
             translates = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
-            source.label_check = LabelCheck(info.num_classes, as_classes=translates)
-        return Splits(info, source, note=note)
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            classes = info.num_classes if info.task in _WITH_CLASSES else None
+            source.label_check = LabelCheck(classes, as_classes=translates, as_long=True)
+        return Splits(info, source, note="; ".join(notes))
+    if not _is_dataset(dataset):
         what = f"{type(dataset).__name__} is not a torch dataset: it has no __getitem__ and __len__"
         raise DataError("D008", what, key="data")
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2 and not collate.is_own:
+    known_names = [getattr(dataset, name, None) for name in ("classes", "num_classes")]
+    stated = known is not None or any(each is not None for each in known_names)
+    classes_from = None if stated else "an attribute num_classes"
+    in_memory = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
+    count = len(dataset.tensors) if in_memory and not collate.is_own else 0
+    if count == 2 or (count > 2 and understands):
         inputs, targets = dataset.tensors[0], signed(dataset.tensors[1])
+        if understands:
+            notes += left_out(count) + converted_types(inputs)
+            inputs = as_inputs(inputs)
         images = _is_image(inputs[0])
-        info = _info(dataset, dataset[0], targets, task, known, inputs)
+        check_labelled(targets, range(len(targets)))
+        info = _info(dataset, (inputs[0], targets[0]), targets, task, known, inputs)
         inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
         if _names_otherwise(targets, info.task):
             targets = as_classes(targets)
-        return Splits(info, TensorSource(inputs, targets, images=images))
+        held_source = TensorSource(inputs, targets, images=images)
+        return Splits(info, held_source, note="; ".join(notes), classes_from=classes_from)
     source = DatasetSource(dataset, seed, collate=collate)
+    if understands:
+        notes += _understand(dataset, source, source.read([0]), known, options)
     first = source.fetch(np.zeros(1, np.int64))
     if (info := _opaque_info(dataset, first, collate, task, known)) is not None:
-        return Splits(info, source, note=note)
-    sample = first[0][0], first[1][0]
+        return Splits(info, source, note="; ".join(notes))
+    sample = map_tensors(lambda part: part[0], first[0]), first[1][0]
     source.images = _is_image(sample[0])
-    if isinstance(first[1], Tensor) and kind_of_target(first[1], sample[0].shape, task) in ("mask", "map"):
+    shape = getattr(sample[0], "shape", ())
+    if isinstance(first[1], Tensor) and kind_of_target(first[1], shape, task) in ("mask", "map"):
         # One mask shows their kind; 2,000 would fill memory.
-        return Splits(_info(dataset, sample, first[1], task, known), source, note=note)
+        return Splits(_info(dataset, sample, first[1], task, known), source, note="; ".join(notes))
     labels = _labels(dataset, source)
+    check_labelled(labels, source.spread(len(labels)))
     source.ignores_labels = len(labels) != len(dataset) or bool((labels == IGNORE_INDEX).any())
-    few = len(dataset) <= _SCAN_LIMIT and _is_tokens(sample[0])
-    info = _info(dataset, sample, labels, task, known, _scan(source)[0] if few else None)
+    few = len(dataset) <= _SCAN_LIMIT and is_tokens(sample[0])
+    every = _scan(source)[0] if few else None
+    info = _info(dataset, sample, labels, task, known, every, _names(collate))
     if info.task in _WITH_CLASSES and info.num_classes:
         translates = _names_otherwise(labels, info.task)
         source.label_check = LabelCheck(as_classes=translates)
@@ -198,16 +178,62 @@ def _adapt(dataset: Any, seed: int, task: str, known: DataInfo | None, collate: 
         if bool((labels == IGNORE_INDEX).all()):
             labels = _scan(source)[1]
         check_labels(labels, max(1, info.num_classes), "train")
-        source.label_check = LabelCheck(info.num_classes, as_classes=translates)
+        source.label_check = LabelCheck(info.num_classes, as_classes=translates, as_long=True)
+    elif info.task in _WHOLE:
+        source.label_check = LabelCheck(as_long=True)
     source.all_labels = labels if len(labels) == len(dataset) else None
-    return Splits(info, source, note=note)
+    # Generators that the first samples made are seeded from now on.
+    source.seen_labels, source.held = labels, HeldState(dataset)
+    return Splits(info, source, note="; ".join(notes), classes_from=classes_from)
+
+
+def _understand(
+    dataset: Any,
+    source: DatasetSource | IterableSource,
+    first: list[Any],
+    known: DataInfo | None,
+    options: InputOptions,
+) -> list[str]:
+    """Decide how samples of a source are read, given the first one, and say so."""
+    collate, form = source.collate, form_of(first[0], options)
+    pair = first[0] if form is None else form(first[0], 0)
+    notes = [] if form is None else [*form.notes]
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], str):
+        form = form or SampleForm()
+        names = getattr(dataset, "classes", None) or (known.class_names if known is not None else None)
+        if names is None and isinstance(source, DatasetSource):
+            targets, places = getattr(dataset, "targets", None), source.spread(_SCAN_LIMIT).tolist()
+            numbered = enumerate(targets or ())
+            if targets is None:
+                samples = source.read(places)
+                numbered = [(n, form(each, n)[1]) for n, each in zip(places, samples, strict=True)]
+            names = text_classes(numbered)
+            notes.append("text labels are numbered in sorted order (an attribute `classes` states another)")
+        if names is None:
+            what = "iterable data with text labels must say which classes there are"
+            raise DataError("D004", what, key="data", suggestion="Give it an attribute classes")
+        form = replace(form, classes=tuple(map(str, names)))
+    collate.form = form
+    with contextlib.suppress(DataError):  # fetching raises it with the number of the sample
+        batch = collate(collate.pairs(first, [0]))
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        changed = converted_types(batch[0]) if is_pair else []
+        collate.casts = bool(changed)
+        notes += changed
+    return notes
+
+
+def _names(collate: Collate) -> tuple[str, ...] | None:
+    """The classes that text labels name."""
+    return None if collate.form is None else collate.form.classes
 
 
 def _opaque_info(
     dataset: Any, batch: Any, collate: Collate, task: str, known: DataInfo | None
 ) -> DataInfo | None:
     """The facts that a dataset states, if only the user's task knows what a batch is; else None."""
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor)
+    inputs = batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    is_pair = next(tensors_in(inputs), None) is not None
     if is_pair and isinstance(target := batch[1], (list, tuple)):
         # A collated target of several parts is a list of tensors.
         is_pair = bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
@@ -250,8 +276,11 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
     targets = getattr(dataset, "targets", None)
     # A transform may make something else of them.
     if targets is not None and getattr(dataset, "target_transform", None) is None:
+        form = source.collate.form
         with contextlib.suppress(Exception):
-            return torch.as_tensor(targets)
+            if form is not None and form.classes:
+                targets = [form.numbers[target] for target in targets]
+            return signed(torch.as_tensor(targets))
     if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
         first = source.fetch(np.zeros(1, np.int64))[1]
         # Only all labels show whether floats are classes or figures.
@@ -263,10 +292,6 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
 def _scan(source: DatasetSource) -> Any:
     """Up to 2,000 samples, spread over the whole."""
     return source.fetch(source.spread(_SCAN_LIMIT))
-
-
-def _is_tokens(sample: Tensor) -> bool:
-    return sample.dim() == 1 and not sample.is_floating_point()
 
 
 def _stated_classes(dataset: Any) -> int | None:
@@ -291,17 +316,23 @@ def _info(
     task: str,
     trained_on: DataInfo | None,
     all_inputs: Tensor | None = None,
+    names: tuple[str, ...] | None = None,
 ) -> DataInfo:
-    """The facts shown by one sample `(input, target)`, the labels, and all inputs if they are in memory."""
+    """The facts shown by one sample `(input, target)`, the labels, and all inputs if they are in memory.
+
+    `names` are those of classes that text labels name.
+    """
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     if isinstance(sample[1], str):
         what = f"labels are numbers, and the first one is the text {sample[1]!r}"
         raise DataError("D004", what, key="data", suggestion="Number the classes from 0")
     inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
     known = target.reshape(1, *target.shape) if labels is None else labels
-    shape = tuple(inputs.shape)
+    shape: Any = tuple(getattr(inputs, "shape", ()))
     facts: dict[str, Any] = {"input_shape": shape}
-    if inputs.dim() == 3:
+    if not isinstance(inputs, Tensor):
+        kind, facts["input_shape"] = "other", None
+    elif inputs.dim() == 3:
         kind, facts["in_channels"] = "image", shape[0]
     elif inputs.is_floating_point():
         kind = "features" if inputs.dim() == 1 else "other"
@@ -313,7 +344,7 @@ def _info(
             facts["pad_id"] = int(getattr(dataset, "pad_id", None) or 0)
     target_kind = kind_of_target(known, shape, task)
     _check_task(task, target_kind, known)
-    names = getattr(dataset, "classes", None)
+    names = names or getattr(dataset, "classes", None)
     names = tuple(map(str, names)) if names is not None else None
     stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
     if task == "auto" and kind == "tokens":

@@ -18,6 +18,7 @@ from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all
+from ptfast.data.sampling.held_generators import HeldState
 
 Sharing = Literal["none", "readers", "ranks"]
 
@@ -53,7 +54,8 @@ class IterableSource(BaseSource):
     - Any other yields everything wherever it is read; each process keeps its part. `shared_by = "none"` marks
       a dataset of this kind that asks nevertheless.
 
-    Draws from the global generators (torch, numpy, random) are seeded by the pass and the reader; a method
+    Draws from the global generators (torch, numpy, random) are seeded by the pass and the reader; those that
+    the dataset holds by the pass alone, because an order of its own must be that of all readers. A method
     `set_epoch` receives the number of the pass. State that the dataset itself carries from one pass to the
     next is not restored when a run resumes.
     """
@@ -97,8 +99,9 @@ class IterableSource(BaseSource):
         several = (reader.index,) if reader.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
         with as_data_errors(self.dataset):
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+            held = HeldState(self.dataset)
+            if held.begin(epoch):
+                held.seed(self.seed, epoch)
             samples: Iterator[Any] = iter(self.dataset)
             if self.shuffle_buffer is not None:
                 seed = counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several)

@@ -133,7 +133,7 @@ class StreamReader:
         collate = self.source.collate
         seed = counter_draws.key(self.source.seed, epoch, counter_draws.GLOBAL, *numbers[:1])
         with seeded(seed) if collate.is_own else contextlib.nullcontext():
-            raw = collate(samples)
+            raw = collate(collate.pairs(samples, numbers))
         raw = self.source.label_check(raw, numbers)
         if self.source.images:
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])

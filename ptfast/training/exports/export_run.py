@@ -215,7 +215,7 @@ def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
     data = load_data(saved.config, measured=saved.info.extra.get("normalize"))
     source = data.val or data.test or data.train
     if isinstance(source, IterableSource):
-        batch = source.collate([source.first[0]] * 2)
+        batch = source.collate(source.collate.pairs([source.first[0]] * 2, [0, 0]))
     else:
         batch = source.fetch(np.arange(min(NUM_SAMPLES, len(source))))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch

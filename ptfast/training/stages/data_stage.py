@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ptfast.core.errors import DataError, PtfastError, name_some, summary_of
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.given import is_ours
-from ptfast.core.sections.targets import built
+from ptfast.core.sections.targets import Target, built, signature, takes
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.label_checks import missing_classes
@@ -26,6 +27,7 @@ from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loa
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.loader_choice import Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
+from ptfast.data.loaders.sample_form import InputOptions
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.map_source import MapSource
@@ -54,10 +56,14 @@ def load_data(
     """
     section, ignored = config.data, config.task.options.get("ignore_index")
     ranks = ranks or Ranks()
+    target, image_size = section.target, None
+    path = target.path
+    if "image_size" in target.kwargs and not takes(target.resolve(), "image_size"):
+        kwargs = {**target.kwargs}
+        image_size, target = kwargs.pop("image_size"), replace(target, kwargs=kwargs)
     try:
-        source = section.target.build()
+        source = target.build()
     except RAISED as error:
-        path = section.target.path
         if isinstance(error, PtfastError) or is_ours(path):
             raise
         what = f"its constructor raises {summary_of(error)}"
@@ -81,9 +87,20 @@ def load_data(
         holder=Holder(ranks),
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         collate=collate,
+        options=InputOptions(_forward_names(config.model.target), image_size),
         **saved,
     )
     return pack_or_pad(data, config.batching, config.seed)
+
+
+def _forward_names(target: Target) -> list[str] | None:
+    """The names that `forward` of a class of models takes; None where others are taken too, or unknown."""
+    found: Any = target.resolve()
+    taken = signature(found.forward) if inspect.isclass(found) and issubclass(found, nn.Module) else None
+    parameters = [] if taken is None else [*taken.parameters.values()][1:]
+    if taken is None or any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return [each.name for each in parameters]
 
 
 def load_splits(run: PartialRun) -> None:
@@ -96,6 +113,8 @@ def load_splits(run: PartialRun) -> None:
             run.data = load_data(run.config, run.ranks, choice, measured=measured)
     run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
     _warn_of_missing_classes(run, run.data)
+    if run.data.warning:
+        run.display.warn(f"data: {run.data.warning}")
     if info is not None and (changed := check_same_data(info, run.info)):
         run.resumed_note = f"other held-out data than before: {changed}"
 

@@ -178,7 +178,7 @@ def test_own_batches_of_inputs_and_targets_are_like_torchs():
             "mine.Task",
             r"data\._target_=\S+Boxes: torch's default_collate cannot batch .* data.collate=",
         ),
-        (None, "auto", "takes samples of .input, target., and this data has mappings of image, boxes"),
+        (None, "auto", "samples have the parts image, boxes, .* named as a target.* task=mine.Task"),
         (lambda samples: samples, "auto", "gives a list of 1, the first a dict with the keys image, boxes"),
         (lambda samples: ["a", None], "mine.Task", "data.collate=mine.own: gives a list of 2, .* no tensor"),
         (
@@ -232,3 +232,41 @@ def test_ranks_divide_iterable_data():
 def test_iterable_data_without_samples_is_refused():
     with pytest.raises(DataError, match="yields no samples"):
         load(Stream(0))
+
+
+class Plain:
+    """Pairs by number, in a class without a base."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)] * 3), index % 2
+
+
+@pytest.mark.parametrize(
+    "held", [Plain(), [Plain()[i] for i in range(3)], TensorDataset(torch.zeros(3, 3), torch.zeros(3).long())]
+)
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_held_out_data_is_whatever_has_a_length_and_items(held: Any, split: str):
+    dataset = Noisy()
+    setattr(dataset, split, held)
+    data = load(dataset)
+    assert (len(data.train), len(getattr(data, split))) == (40, 3)
+
+
+@pytest.mark.parametrize("value", [0.1, True, "val/", {"a": 1}, torch.zeros(3, 3), np.zeros(3), Plain])
+def test_what_is_no_held_out_data_is_rejected(value: Any):
+    dataset = Noisy()
+    dataset.val = value  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"its attribute val is .*, which is no dataset. Give it __len__ and"):
+        load(dataset)
+
+
+def test_a_tensor_dataset_with_items_of_its_own_is_read_by_them():
+    class Shifted(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return self.tensors[0][index] + 1, self.tensors[1][index]
+
+    data = load(Shifted(torch.zeros(4, 3), torch.arange(4) % 2))
+    assert data.train.fetch(np.arange(4))[0].tolist() == [[1.0] * 3] * 4

@@ -1,0 +1,124 @@
+"""A user's map-style dataset as a source of batches: read, seeded and collated."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ptfast.core.errors import DataError
+from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.data.data_fingerprint import describe_part
+from ptfast.data.loaders.collate import Collate, collate_of
+from ptfast.data.loaders.sample_form import check_labelled
+from ptfast.data.loaders.worker_processes import as_data_errors
+from ptfast.data.map_source import MapSource
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.counter_draws import seeded
+from ptfast.data.sampling.held_generators import HeldState
+from ptfast.data.sampling.sampler import Indices
+
+
+class DatasetSource(MapSource):
+    """A map-style dataset, collated as torch's DataLoader does, or by a function of the user's.
+
+    Sequences of tokens whose lengths the dataset states in `lengths` are padded with its `pad_id` (default
+    0), and targets with one label per token with -100. Random generators are seeded, global ones (torch,
+    numpy, random) by epoch and samples, those that the dataset holds by epoch and sample: resumed runs and
+    any number of workers draw the same. A method `set_epoch` is told the epoch wherever it is read.
+    """
+
+    columns = ("_numbers", "lengths", "all_labels")
+    cuts = False
+
+    def __init__(
+        self, dataset: Any, seed: int, *, images: bool = False, collate: Collate | None = None
+    ) -> None:
+        self.dataset, self.seed, self.images = dataset, seed, images
+        self.collate = collate_of(dataset, collate)
+        # Until every label has been seen.
+        self.ignores_labels = True
+        self.all_labels: Tensor | None = None
+        self.seen_labels: Tensor | None = None
+        """Those of the samples that were read to find the classes."""
+        self.held = HeldState(dataset)
+        stated = getattr(dataset, "lengths", None)
+        self.lengths = None if stated is None else np.asarray(stated, np.int64)
+        if self.lengths is not None and self.lengths.shape != (len(dataset),):
+            what = f"its lengths are of {len(self.lengths):,} samples, and it has {len(dataset):,}"
+            raise DataError("D008", what, key="data")
+        self._longest = 0 if self.lengths is None else int(self.lengths.max(initial=0))
+        self._numbers = np.arange(len(dataset))
+        self.pad_id = int(getattr(dataset, "pad_id", None) or 0)
+
+    def known_labels(self) -> Tensor | None:
+        return self.all_labels
+
+    def contents(self) -> list[Any]:
+        labels = getattr(self.dataset, "targets", None)
+        with contextlib.suppress(Exception):
+            labels = np.asarray(labels)
+        known = [array for array in (labels, self.lengths) if isinstance(array, np.ndarray)]
+        return describe_part(len(self), "samples", getattr(self.dataset, "fingerprint", None), *known)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> Any:
+        wanted = self._numbers[indices].tolist()
+        with seeded(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *wanted[:1])):
+            samples = self.collate.pairs(self._read(wanted, epoch), wanted)
+            if self.lengths is not None and not self.collate.is_own:
+                samples = self._filled(samples)
+            try:
+                raw = self.collate(samples)
+            except DataError:
+                check_labelled(samples, wanted)
+                raise
+        raw = self.label_check(raw, wanted)
+        if self.images:
+            return (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
+        return raw
+
+    def read(self, wanted: list[int]) -> list[Any]:
+        """The samples `wanted` as the dataset gives them; the training's generators stay as they are."""
+        with seeded(counter_draws.key(self.seed, 0, counter_draws.GLOBAL, *wanted[:1])):
+            return self._read(wanted, 0)
+
+    def _read(self, wanted: list[int], epoch: int) -> list[Any]:
+        with as_data_errors(self.dataset):
+            holds = self.held.begin(epoch)
+            if hasattr(self.dataset, "__getitems__"):
+                self.held.seed(self.seed, epoch, *wanted[:1])
+                return self.dataset.__getitems__(wanted)
+            if not holds:
+                return [self.dataset[i] for i in wanted]
+            samples: list[Any] = []
+            for number in wanted:
+                self.held.seed(self.seed, epoch, number)
+                samples.append(self.dataset[number])
+            return samples
+
+    def _filled(self, samples: list[Any]) -> list[Any]:
+        """The samples at one length, where they are `(tokens, target)`."""
+        first = samples[0]
+        is_pair = isinstance(first, (tuple, list)) and len(first) == 2
+        if not is_pair or not is_tokens(torch.as_tensor(first[0])):
+            return samples
+        longest = max(len(tokens) for tokens, _ in samples)
+        if longest > self._longest:
+            what = f"a sample has {longest} tokens, where the longest of its lengths is {self._longest}"
+            raise DataError("D008", what, key="data")
+        width = self.padding.width(longest, self._longest)
+        filled: list[Any] = []
+        for tokens, target in samples:
+            missing = (0, width - len(tokens))
+            if np.shape(target) == np.shape(tokens):
+                target = F.pad(torch.as_tensor(target), missing, value=IGNORE_INDEX)
+            filled.append((F.pad(torch.as_tensor(tokens), missing, value=self.pad_id), target))
+        return filled
+
+
+def is_tokens(sample: Any) -> bool:
+    return isinstance(sample, Tensor) and sample.dim() == 1 and not sample.is_floating_point()
