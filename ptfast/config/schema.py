@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ptfast.config import catalogue
 from ptfast.core.durations import Duration
-from ptfast.core.errors import is_secret
+from ptfast.core.errors import SECRET, is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
 from ptfast.core.sections.section import (
     GATHERED,
@@ -252,6 +252,8 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = Fals
         if before.get(key) != after.get(key)
         and not lies_in(key, free_keys)
         and not any(is_secret(name) for name in key.split("."))
+        # What is masked is compared by its digest.
+        and SECRET not in (before.get(key), after.get(key))
     )
 
 

@@ -77,12 +77,12 @@ COMMAND_LINE = "command line"
 SECRET = "<secret>"
 MOST_CHARS = 2000
 """Characters of one error, or one line of a traceback, that are shown or written."""
-_SECRET_WORDS = {
-    *("token", "key", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth"),
-    *("authorization", "bearer", "cookie", "cookies", "header", "headers"),
+_SECRET_KEYS = {
+    *("password", "passwd", "secret", "token", "api_key", "api_token", "access_key", "secret_key", "auth"),
+    *("auth_token", "access_token", "authorization", "bearer", "cookie", "credential", "credentials"),
+    "headers",
 }
-_MEASURE = re.compile(r"(num|max|min|n)_.*|.*_(heads|dim|size|length|layers|dropout|token_ids?)")
-"""Names of a model's sizes and of special tokens, such as `num_key_value_heads`."""
+"""Whole names, which no key or parameter of ours has: `data.text_key` and `model.cls_token` are none."""
 _KEPT_SECRET: set[str] = set()
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CREDENTIALS = re.compile(
@@ -289,13 +289,9 @@ def _cut(text: str) -> str:
 
 
 def is_secret(key: str, *, misspelt: bool = False) -> bool:
-    """Return True if a key's name has a word such as token (`apiKey`), or with `misspelt` one like it."""
-    name = key.rpartition(".")[2]
-    if _MEASURE.fullmatch(name):
-        return False
-    words = [word.lower() for word in _WORD.findall(name)]
-    close = misspelt and any(difflib.get_close_matches(word, _SECRET_WORDS, 1, 0.65) for word in words)
-    return close or not _SECRET_WORDS.isdisjoint(words)
+    """Return True if a key's name is that of a secret (`token`, `apiKey`), or with `misspelt` like it."""
+    name = "_".join(word.lower() for word in _WORD.findall(key.rpartition(".")[2]))
+    return name in _SECRET_KEYS or (misspelt and bool(difflib.get_close_matches(name, _SECRET_KEYS, 1, 0.75)))
 
 
 def keep_secret(value: str) -> None:

@@ -276,6 +276,13 @@ class Environment(TypedDict, total=False):
     ranks: int
 
 
+class Digests(TypedDict):
+    """`secrets.json`."""
+
+    salt: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
+    digests: dict[str, str]
+
+
 ClassCount = TypedDict("ClassCount", {"class": str | float, "samples": Count})
 ClassRow = TypedDict(
     "ClassRow",

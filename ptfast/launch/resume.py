@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.config.compose import Composed
-from ptfast.config.files.frozen import frozen_tree
+from ptfast.config.files.frozen import changed_secrets, frozen_tree
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
@@ -64,7 +64,7 @@ def find_place(composed: Composed, config: Config) -> Place:
             folder = _newest_unfinished(root / name, tree)
         if folder is None:
             return fresh
-        return _continue(folder, tree, config, *_newest_intact(folder), folder)
+        return _continue(folder, tree, config, *_newest_intact(folder), folder, composed.tree)
     state_folder = find_state(Path(resume))
     source, facts = state_folder.parent.parent, read_facts(state_folder)
     if not (source / run_directory.CONFIG).is_file():
@@ -72,7 +72,7 @@ def find_place(composed: Composed, config: Config) -> Place:
         raise SavedStateError("S004", "its run directory is missing", key=resume, suggestion=hint)
     if given and given.resolve() != source.resolve() and _holds_run(given):
         raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
-    return _continue(source, tree, config, state_folder, facts, given or source)
+    return _continue(source, tree, config, state_folder, facts, given or source, composed.tree)
 
 
 def resume_command(folder: Path) -> str:
@@ -109,9 +109,12 @@ def _check_lost(folder: Path) -> None:
 
 
 def _continue(
-    source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path
+    source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path, secrets: Tree
 ) -> Place:
-    """Resume in `folder` from a state of the run in `source`, with its `facts`, if the config allows it."""
+    """Resume in `folder` from a state of the run in `source`, with its `facts`, if the config allows it.
+
+    `secrets` is the config with the values that `tree` leaves out, of which those that changed are named.
+    """
     before = read_yaml(source / run_directory.CONFIG).data
     # What data holds is compared when it has been read, if the state says what that was.
     changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
@@ -119,6 +122,8 @@ def _continue(
         hint = "Set them back, or start afresh with run.resume=never"
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
+    for key in changed_secrets(source, secrets):
+        print(f"ptfast: warning: {key} has changed since {source} was started: going on", file=sys.stderr)
     step = int(facts["progress"]["step"])
     # A finished run whose last state is lost resumes from the one before.
     summary = read_known(source / run_directory.SUMMARY, Summary)

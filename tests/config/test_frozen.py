@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ptfast.config.compose import compose
+from ptfast.config.files import paths
 from ptfast.config.files.frozen import freeze, load, redact
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.multirun import show_config
-from ptfast.config.schema import changed_keys
+from ptfast.config.schema import changed_keys, defaults, flatten
 from ptfast.core.errors import ConfigError, is_secret
 from ptfast.core.sections.targets import locate
 
@@ -178,7 +181,17 @@ def test_secrets_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["api_key", "apiKey", "API-Key", "hf_token", "logger.secret", "TOKEN", "password2", "passwd", "cookie"],
+    [
+        "api_key",
+        "apiKey",
+        "API-Key",
+        "logger.secret",
+        "TOKEN",
+        "passwd",
+        "cookie",
+        "data.secretKey",
+        "headers",
+    ],
 )
 def test_secret_names(key: str) -> None:
     assert is_secret(key)
@@ -189,10 +202,21 @@ def test_secret_names(key: str) -> None:
     [
         *("tokenizer", "batch_tokens", "monkey", "keyboard", "secretary", "key.value", "author"),
         *("num_key_value_heads", "model.pad_token_id", "max_token_length", "key_dim"),
+        *("data.text_key", "data.label_key", "model.cls_token", "model.mask_token", "cookie_jar"),
     ],
 )
 def test_harmless_names(key: str) -> None:
     assert not is_secret(key)
+
+
+def test_no_key_of_ours_is_taken_for_a_secret() -> None:
+    keys = [*flatten(defaults())]
+    files = (file for group in paths.groups() for file in paths.options(group).values())
+    targets = {str(yaml.safe_load(file.read_text() or "{}") or {}) for file in files}
+    for path in {found for text in targets for found in re.findall(r"'_target_': '(ptfast\.[\w.]+)'", text)}:
+        keys += inspect.signature(locate(path)).parameters
+    assert len(keys) > 200
+    assert [key for key in keys if is_secret(key)] == []
 
 
 @pytest.mark.parametrize(
@@ -218,7 +242,7 @@ def test_command_lines_are_redacted() -> None:
             "logger.api_key=hush",
             "++logger={api_key: hush, project: x, login: {password: 'hush, hush'}}",
             "a.token=${oc.env:X}",
-            "--wandb-token",
+            "--api-token",
             "hush",
             "--secret=hush",
             "data.tokenizer=words",
@@ -231,7 +255,7 @@ def test_command_lines_are_redacted() -> None:
         "logger.api_key=<secret>",
         "++logger={api_key: <secret>, project: x, login: {password: <secret>}}",
         "a.token=${oc.env:X}",
-        "--wandb-token",
+        "--api-token",
         "<secret>",
         "--secret=<secret>",
         "data.tokenizer=words",

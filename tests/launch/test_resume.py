@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -245,8 +246,14 @@ def test_a_secret_in_clear_is_written_nowhere_and_hinders_no_resuming(
     assert not Path("a").exists()
     arm("SIGTERM")
     assert train(*words) == 75
+    capsys.readouterr()
+    shutil.copytree("a", "b", symlinks=True)
     assert train(*words) == 0
+    assert "changed" not in capsys.readouterr().err
     assert summary(Path("a"))["status"] == "finished"
+    # Another one is no change of the run, but is not passed over in silence.
+    train(*words[:-1], "run.dir=b", "data.api_key=open says he", "run.resume=auto")
+    assert "warning: data.api_key has changed since b was started" in capsys.readouterr().err
     files = [path.read_bytes() for path in Path("a").rglob("*") if path.is_file()]
     assert not any(b"sesame" in content for content in files)
 
@@ -257,7 +264,7 @@ CANARIES = (
     "+data.bearer=canary3",
     "+data.cookie=canary4",
     "+data.credential=canary5",
-    "+data.proxyAuth=canary6",
+    "+data.auth=canary6",
     "+data.where=${oc.env:WHERE}",
     "+data.mixed=at-${oc.env:WHERE}-now",
     "+data.url=https://me:canary8@host/a.tar",

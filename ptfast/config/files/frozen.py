@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +21,8 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.hydra_loader import OmegaConfDumper, with_sections
 from ptfast.config.schema import VARIABLES, RunOptions
 from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
-from ptfast.core.run_directory import write_text
+from ptfast.core.resolved import Digests, read_known
+from ptfast.core.run_directory import DIGESTS, write_json, write_text
 
 
 class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):
@@ -39,11 +44,36 @@ def freeze(composed: Composed, path: Path) -> list[str]:
     text = yaml.dump(tree, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
     start = f"# The whole config of this run. Repeat it: ptfast train --config {path.name}\n"
     write_text(path, start + text)
+    path.with_name(DIGESTS).unlink(missing_ok=True)
+    if hidden:
+        salt = secrets.token_hex(16)
+        digests = {key: digest_of(value, salt) for key, value in hidden.items()}
+        write_json(path.with_name(DIGESTS), {"salt": salt, "digests": digests})
     return [
         f"{key} ({composed.place(key)}): not written to the run's files. "
         f"Give it as {key}='${{oc.env:NAME}}' so that the run can be repeated"
         for key in hidden
     ]
+
+
+def digest_of(value: Any, salt: str) -> str:
+    """The digest by which a secret is compared; slow, so that it cannot be guessed in bulk."""
+    text = json.dumps(value, default=str).encode()
+    return hashlib.scrypt(text, salt=bytes.fromhex(salt), n=2**14, r=8, p=1).hex()
+
+
+def changed_secrets(folder: Path, tree: dict[str, Any]) -> list[str]:
+    """The keys of secrets that the run in `folder` was given with another value than a `tree` has."""
+    known = read_known(folder / DIGESTS, Digests)
+    changed = []
+    for key, digest in known.get("digests", {}).items():
+        value: Any = tree
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            for name in key.split("."):
+                value = value[int(name)] if isinstance(value, list) else value[name]
+        if digest_of(value, known.get("salt", "")) != digest:
+            changed.append(key)
+    return changed
 
 
 def check_no_secrets(composed: Composed) -> None:
@@ -54,9 +84,9 @@ def check_no_secrets(composed: Composed) -> None:
         raise ConfigError("C011", what, key=key, value=SECRET, place=composed.place(key), suggestion=hint)
 
 
-def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """The tree that `freeze` writes, or that with interpolations, and the keys of secrets left out of it."""
-    hidden: list[str] = []
+def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tree that `freeze` writes, or that with interpolations, and the secrets left out of it, by key."""
+    hidden: dict[str, Any] = {}
 
     def hide(value: Any, key: str) -> Any:
         if isinstance(value, dict) and not is_secret(key):
@@ -68,7 +98,7 @@ def frozen_tree(composed: Composed, *, resolved: bool = True) -> tuple[dict[str,
             return value
         if isinstance(value, str) and (value == SECRET or ENV.fullmatch(value)):
             return value
-        hidden.append(key)
+        hidden[key] = value
         return SECRET
 
     tree = composed.tree_unresolved
