@@ -370,7 +370,7 @@ CASES: dict[str, BadData] = {
         "Unmeasured", "D008", TARGET, "__len__ raises RuntimeError (their_sets.py:", "): nobody knows"
     ),
     "labels that are names": _own(
-        "Named", "D004", DATA, "the first one is the text 'cat'. Number the classes"
+        "Named", "D003", DATA, "every training label is cat, so there is nothing to classify"
     ),
     "53 an error that no pipe carries": _own(
         "Raises", "D008", TARGET, "__getitem__ raises Odd (their_sets.py:", "): no such sample"
