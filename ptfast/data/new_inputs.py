@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ptfast.core.errors import DataError
+from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import decode_file, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
@@ -61,14 +61,14 @@ def read_inputs(
         DataError: D001 for a path that is not there, D005 for a file that cannot be read or does not fit.
     """
     kind, extra = info.kind, info.extra
-    if all(hasattr(each, "dtype") for each in given):
+    if "table" in extra:
+        named = (pair for path in _paths(given) for pair in _each_table_row(extra["table"], path))
+    elif all(hasattr(each, "dtype") for each in given):
         named = _each_array(info, given)
     elif kind == "image":
         named = _each_image(info, _files(given, note), skip)
-    elif "table" in extra:
-        named = (pair for path in _files(given) for pair in _each_table_row(extra["table"], path))
     elif kind == "features":
-        named = (pair for path in _files(given) for pair in _each_row(path, images=False))
+        named = (pair for path in _paths(given) for pair in _each_row(path, images=False))
     elif kind in ("text", "tokens") and "tokenizer" in extra:
         named = _each_line(extra, given)
     else:
@@ -170,6 +170,15 @@ def _each_line(extra: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
             if line.strip():
                 ids = tokenizer.encode(line)[:most] or [extra.get("pad_id", 0)]
                 yield str(path) if is_text else f"{path}:{number}", torch.tensor(ids)
+
+
+def _paths(given: Sequence[Any]) -> Iterator[Path]:
+    """The files that paths name; D005 for anything else."""
+    for path in _files(given):
+        if not isinstance(path, Path):
+            what = f"{described(path)} cannot be read here, where files are"
+            raise DataError("D005", what, key="inputs", suggestion="Give the path of a file")
+        yield path
 
 
 def _files(given: Sequence[Any], note: Callable[[str], None] = lambda text: None) -> Iterator[Any]:

@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,6 @@ _busy = threading.Lock()
 _forked = False
 _MALLOC = {-1: ("MALLOC_TRIM_THRESHOLD_", 128 * 1024), -4: ("MALLOC_MMAP_MAX_", 65536)}
 """Options of mallopt(3) that a run changes: the variable that sets each, and its default."""
-_COMPILER = {"recompile_limit": 8, "trace_autograd_ops": False}
-"""Settings of torch's compiler that a run changes, and their defaults."""
 
 
 def _note_fork() -> None:
@@ -129,59 +128,71 @@ def _check_fork(function: str) -> None:
         raise MachineError("E005", what, key=function, suggestion=hint)
 
 
+def _matmul_precision() -> str:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API")
+        return torch.get_float32_matmul_precision()
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in {*os.environ} - {*variables}:
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_matmul_precision, set_float32),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (lambda: bool((torch.tensor(1e-40, dtype=torch.float32) * 1).item() == 0), torch.set_flush_denormal),
+    (lambda: dict(os.environ), _set_environment),
+    (lambda: list(sys.path), lambda path: sys.path.__setitem__(slice(None), path)),
+    (
+        lambda: multiprocessing.get_start_method(allow_none=True),
+        lambda method: multiprocessing.set_start_method(method, force=True),
+    ),
+)
+"""How each setting of the process that a run changes is read and put back."""
+
+
 @contextlib.contextmanager
 def _kept() -> Iterator[None]:
-    """Put back random states, switches of torch, variables, import path, logging and warning filters."""
-    cuda, cudnn = torch.cuda, torch.backends.cudnn
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Put back random states, switches of torch, variables, handlers of signals, logging and warnings."""
+    cuda, cudnn, compiler = torch.cuda, torch.backends.cudnn, sys.modules.get("torch._dynamo.config")
+    settings = [(put_back, read()) for read, put_back in _SETTINGS]
     cuda_states, seed = cuda.get_rng_state_all() if cuda.is_initialized() else None, torch.initial_seed()
-    threads, dtype, start = (
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        multiprocessing.get_start_method(allow_none=True),
-    )
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    flags = {name: getattr(cudnn, name) for name in ("deterministic", "benchmark")}
-    matmul, tf32, attention = _float32(), cudnn.allow_tf32, torch.backends.cuda.cudnn_sdp_enabled()
-    flushes = bool((torch.tensor(1e-40) * 1).item() == 0)
-    environment, path, stdout = dict(os.environ), list(sys.path), sys.stdout
-    loggers = [logging.getLogger(), *logging.root.manager.loggerDict.values()]
-    logged = [(x, x.level, x.propagate, list(x.handlers)) for x in loggers if isinstance(x, logging.Logger)]
-    reports_errors = logging.raiseExceptions
-    compiler = {name: getattr(_compiler(), name, default) for name, default in _COMPILER.items()}
+    places: list[tuple[Any, str]] = [(cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")]
+    places += [(sys, "stdout"), (logging, "raiseExceptions")]
+    places += [(compiler, "recompile_limit")] if compiler is not None else []
+    for logger in (logging.getLogger(), *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            # A list of its own, which no other handler is added to.
+            logger.handlers = [*(before := logger.handlers)]
+            places.append((logger, "propagate"))
+            settings += [(partial(setattr, logger, "handlers"), before), (logger.setLevel, logger.level)]
+    attributes = [(place, name, getattr(place, name)) for place, name in places]
     caught = {each: signal.getsignal(each) for each in signal.valid_signals() if on_main_thread()}
     torch.set_default_dtype(torch.float32)
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        for put_back, value in settings:
+            put_back(value)
+        for attribute in attributes:
+            setattr(*attribute)
         if cuda_states is not None:
             cuda.set_rng_state_all(cuda_states)
         elif cuda.is_initialized():
             cuda.manual_seed_all(seed)
-        torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
         if deterministic != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        for name, value in flags.items():
-            setattr(cudnn, name, value)
-        set_float32(matmul, tf32_convolutions=tf32)
-        torch.backends.cuda.enable_cudnn_sdp(attention)
-        torch.set_flush_denormal(flushes)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path[:], sys.stdout = path, stdout
-        for logger, level, propagate, handlers in logged:
-            logger.setLevel(level)
-            logger.propagate, logger.handlers = propagate, handlers
-        logging.raiseExceptions = reports_errors
-        for name, value in compiler.items() if _compiler() is not None else ():
-            setattr(_compiler(), name, value)
-        multiprocessing.set_start_method(start, force=True)
         for number, handler in caught.items():
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
@@ -190,20 +201,10 @@ def _kept() -> Iterator[None]:
         gc.collect()
         if cuda.is_initialized():
             cuda.empty_cache()
-            if not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
+            has_own = any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")))
+            if not has_own and torch.version.hip is None:
                 set_allocator("expandable_segments:False")
         _free_memory()
-
-
-def _float32() -> str:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use the new API")
-        return torch.get_float32_matmul_precision()
-
-
-def _compiler() -> Any:
-    """The settings of torch's compiler, None if it is not loaded."""
-    return sys.modules.get("torch._dynamo.config")
 
 
 def _free_memory() -> None:

@@ -328,6 +328,25 @@ def test_a_text_is_predicted_for_and_a_file_is_read(in_tmp: Path) -> None:
     assert [x["class"] for x in texts] == [x["class"] for x in files]
 
 
+def test_rows_of_a_table_are_predicted_for_from_files() -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        f"{x:.3f},{'red' if y else 'blue'},{int(x > 0)}"
+        for x, y in zip(rng.normal(size=60), rng.integers(0, 2, 60), strict=True)
+    ]
+    Path("rows.csv").write_text("\n".join(["x,color,y", *rows]) + "\n")
+    result = ptfast.train(
+        data="table", steps=4, batch_size=10, **{"data.path": "rows.csv", "data.target": "y"}
+    )
+    Path("new.csv").write_text("x,color\n1.5,red\n-2,blue\n")
+    assert len(ptfast.predict(result, "new.csv")) == 2
+    # Columns are found by their names, which an array does not have.
+    with pytest.raises(
+        DataError, match="a ndarray of float64 \\(1, 2\\) cannot be read here, where files are"
+    ):
+        ptfast.predict(result, np.zeros((1, 2)))
+
+
 def test_a_checkpoint_is_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("eval.every=2steps", "saving.every=2steps", "saving.keep=9", "stop.metric=loss", "stop.mode=max")
     result = ptfast.train("resnet_digits", *DIGITS, *words)
