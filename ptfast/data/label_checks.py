@@ -23,6 +23,8 @@ _MOST_CLASSES = 10_000
 """Classes that there may be without as many samples."""
 _FEW = 10
 """Samples that may all have labels of their own."""
+_NARROW = (torch.int8, torch.int16, torch.int32)
+"""Types of labels that torch's losses do not take."""
 _COMPUTABLE = {
     torch.bool: torch.uint8,
     torch.uint16: torch.int32,
@@ -98,7 +100,7 @@ class LabelCheck:
             raw = (raw[0], as_classes(raw[1], numbers=numbers), *raw[2:])
         if self.num_classes is not None:
             check_range(raw[1], self.num_classes, numbers=numbers, ignore_index=self.ignore_index)
-        if self.as_long and raw[1].dtype not in (torch.int64, torch.uint8):
+        if self.as_long and raw[1].dtype in _NARROW:
             raw = (raw[0], raw[1].long(), *raw[2:])
         return raw
 
