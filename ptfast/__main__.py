@@ -21,10 +21,11 @@ def main() -> None:
     # torch would print C++ frames about a lost machine, which we report in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from ptfast.cli.command_line import run
-    from ptfast.core.plain_display import show_warnings_once
+    from ptfast.core.plain_display import LastingOutput, show_warnings_once
 
     show_warnings_once()
-    sys.exit(run(sys.argv[1:]))
+    LastingOutput.install()
+    sys.exit(LastingOutput.exit_code(run(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import logging
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +15,56 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ptfast.core.clock import label
-from ptfast.core.errors import INSTALLED, PACKAGE, one_line
+from ptfast.core.errors import INSTALLED, PACKAGE, cannot_write, error_line, one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
 Rows = Sequence[tuple[str, str]]
 STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
 LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
 """Rows of the closing summary on the machine's limits."""
+
+
+class LastingOutput(io.TextIOWrapper):
+    """Output that a command outlives: once its reader has left or its disk is full, it writes nowhere."""
+
+    error: OSError | None = None
+
+    @classmethod
+    def install(cls) -> None:
+        """Put one in the place of standard output and standard error of this process."""
+        for name in ("stdout", "stderr"):
+            if type(stream := getattr(sys, name)) is io.TextIOWrapper:
+                options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering")}
+                setattr(sys, name, cls(stream.detach(), **options))
+
+    @staticmethod
+    def exit_code(code: int) -> int:
+        """The exit code of a command that ends with `code`: output that a disk did not take is a failure."""
+        with contextlib.suppress(AttributeError):  # of a process without standard output
+            sys.stdout.flush()
+        error = getattr(sys.stdout, "error", None)
+        if code or error is None or error.errno == errno.EPIPE:
+            return code
+        failure = cannot_write(error, "standard output")
+        print(error_line(failure), file=sys.stderr)
+        return failure.exit_code
+
+    def write(self, text: str) -> int:
+        with self._outliving():
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._outliving():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _outliving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 class Display:

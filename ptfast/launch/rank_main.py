@@ -35,7 +35,7 @@ from ptfast.core.errors import (
     summary_of,
     traceback_of,
 )
-from ptfast.core.plain_display import Display, show_warnings_once
+from ptfast.core.plain_display import Display, LastingOutput, show_warnings_once
 from ptfast.core.protocols import Logger
 from ptfast.core.tensors.saved_state import MANIFEST
 from ptfast.core.units import num_bytes
@@ -339,6 +339,7 @@ def main() -> None:
     folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     machine.die_with_parent(parent)
     show_warnings_once()
+    LastingOutput.install()
     if os.environ.get(json_lines.VARIABLE):
         sys.stdout = json_lines.JsonLines(sys.stdout)
     try:

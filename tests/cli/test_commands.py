@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +320,23 @@ def test_nothing_under_torchrun_runs_twice(
         assert "would measure on its own" in capsys.readouterr().err
     assert run(["train", "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_run_outlives_the_reader_of_its_output(in_tmp: Path, flags: tuple[str, ...]) -> None:
+    words = ["train", "epochs=1", "run.dir=a", *flags]
+    process = subprocess.Popen([sys.executable, "-m", "ptfast", *words], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait() == 0
+    assert json.loads(Path("a/summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_output_that_a_full_disk_did_not_take_fails(flags: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "ptfast", "techniques", *flags]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    assert done.stderr == "ptfast: error[E002]: standard output: the disk is full.\n"

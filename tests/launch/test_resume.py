@@ -252,7 +252,8 @@ def test_a_secret_in_clear_is_written_nowhere_and_hinders_no_resuming(
     assert "changed" not in capsys.readouterr().err
     assert summary(Path("a"))["status"] == "finished"
     # Another one is no change of the run, but is not passed over in silence.
-    train(*words[:-1], "run.dir=b", "data.api_key=open says he", "run.resume=auto")
+    other = [word.replace("open sesame", "open says he").replace("run.dir=a", "run.dir=b") for word in words]
+    train(*other)
     assert "warning: data.api_key has changed since b was started" in capsys.readouterr().err
     files = [path.read_bytes() for path in Path("a").rglob("*") if path.is_file()]
     assert not any(b"sesame" in content for content in files)
