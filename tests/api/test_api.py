@@ -448,6 +448,25 @@ def test_nothing_in_the_process_stays_changed(unusual: None) -> None:
     assert processes_started_by_this() == processes
 
 
+@pytest.mark.gpu
+def test_nothing_on_the_gpu_stays_changed() -> None:
+    torch.cuda.manual_seed(7)
+    torch.empty(1, device="cuda")
+
+    def state() -> dict[str, Any]:
+        kept = state_of_process() | {"cuda": torch.cuda.get_rng_state().tolist()}
+        return {name: value for name, value in kept.items() if name != "python threads"}
+
+    before = state()
+    result = train_points(model=Net, data=Points, device="cuda")
+    assert state() == before
+    net = ptfast.load(result)
+    assert next(net.parameters()).is_cuda
+    assert len(ptfast.predict(net, np.zeros((2, 3)))) == 2
+    assert len(ptfast.predict(net.cpu(), np.zeros((2, 3)))) == 2, "a module that was moved takes inputs there"
+    assert state() == before
+
+
 def test_ten_trainings_leave_no_thread_process_or_memory(capsys: pytest.CaptureFixture[str]) -> None:
     def used_kib() -> int:
         return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])
