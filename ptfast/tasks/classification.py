@@ -12,7 +12,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Fraction
 from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import accuracy, top5_accuracy
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes, outputs_of
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class Classification(SupervisedTask):
@@ -54,7 +54,7 @@ class Classification(SupervisedTask):
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, and the five likeliest."""
-        probabilities = outputs_of(model, inputs).float().softmax(dim=-1)
+        probabilities = self.forward(model, inputs).float().softmax(dim=-1)
         values, indices = probabilities.topk(min(5, self.num_classes), dim=-1)
         class_names = names_of_classes(self.info)
         records: list[dict[str, Any]] = []

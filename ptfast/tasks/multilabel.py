@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.tasks.ratios import label_accuracy, label_f1
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes, outputs_of
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class MultiLabel(SupervisedTask):
@@ -44,7 +44,7 @@ class MultiLabel(SupervisedTask):
         """The classes of each input that are likelier than not, and every class's probability."""
         class_names = names_of_classes(self.info)
         records: list[dict[str, Any]] = []
-        for row in outputs_of(model, inputs).float().sigmoid().tolist():
+        for row in self.forward(model, inputs).float().sigmoid().tolist():
             probabilities = dict(zip(class_names, row, strict=True))
             chosen = [name for name, probability in probabilities.items() if probability > 0.5]
             records.append({"classes": chosen, "probabilities": probabilities})

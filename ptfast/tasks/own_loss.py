@@ -19,13 +19,17 @@ class OwnLoss(SupervisedTask):
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
     inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one
     per token. Labels of -100 do not count. For language modelling the model shifts them by one.
+
+    Args:
+        by_position: inputs are the model's first argument, not keywords that transformers' models have.
     """
 
     counts_samples = False
     takes_mixed = False
 
-    def __init__(self, info: DataInfo) -> None:
+    def __init__(self, info: DataInfo, by_position: bool = False) -> None:
         super().__init__(info)
+        self.by_position = by_position
         if info.task == "classification":
             self.ratios = {"accuracy": accuracy, **self.ratios}
 
@@ -45,6 +49,9 @@ class OwnLoss(SupervisedTask):
         """The model's mean loss times the number of items, and that number. Without items the sum is 0."""
         return self._run(model, data)[2:]
 
+    def outputs_of(self, given: Any) -> Any:
+        return given
+
     def misfit(self, outputs: Any, data: Any) -> str | None:
         """Describe what a model should return, where `outputs` are not it."""
         wanted = ["loss", "logits"] if self.info.task == "classification" else ["loss"]
@@ -62,7 +69,10 @@ class OwnLoss(SupervisedTask):
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The likeliest class of each input with its probability, or the model's plain outputs."""
-        logits = _get(model(**self._keywords(inputs)), "logits").float()
+        output = model(inputs) if self.by_position else model(**self._keywords(inputs))
+        if isinstance(output, Tensor):
+            output = {"logits": output}
+        logits = _get(output, "logits").float()
         if self.info.task != "classification":
             return [{"logits": row} for row in logits.tolist()]
         values, indices = logits.softmax(-1).max(-1)
@@ -72,11 +82,12 @@ class OwnLoss(SupervisedTask):
 
     def _run(self, model: nn.Module, data: Any) -> tuple[Any, Tensor, Tensor, int | Tensor]:
         """The model's output for a batch, the labels, the sum of the losses and the number of items."""
-        keywords = data
-        if not isinstance(data, Mapping):
-            inputs, targets = data
-            keywords = {**self._keywords(inputs), "labels": targets}
-        output, labels = model(**keywords), keywords["labels"]
+        if isinstance(data, Mapping):
+            output, labels = model(**data), data["labels"]
+        else:
+            inputs, labels = data
+            given = ((inputs,), {}) if self.by_position else ((), self._keywords(inputs))
+            output = model(*given[0], **given[1], labels=labels)
         num_items = self.num_items(labels)
         return output, labels, times(_get(output, "loss"), num_items), num_items
 

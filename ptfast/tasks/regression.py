@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ptfast.core.protocols import Mixed
 from ptfast.tasks.ratios import absolute_error
-from ptfast.tasks.supervised import SupervisedTask, outputs_of
+from ptfast.tasks.supervised import SupervisedTask
 
 
 class Regression(SupervisedTask):
@@ -41,6 +41,6 @@ class Regression(SupervisedTask):
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The value of each input, or its values where there are several."""
-        outputs = outputs_of(model, inputs).float()
+        outputs = self.forward(model, inputs).float()
         rows = outputs.reshape(outputs.shape[0], -1).tolist()
         return [{"value": row[0] if len(row) == 1 else row} for row in rows]

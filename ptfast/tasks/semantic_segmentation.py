@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
 from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import DeviceSums
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes, outputs_of
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,6 +50,10 @@ class SemanticSegmentation(SupervisedTask):
     def aligned(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _logits(outputs), targets.reshape(len(targets), *targets.shape[-2:]).long()
 
+    def outputs_of(self, given: Any) -> Any:
+        # The loss of an auxiliary head is taken as well.
+        return given if isinstance(given, Mapping) and "out" in given else super().outputs_of(given)
+
     def misfit(self, outputs: Any, data: Any) -> str | None:
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
         outputs, targets = self.aligned(outputs, targets)
@@ -80,7 +84,8 @@ class SemanticSegmentation(SupervisedTask):
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The mask of each image, rows of class numbers, and the share of its pixels that each class has."""
-        logits, names = _logits(outputs_of(model, inputs))[:, : self.num_classes], names_of_classes(self.info)
+        logits = _logits(self.forward(model, inputs))[:, : self.num_classes]
+        names = names_of_classes(self.info)
         masks = logits.argmax(1)
         shares = F.one_hot(masks, self.num_classes).flatten(1, 2).float().mean(1)
         return [

@@ -72,6 +72,14 @@ class SupervisedTask:
         """Outputs and targets in the shapes and types that losses compare."""
         return outputs, targets
 
+    def outputs_of(self, given: Any) -> Any:
+        """The outputs to compare with targets, among what a model gives."""
+        return output_of(given)
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        """The outputs of a model to compare with targets."""
+        return self.outputs_of(call(model, inputs))
+
     def misfit(self, outputs: Any, data: Any) -> str | None:
         """Describe what a model should return for the batch `data`, where `outputs` are not it.
 
@@ -143,7 +151,7 @@ class SupervisedTask:
         targets in another order, so as many of them count.
         """
         inputs, targets = data
-        outputs = outputs_of(model, inputs)
+        outputs = self.forward(model, inputs)
         if isinstance(targets, Mixed):
             targets, partners, shares = targets
             own, other = self.sample_losses(outputs, targets), self.sample_losses(outputs, partners)
@@ -165,7 +173,7 @@ class SupervisedTask:
     def evaluate(self, model: nn.Module, data: Any, metrics: Metrics) -> tuple[Tensor, int | Tensor]:
         """Update the metrics; return the sum of the losses and the number of items."""
         inputs, targets = data
-        outputs = outputs_of(model, inputs)
+        outputs = self.forward(model, inputs)
         given = self.aligned(outputs, targets) if self.measures_aligned else (outputs, targets)
         update_metrics(metrics, *given)
         return self._sums(self.evaluation_loss_sum, outputs, targets)
@@ -178,9 +186,22 @@ class SupervisedTask:
         raise NotImplementedError
 
 
-def outputs_of(model: Any, inputs: Any) -> Any:
-    """The outputs of a model; inputs with names go to the parameters of these names."""
+def call(model: Any, inputs: Any) -> Any:
+    """What a model gives; inputs with names go to the parameters of these names."""
     return model(**inputs) if isinstance(inputs, NamedInputs) else model(inputs)
+
+
+def output_of(given: Any) -> Any:
+    """The tensor among what a model gives: itself, its `logits` or `out`, or the first of a tuple."""
+    if isinstance(given, (Tensor, LinearLogits)):
+        return given
+    if isinstance(given, Mapping):
+        name = next((name for name in ("logits", "out") if name in given), None)
+        return given if name is None else given[name]
+    if hasattr(given, "logits"):
+        return given.logits
+    is_first = isinstance(given, (tuple, list)) and bool(given) and isinstance(given[0], Tensor)
+    return given[0] if is_first else given
 
 
 def known_classes(info: DataInfo) -> int:

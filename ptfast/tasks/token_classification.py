@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.tasks.ratios import accuracy
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes, outputs_of
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
 class TokenClassification(SupervisedTask):
@@ -39,7 +39,7 @@ class TokenClassification(SupervisedTask):
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The class of each token with its probability."""
         class_names = names_of_classes(self.info)
-        values, indices = outputs_of(model, inputs).float().softmax(-1).max(-1)
+        values, indices = self.forward(model, inputs).float().softmax(-1).max(-1)
         return [
             {"classes": [class_names[index] for index in classes], "probabilities": row}
             for classes, row in zip(indices.tolist(), values.tolist(), strict=True)

@@ -26,6 +26,7 @@ from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.tasks.loss_functions import CLOSE
 from ptfast.tasks.ratios import placed
+from ptfast.tasks.supervised import SupervisedTask
 from ptfast.training.user_code import LOSS, MODEL, UserPart, failure, misfit, naming_user_code, parts_of
 
 
@@ -115,6 +116,11 @@ class FirstStep:
                 named = named.changed(suggestion=hint)
             raise named from error
         outputs = seen.outputs if isinstance(seen, OutputCheck) else None
+        if isinstance(run.task, SupervisedTask) and (chosen := run.task.outputs_of(outputs)) is not outputs:
+            if self._fresh:
+                what = f"forward gives {described(outputs)}, of which the {described(chosen)} is the output"
+                run.display.note(f"model: {what}; task=... names a task that takes more")
+            outputs = chosen
         self._check_loss(given, outputs)
         if self._fresh and num_samples:
             self._check_count(given[1], data, num_samples)

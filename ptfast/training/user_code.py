@@ -111,7 +111,8 @@ def failure(
 def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> ConfigError | None:
     """The error for a model whose outputs `task` cannot compare with its targets; None if it can."""
     try:
-        wanted = task.misfit(outputs, data)
+        chosen = task.outputs_of(outputs) if hasattr(task, "outputs_of") else outputs
+        wanted = task.misfit(chosen, data)
     except Exception:
         return None  # of targets that are not what the task takes
     if wanted is None:

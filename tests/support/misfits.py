@@ -47,7 +47,7 @@ class Net(nn.Module):
         if self.how == "kept":
             outputs = self.kept = outputs + self.kept.sum()
         if self.how == "evaluates otherwise":
-            return outputs if self.training else (outputs, outputs)
+            return outputs if self.training else ("scores", outputs)
         spoil = MODELS.get(self.how) if self.passes >= self.at else None
         return outputs if spoil is None else spoil(outputs)
 
@@ -72,8 +72,8 @@ def stay_silent(outputs: Tensor) -> None:
 
 
 MODELS: dict[str, Any] = {
-    "tuple": lambda outputs: (outputs, outputs),
-    "dict": lambda outputs: {"logits": outputs},
+    "tuple": lambda outputs: ("scores", outputs),
+    "dict": lambda outputs: {"scores": outputs},
     "list": lambda outputs: outputs.tolist(),
     "None": lambda outputs: None,
     "scalar": lambda outputs: outputs.sum(),

@@ -22,8 +22,8 @@ from ptfast.training.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")
 HOW = {
-    "tuple": "gives a tuple of 2, the first a Tensor of float32 (64, 10)",
-    "dict": "gives a dict with the keys logits",
+    "tuple": "gives a tuple of 2, the first the str",
+    "dict": "gives a dict with the keys scores",
     "None": "gives None",
     "scalar": "gives a Tensor of float32 ()",
     "other batch": "gives a Tensor of float32 (7, 10)",
@@ -151,7 +151,7 @@ COMMANDS = {
     "changed in place": ((*NET, "model.how=changed"), "the backward pass raises RuntimeError"),
     "kept over steps": ((*NET, "model.how=kept"), "backward through the graph a second time"),
     "an exit": ((*NET, "model.how=leaves"), "forward raises SystemExit (misfits.py:"),
-    "evaluation": ((*NET, "'model.how=evaluates otherwise'"), "(64, 10) in evaluation, and Classification"),
+    "evaluation": ((*NET, "'model.how=evaluates otherwise'"), "in evaluation, and Classification"),
     "a float": (("task.loss._target_=misfits.Loss", "task.loss.how=float"), "gives the float"),
     "an infinite loss": (("task.loss._target_=misfits.Loss", "'task.loss.how=not finite'"), "not finite, of"),
     "one argument": (("task.loss._target_=misfits.of_outputs",), "cannot be called with outputs and targets"),

@@ -33,6 +33,7 @@ from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, config_of, w
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.profiling.first_outputs import unsteadiness
+from ptfast.tasks.supervised import output_of
 from ptfast.training.evaluate import ViewAveraged, averaged_over_views
 from ptfast.training.exports.hub_layout import model_card, write_hub
 from ptfast.training.exports.load_script import load_script
@@ -72,10 +73,7 @@ class RawModel(nn.Module):
             inputs = inputs.permute(0, 3, 1, 2)
         if self.normalizes:
             inputs = (inputs.float() - self.mean) * self.factor
-        outputs: Any = self.model(inputs.contiguous())
-        if isinstance(outputs, Mapping):
-            outputs = outputs.get("out", outputs.get("logits"))
-        outputs = getattr(outputs, "logits", outputs)
+        outputs = output_of(self.model(inputs.contiguous()))
         if not isinstance(outputs, Tensor):
             raise TypeError(f"it returns {described(outputs)}, where a Tensor of logits is expected")
         return outputs

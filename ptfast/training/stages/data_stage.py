@@ -16,10 +16,10 @@ from torch import nn
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import DataError, PtfastError, name_some, summary_of
-from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.given import is_ours
-from ptfast.core.sections.targets import Target, built, signature, takes
+from ptfast.core.sections.targets import Target, built, keywords, signature, takes
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.label_checks import missing_classes
@@ -140,10 +140,29 @@ def choose_task(run: PartialRun) -> None:
     named = config.task.name != "auto"
     run.resolved.task = config.task.name if named else info.task
     run.resolved.task_reason = "" if named else info.task_reason
-    task = build_task(config.task.name, info, **on_device(built(config.task.options), run.device))
+    name, options = config.task.name, on_device(built(config.task.options), run.device)
+    if not named and not options and (by_position := _computes_loss(config.model.target, info)) is not None:
+        name, options = "hf", {"by_position": by_position}
+        reason = "by the model's own loss, as its forward takes labels"
+        run.resolved.task_reason = f"{reason}; task={info.task} takes ptfast's"
+    task = build_task(name, info, **options)
     run.task = add_metrics(task, config.metrics, info)
     run.flip, run.shift = config.eval.flip, config.eval.shift
     check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
+
+
+def _computes_loss(model: Target, info: DataInfo) -> bool | None:
+    """Return None unless a user's model takes `labels`; else whether it takes inputs by position."""
+    factory = model.resolve()
+    forward = getattr(factory, "forward", None) if isinstance(factory, type) else None
+    if (
+        forward is None
+        or "labels" not in keywords(forward)
+        or info.task not in ("classification", "regression")
+    ):
+        return None
+    # Models of transformers name their inputs.
+    return not hasattr(factory, "main_input_name")
 
 
 def on_device(value: Any, device: torch.device) -> Any:
