@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ptfast.cli.arguments import write_out
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError, DataError, cannot_write
+from ptfast.core.run_directory import plain_json
 from ptfast.core.units import labelled
 from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.models.transformers import HfModel
@@ -73,7 +74,7 @@ def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: 
         num_predicted += 1
         if masks is not None:
             record["mask"] = _write_mask(masks, source, record)
-        line = json.dumps({"input": source, **record})
+        line = json.dumps(plain_json({"input": source, **record}), allow_nan=False)
         if out is not None:
             lines.append(line)
         elif is_terminal(standard_output()):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptfast.core.errors import SavedStateError
 from ptfast.core.run_directory import read_json
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import TREE, check_files, name_checkpoint, read_parts
+from ptfast.core.tensors.saved_state import TREE, check_files, check_stored, name_checkpoint, read_parts
 from ptfast.core.tensors.trees import map_tensors
 
 KEY = "model.weights"
@@ -120,6 +120,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 def _read_pt(path: Path) -> Any:
     try:
         # torch does not compare checksums: a flipped bit would become a wrong weight.
+        check_stored(path)
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()

@@ -19,6 +19,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError
 from ptfast.core.plain_display import Display
 from ptfast.core.resolved import Resolved
+from ptfast.core.run_directory import plain_json
 from ptfast.core.tensors.saved_state import config_of, find_checkpoint, name_checkpoint, read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import check_same_data, read_info
@@ -153,7 +154,8 @@ def evaluate_saved(saved: PartialRun, split: str | None = None, **data: bool) ->
         ]
         if not redraws:
             given = {key: as_lists(value) for key, (_, value) in tables.items()}
-            print(json.dumps({"step": step, "split": name, **figures, **given}), flush=True)
+            line = {"step": step, "split": name, **figures, **given}
+            print(json.dumps(plain_json(line), allow_nan=False), flush=True)
     rows += [("time", duration(time.perf_counter() - start_s)), ("checkpoint", str(checkpoint.folder))]
     title = f"{saved.config.recipe or 'train'}: evaluated at step {step:,}"
     terminal_display().panel(title, rows)

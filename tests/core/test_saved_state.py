@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ptfast.core.tensors.saved_state import (
     restore_links,
     write_state,
 )
+from ptfast.models.warm_start import _read_pt
 
 
 def a_state(value: float = 1.0, step: int = 3) -> State:
@@ -149,6 +151,20 @@ def test_what_the_manifest_does_not_name_is_not_read(saved: Path) -> None:
     folder, other = (write_by_ranks(saved, step, a_state(float(step), step)) for step in (1, 2))
     shutil.copy(other / "shard-00001-of-00001.safetensors", folder / "shard-00000-of-00002.safetensors")
     assert same_bits(read_state(folder).model, a_state(1.0).model)
+
+
+def test_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1000)}, tmp_path / "plain.pt")
+    bomb = tmp_path / "bomb.pt"
+    packed = zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert saved_state.load_tensors(tmp_path / "plain.pt")
+    with pytest.raises(SavedStateError, match="cannot be read"):
+        saved_state.load_tensors(bomb)
+    with pytest.raises(SavedStateError, match="is damaged"):
+        _read_pt(bomb)
 
 
 def test_a_newer_format_says_so(saved: Path) -> None:

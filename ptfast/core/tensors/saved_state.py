@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import uuid
+import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -366,9 +367,18 @@ def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise damaged(source, "it cannot be read, or not with the files beside it") from error
 
 
+def check_stored(path: Path) -> None:
+    """Refuse (BadZipFile) compressed entries, which torch never writes: a small file could fill memory."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise zipfile.BadZipFile("compressed")
+
+
 def load_tensors(path: Path) -> dict[str, Any]:
     """A file of tensors and plain values, onto the CPU."""
     try:
+        check_stored(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         reason = (
