@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,24 +206,28 @@ def map_images(value: Any, size: int | None, number: int) -> Any:
 
 
 def as_inputs(inputs: Any) -> Any:
-    """Inputs in types that models take: float32 for other floats and bool, int64 for odd whole numbers."""
-    return map_tensors(_plain, inputs)
+    """Inputs in types that models take: torch's default type for other floats, int64 for odd whole numbers.
+
+    A bool input becomes a float, too, unless it stands beside others, where it is a mask.
+    """
+    return map_tensors(partial(_plain, alone=isinstance(inputs, Tensor)), inputs)
 
 
-def _plain(part: Any) -> Any:
+def _plain(part: Any, *, alone: bool) -> Any:
     if not isinstance(part, Tensor):
         return part
     part = part.detach() if part.requires_grad else part
-    if part.dtype in (torch.float32, torch.int64, torch.int32, torch.uint8):
+    if part.is_floating_point() or (part.dtype == torch.bool and alone):
+        return part.to(torch.get_default_dtype())
+    if part.is_complex() or part.dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         return part
-    if part.is_floating_point() or part.dtype == torch.bool:
-        return part.float()
-    return part if part.is_complex() else signed(part).long()
+    return signed(part).long()
 
 
 def converted_types(inputs: Any) -> list[str]:
     """The types among inputs that `as_inputs` converts, in words for a note."""
-    kinds = {(part.dtype, _plain(part).dtype) for part in tensors_in(inputs) if _plain(part) is not part}
+    pairs = zip(tensors_in(inputs), tensors_in(as_inputs(inputs)), strict=True)
+    kinds = {(before.dtype, after.dtype) for before, after in pairs if before.dtype != after.dtype}
     return [
         f"{one} inputs are cast to {other}".replace("torch.", "") for one, other in sorted(kinds, key=str)
     ]

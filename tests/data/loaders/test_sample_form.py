@@ -105,6 +105,22 @@ def test_the_meaning_of_a_sample_is_found_and_said(name: str) -> None:
     assert data.info.class_names == (("a", "b", "c") if "text" in name else None)
 
 
+def test_a_program_in_double_precision_keeps_its_inputs() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        inputs, _ = first_batch(load(Brought(lambda i: (POINTS[i].double(), CLASSES[i]))))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert inputs.dtype == torch.float64
+
+
+def test_a_mask_beside_other_inputs_stays_bool() -> None:
+    data = load(Brought(lambda i: ([POINTS[i], POINTS[i] > 0], int(CLASSES[i]))))
+    assert [part.dtype for part in first_batch(data)[0]] == [torch.float32, torch.bool]
+    alone = load(Brought(lambda i: (POINTS[i] > 0, int(CLASSES[i]))))
+    assert first_batch(alone)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8", "uint16", "uint32", "bool", "int64"])
 @pytest.mark.parametrize("held", [True, False])
 def test_labels_of_any_whole_type_train(dtype: str, held: bool) -> None:
