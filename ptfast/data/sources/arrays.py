@@ -16,6 +16,7 @@ from ptfast.core.sections.section import Count
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.label_checks import infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
+from ptfast.data.tables.records import check_file
 
 _NAMES = {
     "train": (
@@ -120,9 +121,7 @@ def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[st
     Raises:
         DataError: D001 if there is no such file, D005 if it cannot be read.
     """
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise DataError("D001", what, key=key, value=path)
+    check_file(path, key)
     suffix = ".npz" if archive else ".npy"
     try:
         found = np.load(path, allow_pickle=False)

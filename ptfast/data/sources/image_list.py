@@ -19,7 +19,7 @@ from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.decoding.image_decoding import SUFFIXES
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 from ptfast.data.sources.text_files import LABELS
-from ptfast.data.tables.columns import Rows, read_columns
+from ptfast.data.tables.columns import Rows, read_splits
 from ptfast.data.tables.target_column import Facts, read_targets
 
 _IMAGES = (
@@ -80,18 +80,14 @@ class ImageList(ReadsAsKnown):
         test_path: str | None = None,
         on_corrupt: OnCorrupt = "error",
     ) -> None:
-        files = {"train": path, "val": val_path, "test": test_path}
-        self.files = {split: Path(file).expanduser() for split, file in files.items() if file is not None}
-        self.root = Path(root).expanduser() if root is not None else self.files["train"].parent
+        self.paths = {"train": path, "val": val_path, "test": test_path}
+        self.root = Path(path).expanduser().parent if root is None else Path(root).expanduser()
         self.image, self.labels = image, [label] if isinstance(label, str) else label
         self.extension, self.image_size = extension, image_size
         self.on_corrupt: OnCorrupt = on_corrupt
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        rows = {
-            split: read_columns(file, "data.path" if split == "train" else f"data.{split}_path")
-            for split, file in self.files.items()
-        }
+        rows = read_splits(self.paths)
         image, labels = self._columns(rows["train"])
         notes, paths = [f"image from {image}, label from {' and '.join(labels)}"], dict[str, list[str]]()
         for split, each in rows.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sampling.sampler import split_indices
-from ptfast.data.tables.columns import read_columns
+from ptfast.data.tables.columns import read_splits
 from ptfast.data.tables.preparation import MISSING, Preparation
 from ptfast.data.tables.target_column import read_targets
 
@@ -55,11 +54,7 @@ class Table(ReadsAsKnown):
         self.target, self.ignore, self.categorical = target, ignore, categorical
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        rows = {
-            split: read_columns(Path(path), f"data.{split}_path".replace("train_", ""))
-            for split, path in self.paths.items()
-            if path is not None
-        }
+        rows = read_splits(self.paths)
         rows["train"].check("data.ignore", *self.ignore)
         rows["train"].check("data.categorical", *self.categorical)
         for each in rows.values():

@@ -31,7 +31,8 @@ from ptfast.data.packs.pack_reader import Manifest, open_pack
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, held_out
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
-from ptfast.data.sources.text_files import SUFFIXES, Table, read_table, read_text
+from ptfast.data.sources.text_files import SUFFIXES, Table, read_table
+from ptfast.data.tables.records import read_text
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
 

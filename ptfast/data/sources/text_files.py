@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import io
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ptfast.core.errors import DataError, shorten
 from ptfast.data.tables import records
+from ptfast.data.tables.records import read_text
 
 SUFFIXES = (".tsv", ".csv", *records.SUFFIXES)
 """Of files of labelled texts."""
@@ -43,37 +43,6 @@ class Table(NamedTuple):
     """Which columns were read, for the panel; all where none is the label, and empty where none is named."""
     text_names: list[str]
     """The columns of the text."""
-
-
-def read_text(path: Path, key: str = "data.path") -> str:
-    """The text of a UTF-8 file that holds some; lines that end in a mere carriage return get newlines.
-
-    Raises:
-        DataError: D001 if there is no such file, D002 if it is empty, D005 if it is not UTF-8.
-    """
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise DataError("D001", what, key=key, value=path)
-    try:
-        # Line ends stay as they are: what is modelled is the file.
-        content = path.read_bytes()
-        text, wrong = content.decode("utf-8-sig"), content[:2].find(0)
-    except OSError as error:
-        raise DataError("D001", f"cannot be read: {error.strerror}", key=key, value=path) from None
-    except UnicodeDecodeError as error:
-        content, text, wrong = error.object, "", error.start
-    if wrong >= 0:
-        # UTF-16 has a mark or, of a Latin letter, a zero byte.
-        starts = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-        by_zero = {0: "utf-16be", 1: "utf-16le", -1: "latin1"}[content[:2].find(0)]
-        what = f"is not UTF-8 text (byte {wrong:,})"
-        hint = f"Convert it, for example with iconv -f {starts.get(content[:2], by_zero)} -t utf-8"
-        raise DataError("D005", what, key=key, value=path, suggestion=hint)
-    if "\n" not in text:
-        text = text.replace("\r", "\n")
-    if not text.strip():
-        raise DataError("D002", "holds no text", key=key, value=path)
-    return text
 
 
 def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -> Table:
@@ -138,35 +107,36 @@ def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[i
     yield from _lines(path, key)
 
 
-def _lines(path: Path, key: str = "data.path") -> Iterator[tuple[int, str]]:
+def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers, without their ends."""
     for number, line in enumerate(read_text(path, key).split("\n"), 1):
         yield number, line.rstrip("\r")
 
 
-def read_rows(path: Path) -> tuple[list[tuple[int, list[Any]]], str]:
+def read_rows(path: Path, key: str = "data.path") -> tuple[list[tuple[int, list[Any]]], str]:
     """The lines that are not empty, with their numbers, and what is between their fields.
 
     JSON lines and Parquet files come with a first line that names the fields; a list in them is None.
     """
     if path.suffix.lower() in records.SUFFIXES:
-        names, rows = records.read_records(path)
+        names, rows = records.read_records(path, key)
         texts = [(number, [records.as_text(value) for value in row]) for number, row in rows]
         return [(0, names), *texts], TAB
     if path.suffix.lower() != ".csv":
-        return [(number, line.split(TAB)) for number, line in _lines(path) if line.strip()], TAB
+        return [(number, line.split(TAB)) for number, line in _lines(path, key) if line.strip()], TAB
+    text = read_text(path, key)
     delimiter, most = _DELIMITERS[0], 1
     for each in _DELIMITERS:
         with contextlib.suppress(DataError):
-            counts = {len(fields) for _, fields in islice(_csv_rows(path, each), _FIRST_LINES)}
+            counts = {len(fields) for _, fields in islice(_csv_rows(path, text, each), _FIRST_LINES)}
             # It delimits fields only if every line has as many of them.
             if len(counts) == 1 and max(counts) > most:
                 delimiter, most = each, max(counts)
-    return list(_csv_rows(path, delimiter)), delimiter
+    return list(_csv_rows(path, text, delimiter)), delimiter
 
 
-def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
+def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     before = csv.field_size_limit(_LONGEST_FIELD)
     number = 1
     try:

@@ -45,10 +45,7 @@ def read_columns(path: Path, key: str = "data.path") -> Rows:
     if path.suffix.lower() in SUFFIXES:
         names, rows = read_records(path, key)
     else:
-        if not path.is_file():
-            what = "is a folder, not a file" if path.is_dir() else "no such file"
-            raise DataError("D001", what, key=key, value=path)
-        ((_, first), *rows), delimiter = read_rows(path)
+        ((_, first), *rows), delimiter = read_rows(path, key)
         names = [field.strip() for field in first]
         for number, fields in rows:
             if len(fields) != len(names):
@@ -61,3 +58,10 @@ def read_columns(path: Path, key: str = "data.path") -> Rows:
         raise DataError("D002", "holds no rows", key=key, value=path)
     columns = {name: [values[place] for _, values in rows] for place, name in enumerate(names)}
     return Rows(columns, [number for number, _ in rows], str(path), delimiter)
+
+
+def read_splits(paths: Mapping[str, str | None]) -> dict[str, Rows]:
+    """The rows of each split that has a file; raises as `read_columns`."""
+    files = {split: path for split, path in paths.items() if path is not None}
+    keys = {split: "data.path" if split == "train" else f"data.{split}_path" for split in files}
+    return {split: read_columns(Path(path), keys[split]) for split, path in files.items()}

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -144,14 +145,11 @@ class Preparation:
 
     def _parsed(self, column: Column, table: Columns, where: str, rows: Sequence[int]) -> NDArray[np.float64]:
         values = [present(value) for value in table[column.name]]
-        numbers = _dates(values) if column.kind == "date" else _numbers(values, column.comma)
-        if numbers is None:
-            read = _dates if column.kind == "date" else _numbers
-            for row, value in zip(rows, values, strict=True):
-                if read([value], *([] if column.kind == "date" else [column.comma])) is None:
-                    what = f"{column.name}={shorten(str(value), 40)} is no {column.kind}, as in training"
-                    raise DataError("D005", what, key=f"{where}:{row}")
-        assert numbers is not None
+        read = _dates if column.kind == "date" else partial(_numbers, comma=column.comma)
+        if (numbers := read(values)) is None:
+            row, value = next(pair for pair in zip(rows, values, strict=True) if read([pair[1]]) is None)
+            what = f"{column.name}={shorten(str(value), 40)} is no {column.kind}, as in training"
+            raise DataError("D005", what, key=f"{where}:{row}")
         if (infinite := np.flatnonzero(np.isinf(numbers))).size:
             what = f"{column.name} is infinite"
             raise DataError("D005", what, key=f"{where}:{rows[int(infinite[0])]}")
@@ -176,34 +174,30 @@ def _number_column(name: str, values: Sequence[Any]) -> Column | None:
     """
     missing = None in values
     present = [value for value in values if value is not None]
-    if (numbers := _numbers(present, "")) is not None:
+    if (numbers := _numbers(present)) is not None:
         return Column(name, "number", statistics.median(numbers.tolist()), missing)
     if (numbers := _dates(present)) is not None:
         return Column(name, "date", statistics.median(numbers.tolist()), missing)
     with_comma = [value for value in present if isinstance(value, str) and "," in value]
-    if not with_comma:
-        return None
-    thousands, decimals = (_numbers(present, meaning) for meaning in ("thousands", "decimal"))
-    if thousands is not None and decimals is not None:
+    meanings = ("thousands", "decimal") if with_comma else ()
+    found = {comma: numbers for comma in meanings if (numbers := _numbers(present, comma)) is not None}
+    if len(found) > 1:
         what = f"column {name} holds numbers such as {with_comma[0]}, whose comma may mean two things"
         hint = "Write them without a thousands separator and with a decimal point"
         raise DataError("D005", what, key="data.path", suggestion=hint)
-    for comma, found in (("thousands", thousands), ("decimal", decimals)):
-        if found is not None:
-            return Column(name, "number", statistics.median(found.tolist()), missing, comma)
+    for comma, numbers in found.items():
+        return Column(name, "number", statistics.median(numbers.tolist()), missing, comma)
     return None
 
 
-def _numbers(values: Sequence[Any], comma: str) -> NDArray[np.float64] | None:
+def _numbers(values: Sequence[Any], comma: str = "") -> NDArray[np.float64] | None:
     """Values as numbers, NaN for None; None unless all of them are."""
-    if comma == "thousands":
-        if not all(
-            _THOUSANDS.fullmatch(value) for value in values if isinstance(value, str) and "," in value
-        ):
+    if comma:
+        with_comma = (value for value in values if isinstance(value, str) and "," in value)
+        if comma == "thousands" and not all(map(_THOUSANDS.fullmatch, with_comma)):
             return None
-        values = [value.replace(",", "") if isinstance(value, str) else value for value in values]
-    elif comma:
-        values = [value.replace(",", ".") if isinstance(value, str) else value for value in values]
+        by = "" if comma == "thousands" else "."
+        values = [value.replace(",", by) if isinstance(value, str) else value for value in values]
     try:
         return np.array([np.nan if value is None else float(value) for value in values], np.float64)
     except (TypeError, ValueError):
