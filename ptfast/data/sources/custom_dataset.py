@@ -218,7 +218,8 @@ def _understand(
         batch = collate(collate.pairs(first, [0]))
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         changed = converted_types(batch[0]) if is_pair else []
-        collate.casts = bool(changed)
+        attached = is_pair and any(part.requires_grad for part in tensors_in(batch[0]))
+        collate.casts = bool(changed) or attached
         notes += changed
     return notes
 
