@@ -170,6 +170,8 @@ class Trainer:
                     self.window.add(loss.detach(), num_items)
                     counts.append(num_items)
             if sums is not None:
+                if weight is None:
+                    self._count_with_others(batch, step)
                 mark("gradient_sync")
         if self.counts_late:
             self._divide_by(sum(counts), batch.num_samples)
@@ -222,6 +224,15 @@ class Trainer:
         if any(count is None for count, _ in counts):
             return None
         return self._over_ranks(sum(count for count, n in counts if n))
+
+    def _count_with_others(self, batch: StepBatch, step: int) -> None:
+        """Take part in the sum over ranks of a step's items, on a rank that has no samples."""
+        run = self.run
+        if step == self.first_step:
+            # What a user's loss counts has to be known here, too.
+            with buffers_kept(run.model), torch.no_grad(), run.precision.autocast:
+                run.task.loss(run.forward, batch.micro_batches[0].data)
+        self.item_weight(batch, 0)
 
     def _over_ranks(self, num_items: Any) -> Any:
         run = self.run

@@ -30,6 +30,7 @@ LAYOUTS = {
     "ddp": ("ddp", "micro_batches=2"),
     "fsdp": ("fsdp", "micro_batches=4"),
     "elastic": ("ddp", "micro_batches=4", "determinism=elastic"),
+    "elastic, one sample": ("ddp", "micro_batches=4", "determinism=elastic", "data.num_samples=1"),
 }
 """Strategy and words of runs on two ranks."""
 COUNTED = ("weights", "weights of a subclass", "a function of sum and weight", "sum", "a task's own count")
@@ -81,10 +82,11 @@ def test_a_loss_whose_parts_do_not_add_up_trains_in_one_piece_only(tmp_path: Pat
 
 
 ON_RANKS = [(name, layout) for name in CASES for layout in LAYOUTS if layout == "ddp" or name in COUNTED]
+OF_ALL = [(name, layout) for name, layout in ON_RANKS if "one sample" not in layout]
 
 
 def cases(ranks: Ranks) -> dict[str, Any]:
-    """Every loss on two ranks, of which one has fewer samples in the last micro-batch."""
+    """Every loss on two ranks, of which one has fewer samples in the last micro-batch, or none at all."""
     on, found = Cases(ranks), dict[str, Any]()
     for name, layout in ON_RANKS:
         folder, (strategy, *words) = f"loss {name} {layout}", LAYOUTS[layout]
@@ -100,7 +102,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "layout"), ON_RANKS)
+@pytest.mark.parametrize(("name", "layout"), OF_ALL)
 def test_two_ranks_train_as_in_plain_torch_or_not_at_all(
     two_ranks: dict[str, Any], name: str, layout: str
 ) -> None:
@@ -111,12 +113,13 @@ def test_two_ranks_train_as_in_plain_torch_or_not_at_all(
         assert "not the mean over its parts" in found
 
 
+@pytest.mark.parametrize("layout", ["elastic", "elastic, one sample"])
 @pytest.mark.parametrize("name", COUNTED)
 def test_an_elastic_run_has_the_same_bits_on_any_ranks(
-    tmp_path: Path, two_ranks: dict[str, Any], name: str
+    tmp_path: Path, two_ranks: dict[str, Any], name: str, layout: str
 ) -> None:
-    losses, _, ended = trained(tmp_path, *CASES[name].run_words(), *LAYOUTS["elastic"][1:])
-    found = two_ranks["test_loss_functions"][f"{name} elastic"]
+    losses, _, ended = trained(tmp_path, *CASES[name].run_words(), *LAYOUTS[layout][1:])
+    found = two_ranks["test_loss_functions"][f"{name} {layout}"]
     assert same_bits([losses, ended], [found[0], found[2]])
 
 
