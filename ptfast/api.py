@@ -26,11 +26,7 @@ from ptfast.cli.config_commands import read_typed
 from ptfast.cli.sweep_command import sweep_runs
 from ptfast.config.python_words import PythonWords
 from ptfast.core import run_directory
-from ptfast.core.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    ConfigError,
-)
+from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from ptfast.core.sections.given import give_again, is_given
 from ptfast.core.tensors.saved_state import config_of, find_checkpoint
 from ptfast.data.new_inputs import Text
@@ -172,13 +168,11 @@ def evaluate(
         keys: as of `train`; other data (`data=`) is read by the vocabulary and classes of training.
     """
     with borrowed("evaluate"):
-        over, other_data = _words_over(run, overrides, keys)
+        over = _words_over(run, overrides, keys)
         with saved_run(_path_of(run), over.words, checkpoint=checkpoint) as saved:
-            whole = not any(word.startswith("data.val=") for word in over.words)
-            found = evaluations(saved, split, other_data=other_data, whole=whole)
             return {
                 name: {**metrics, **{key: as_lists(table) for key, (_, table) in tables.items()}}
-                for name, metrics, tables in found
+                for name, metrics, tables in evaluations(saved, split, over.words)
             }
 
 
@@ -249,10 +243,8 @@ def _path_of(run: str | Path | Result) -> Path:
     return run.path if isinstance(run, Result) else Path(run).expanduser()
 
 
-def _words_over(
-    run: str | Path | Result, overrides: tuple[str, ...], keys: Mapping[str, Any]
-) -> tuple[PythonWords, bool]:
-    """The words over a run's own config, and whether they name other data; its own objects need none."""
+def _words_over(run: str | Path | Result, overrides: tuple[str, ...], keys: Mapping[str, Any]) -> PythonWords:
+    """The words over a run's own config; objects that it names already need none."""
     text = config_of(find_checkpoint(_path_of(run))).read_text("utf-8")
     over = _read(None, overrides, {})
     give_again(run.objects if isinstance(run, Result) else {})
@@ -261,7 +253,7 @@ def _words_over(
         over.objects |= given.objects
         if not given.objects or not all(path in text for path in given.objects):
             over.words += given.words
-    return over, any(word.lstrip("+").partition("=")[0].split(".")[0] == "data" for word in over.words)
+    return over
 
 
 @contextlib.contextmanager
@@ -270,7 +262,7 @@ def _model_of(
 ) -> Iterator[PartialRun]:
     """A run's model, or a loaded module, in evaluation mode, with what prepares its inputs."""
     if not isinstance(run, nn.Module):
-        over, _ = _words_over(run, overrides, keys)
+        over = _words_over(run, overrides, keys)
         with saved_run(_path_of(run), over.words, checkpoint=checkpoint) as saved:
             if saved.ema is not None:
                 saved.ema.copy_to_model()

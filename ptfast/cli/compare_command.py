@@ -11,16 +11,7 @@ from statistics import fmean
 from urllib.parse import quote
 
 from ptfast.cli.arguments import write_out
-from ptfast.cli.run_ranking import (
-    SEED,
-    SPLITS,
-    Label,
-    Ranking,
-    Variant,
-    figure_of,
-    group_seeds,
-    rank_runs,
-)
+from ptfast.cli.run_ranking import SEED, SPLITS, Label, Ranking, Variant, figure_of, group_seeds, rank_runs
 from ptfast.core.errors import EXIT_OK, ConfigError, shorten
 from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page

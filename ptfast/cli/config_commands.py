@@ -83,10 +83,8 @@ def eval(args: Namespace) -> int:
     where, *overrides = args.words
     from ptfast.training.saved_model import evaluate_saved, saved_run
 
-    keys = [word.lstrip("+").partition("=")[0] for word in overrides]
-    other_data, whole = any(key.split(".")[0] == "data" for key in keys), "data.val" not in keys
     with saved_run(Path(where), overrides, checkpoint=args.checkpoint) as saved:
-        return evaluate_saved(saved, args.split, other_data=other_data, whole=whole)
+        return evaluate_saved(saved, args.split, overrides)
 
 
 def find(args: Namespace) -> int:

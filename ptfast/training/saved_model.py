@@ -88,13 +88,13 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
 
 
 def evaluations(
-    saved: PartialRun, split: str | None = None, *, other_data: bool = False, whole: bool = False
+    saved: PartialRun, split: str | None = None, words: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, float], dict[str, MetricTable]]]:
     """Evaluate a saved model on every split of its data besides `train`, or on one.
 
     Args:
-        other_data: than that of training: it is read with the vocabulary, statistics and classes of training.
-        whole: all of the other data is evaluated if it has no splits.
+        words: those over the run's config. Data that they name is read with the vocabulary, statistics and
+            classes of training; if it has no splits, all of it is evaluated unless they set `data.val`.
 
     Yields:
         The split, its metrics, and what metrics give besides single numbers.
@@ -104,8 +104,10 @@ def evaluations(
             data; S003 if the data of training has changed.
     """
     config, display, saved.display = saved.config, terminal_display(), Display(sys.stderr)
-    if other_data:
-        data = load_data(config, known=saved.info, whole=whole or config.data.val.value == 0)
+    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    if any(key.split(".")[0] == "data" for key in keys):
+        whole = "data.val" not in keys or config.data.val.value == 0
+        data = load_data(config, known=saved.info, whole=whole)
         print(f"ptfast: data: {data.note}", file=sys.stderr)
     else:
         data = load_data(config, measured=saved.info.extra.get("normalize"))
@@ -141,12 +143,12 @@ def evaluations(
             loader.close()
 
 
-def evaluate_saved(saved: PartialRun, split: str | None = None, **data: bool) -> int:
+def evaluate_saved(saved: PartialRun, split: str | None = None, words: Sequence[str] = ()) -> int:
     """As `evaluations`; prints a panel on a terminal, and elsewhere each split as JSON, with its tables."""
     step, redraws, rows = saved.progress.step, is_terminal(standard_output()), []
     start_s, checkpoint = time.perf_counter(), saved.checkpoint
     assert checkpoint is not None
-    for name, figures, tables in evaluations(saved, split, **data):
+    for name, figures, tables in evaluations(saved, split, words):
         rows.append((name, listed(figures)))
         rows += [
             (f"{name} {key}", f"{kind}, in the JSON: ptfast eval ... > FILE")

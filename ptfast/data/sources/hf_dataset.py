@@ -17,12 +17,7 @@ from ptfast.core.sections.section import Count
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.decoding.image_decoding import Pixels, decode, fit, in_threads, read_file
 from ptfast.data.decoding.text_tokenizer import learn_tokenizer
-from ptfast.data.label_checks import (
-    as_classes,
-    check_labels,
-    describe_text_labels,
-    infer_task,
-)
+from ptfast.data.label_checks import as_classes, check_labels, describe_text_labels, infer_task
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sources.class_folders import splits_among
 from ptfast.data.sources.ragged_text import labelled_texts
