@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import types
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -89,8 +89,8 @@ class Resolved:
         """Read from a run directory, or from the `facts` of a state if the file is gone; S001 if damaged."""
         path = folder / run_directory.RESOLVED
         try:
-            return cls(
-                **checked(ResolvedFacts, run_directory.read_json(path) or (facts or {}).get("resolved", {}))
+            return checked(
+                cls, json.dumps(run_directory.read_json(path) or (facts or {}).get("resolved", {}))
             )
         except ValueError as error:
             hint = "Remove the file: the saved state holds the same facts"
@@ -186,36 +186,15 @@ class InputFacts(TypedDict, total=False):
     contents: dict[str, Annotated[list[int | str], Field(min_length=3, max_length=3)]]
 
 
-def _as_json(hint: Any) -> Any:
-    """The type of a dataclass's field as JSON holds it: tuples are lists."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is tuple and args[-1] is Ellipsis:
-        return list[_as_json(args[0])]
-    if origin is tuple:
-        return Annotated[list[Union[args]], Field(min_length=len(args), max_length=len(args))]  # noqa: UP007
-    if origin in (Union, types.UnionType):
-        return Union[tuple(map(_as_json, args))]  # noqa: UP007
-    return types.GenericAlias(origin, tuple(map(_as_json, args))) if origin in (list, dict) else hint
+class StateFacts(TypedDict):
+    """`state.json`."""
 
-
-def _fields_of(kind: type, required: tuple[str, ...] = (), **known: Any) -> Any:
-    """The JSON object that `asdict` makes of a dataclass, in which a field that is new may be missing."""
-    hints = {name: _as_json(hint) for name, hint in get_type_hints(kind).items()} | known
-    parts = {name: Required[hint] if name in required else NotRequired[hint] for name, hint in hints.items()}
-    return TypedDict(kind.__name__, parts)  # pyright: ignore[reportArgumentType]
-
-
-ResolvedFacts: Any = _fields_of(Resolved)
-_STATE: dict[str, Any] = {
-    "progress": _fields_of(Progress, ("step",)),
-    "info": _fields_of(DataInfo, ("kind", "task", "extra"), extra=InputFacts),
-    "resolved": NotRequired[ResolvedFacts],
-    "figures": dict[str, Figures],
-    "best_figures": Figures,
-}
-StateFacts: Any = TypedDict("StateFacts", _STATE)  # pyright: ignore[reportArgumentType]
-StateFacts.__pydantic_config__ = ConfigDict(extra="allow")
-"""`state.json`."""
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+    progress: Progress
+    info: DataInfo
+    resolved: NotRequired[Resolved]
+    figures: dict[str, Figures]
+    best_figures: Figures
 
 
 class Manifest(TypedDict):
@@ -348,10 +327,10 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def checked(kind: Any, value: Any) -> Any:
-    """`value` without entries that `kind` does not know; ValueError names the first of another type."""
+def checked(kind: Any, text: str) -> Any:
+    """JSON as `kind`, without entries that it does not know; ValueError names the first of another type."""
     try:
-        return _adapter(kind).validate_python(value, strict=True)
+        return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, found['loc']))}: {found['msg']}") from None

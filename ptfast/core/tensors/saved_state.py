@@ -23,7 +23,7 @@ from torch import Tensor
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import ConfigError, SavedStateError, cannot_write, shorten
 from ptfast.core.protocols import DataInfo
-from ptfast.core.resolved import Manifest, Progress, StateFacts, checked
+from ptfast.core.resolved import InputFacts, Manifest, Progress, StateFacts, checked
 from ptfast.core.run_directory import CONFIG, read_json
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
@@ -291,7 +291,8 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
     """The JSON part of a state, after `check_files`; raises as that, and S001 for another version's facts."""
     step = check_files(folder, check=check)["step"]
     try:
-        facts = json.loads((folder / "state.json").read_text())
+        text = (folder / "state.json").read_text()
+        facts = json.loads(text)
         if facts["progress"]["step"] != step:
             raise ValueError("facts of another step")
         given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
@@ -301,7 +302,9 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         hint = f"Go on with that version, or start afresh from its weights: model.weights={folder}"
         raise damaged(folder, "it was saved by another version of ptfast", hint)
     try:
-        return checked(StateFacts, facts)
+        checked(StateFacts, text)
+        checked(InputFacts, json.dumps(facts["info"]["extra"]))
+        return facts
     except ValueError as error:
         raise damaged(
             folder / "state.json", f"it holds a fact of the wrong type ({shorten(error)})"
@@ -318,7 +321,7 @@ def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
         SavedStateError: S001 for a file that is missing, changed or of another form, or of a later format.
     """
     try:
-        manifest = checked(Manifest, json.loads((folder / MANIFEST).read_text()))
+        manifest = checked(Manifest, (folder / MANIFEST).read_text())
         version, digests = manifest["format"], manifest["sha256"]
         parts = {
             SHARDED_FORMAT: {TREE},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -300,7 +301,7 @@ def _metric_section(content: dict[str, Any]) -> str:
 def _checked(kind: Any, value: Any) -> Any:
     """`value` if it is of this kind; None for what somebody else may have written."""
     with contextlib.suppress(ValueError):
-        return checked(kind, value)
+        return checked(kind, json.dumps(value))
     return None
 
 
