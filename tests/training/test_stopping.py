@@ -159,8 +159,8 @@ def end_stuck(*words: str, name: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("words", "name", "steps"),
     [
-        ((PLAIN, "+data.at=36", "data.val=0"), "SIGINT", 3),
-        ((PLAIN, "+data.at=6", "data.val=0"), "SIGTERM", 0),
+        ((PLAIN, "+data.at=40", "data.val=0"), "SIGINT", 3),
+        ((PLAIN, "+data.at=9", "data.val=0"), "SIGTERM", 0),
         ((*WORKER, "+data.val_at=50"), "SIGTERM", 4),
         ((PLAIN, "+data.at=77", "+data.val_at=0", *SWA), "SIGTERM", 4),
     ],
@@ -181,7 +181,7 @@ def test_a_run_whose_data_does_not_come_goes_on_to_the_same_bits(
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
-        ((*WORKER, "+data.at=46"), 4),
+        ((*WORKER, "+data.at=49"), 4),
         (("data._target_=stuck.StuckStream", "+data.at=36"), 3),
         ((PLAIN, "+data.at=77", *SWA), 4),
     ],
