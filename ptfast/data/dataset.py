@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, SavedStateError, name_some
 from ptfast.core.protocols import DataInfo
+from ptfast.core.resolved import checked
 from ptfast.data.data_fingerprint import Contents, differing
 from ptfast.data.label_checks import differing_names
 from ptfast.data.loaders.shared_memory import Holder
@@ -131,10 +133,7 @@ _MUST_AGREE = {
 
 def read_info(facts: dict[str, Any]) -> DataInfo:
     """The data's facts as they were saved; JSON's lists become tuples again."""
-    known: dict[str, Any] = {
-        name: tuple(fact) if isinstance(fact, list) else fact for name, fact in facts.items()
-    }
-    return DataInfo(**known)
+    return checked(DataInfo, json.dumps(facts))
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:

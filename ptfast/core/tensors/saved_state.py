@@ -41,8 +41,8 @@ LINKS = ("best", "last")
 """Links to states in `saved`."""
 TREE = "tree.json"
 """The values of a state of several ranks besides its tensors, and where each tensor goes."""
-
-
+_PARTS = {FORMAT: ("model.pt", "training.pt"), SHARDED_FORMAT: (TREE,), EXPORT_FORMAT: (WEIGHTS, CONFIG)}
+"""Files of a state of each format besides `state.json`."""
 _FACTS = {
     "progress": {field.name for field in fields(Progress)},
     "info": {field.name for field in fields(DataInfo)},
@@ -249,14 +249,19 @@ def find_checkpoint(path: Path, checkpoint: str = "best") -> Path:
             what, hint = f"{path} is a checkpoint itself", "Give the run directory"
             raise ConfigError("C011", what, **details, suggestion=hint)
         return path.resolve()
-    for folder in (path / "saved" / checkpoint, path / checkpoint):
-        if (folder / MANIFEST).is_file():
-            return folder.resolve()
+    if (found := _named(path, checkpoint)) is not None:
+        return found
     last = find_state(path)
     if checkpoint in ("best", "last"):
         return last
     hint = f"There are: {', '.join(folder.name for folder in list_states(last.parent))}"
     raise SavedStateError("S004", f"not in {path}", **details, suggestion=hint)
+
+
+def _named(path: Path, name: str) -> Path | None:
+    """The checkpoint of this name in a run directory, or in a folder of checkpoints; None without one."""
+    folders = (path / "saved" / name, path / name)
+    return next((folder.resolve() for folder in folders if (folder / MANIFEST).is_file()), None)
 
 
 def name_checkpoint(folder: Path, facts: Mapping[str, Any]) -> str:
@@ -275,29 +280,26 @@ def find_state(path: Path) -> Path:
     """The checkpoint to resume: `path` itself, or the last one of the run there; S004 if there is none."""
     if (path / MANIFEST).is_file():
         return path.resolve()
-    for candidate in (path / "saved" / "last", path / "last"):
-        if (candidate / MANIFEST).is_file():
-            return candidate.resolve()
-    newest = list_states(path / "saved")
-    if newest:
+    if (last := _named(path, "last")) is not None:
+        return last
+    if newest := list_states(path / "saved"):
         return newest[0]
     what = "no saved state there" if path.exists() else "no such folder"
-    raise SavedStateError(
-        "S004", what, key=str(path), suggestion="Give a run directory or one of its saved/step-N folders"
-    )
+    hint = "Give a run directory or one of its saved/step-N folders"
+    raise SavedStateError("S004", what, key=str(path), suggestion=hint)
 
 
 def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
     """The JSON part of a state, after `check_files`; raises as that, and S001 for another version's facts."""
-    step = check_files(folder, check=check)["step"]
+    step, file = check_files(folder, check=check)["step"], folder / "state.json"
     try:
-        text = (folder / "state.json").read_text()
+        text = file.read_text()
         facts = json.loads(text)
         if facts["progress"]["step"] != step:
             raise ValueError("facts of another step")
         given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(folder / "state.json", "the file does not hold what a run resumes from") from error
+        raise damaged(file, "the file does not hold what a run resumes from") from error
     if given != _FACTS:
         hint = f"Go on with that version, or start afresh from its weights: model.weights={folder}"
         raise damaged(folder, "it was saved by another version of ptfast", hint)
@@ -306,9 +308,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         checked(InputFacts, json.dumps(facts["info"]["extra"]))
         return facts
     except ValueError as error:
-        raise damaged(
-            folder / "state.json", f"it holds a fact of the wrong type ({shorten(error)})"
-        ) from error
+        raise damaged(file, f"it holds a fact of the wrong type ({shorten(error)})") from error
 
 
 def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
@@ -323,20 +323,13 @@ def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
     try:
         manifest = checked(Manifest, (folder / MANIFEST).read_text())
         version, digests = manifest["format"], manifest["sha256"]
-        parts = {
-            SHARDED_FORMAT: {TREE},
-            FORMAT: {"model.pt", "training.pt"},
-            EXPORT_FORMAT: {WEIGHTS, CONFIG},
-        }
-        wanted = {"state.json"} | (parts[version] if version <= EXPORT_FORMAT else set())
-        if not wanted <= digests.keys():
+        if not {"state.json", *(_PARTS[version] if version <= EXPORT_FORMAT else ())} <= digests.keys():
             raise ValueError("files are not named")
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise damaged(folder / MANIFEST, "the manifest cannot be read") from error
     if version > EXPORT_FORMAT:
-        raise damaged(
-            folder, f"format {version} is newer than this ptfast reads ({EXPORT_FORMAT})", "Upgrade ptfast"
-        )
+        what = f"format {version} is newer than this ptfast reads ({EXPORT_FORMAT})"
+        raise damaged(folder, what, "Upgrade ptfast")
     for name, digest in digests.items():
         path = folder / Path(name).name
         if not path.is_file():
@@ -384,12 +377,9 @@ def load_tensors(path: Path) -> dict[str, Any]:
         check_stored(path)
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
-        reason = (
-            "it holds a pickled object, which could run code"
-            if "weights_only" in str(error).lower()
-            else "it cannot be read"
-        )
-        raise damaged(path, reason) from error
+        pickled = "weights_only" in str(error).lower()
+        what = "it holds a pickled object, which could run code" if pickled else "it cannot be read"
+        raise damaged(path, what) from error
 
 
 def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
