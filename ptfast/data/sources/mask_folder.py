@@ -102,6 +102,10 @@ def read_mask(file: str) -> Pixels:
         if mask.mode in ("L", "P", "1"):
             return np.array(mask, np.uint8)
         mode = mask.mode
+        if mode.startswith("I"):  # whole numbers of 16 or 32 bits
+            numbers = np.array(mask, np.int64)
+            if numbers.min() >= 0 and numbers.max() <= 255:
+                return numbers.astype(np.uint8)
     what, hint = f"has pixels of mode {mode}, not class numbers", "Save it as grey values, or with a palette"
     raise DataError("D005", what, key=file, suggestion=hint)
 

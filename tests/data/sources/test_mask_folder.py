@@ -12,7 +12,7 @@ from PIL import Image, PngImagePlugin
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.data.build_data import build_data
-from ptfast.data.sources.mask_folder import MaskFolder
+from ptfast.data.sources.mask_folder import MaskFolder, read_mask
 
 
 def write(folder: Path, sizes: dict[str, tuple[int, int]], palette: bool = False) -> None:
@@ -45,6 +45,16 @@ def test_images_and_masks_come_to_one_size_together(tmp_path: Path, palette: boo
         assert masks[:, :, [0, 1, 6, 7]].tolist() == [[[0, 0, 2, 2]] * 8] * len(source)
         assert (images[:, :, :2] < 50).all()
         assert (images[:, :, 6:] > 150).all()
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32])
+def test_masks_of_wider_whole_numbers_are_class_numbers(tmp_path: Path, kind: type) -> None:
+    numbers = np.array([[0, 1], [255, 2]], kind)
+    Image.fromarray(numbers).save(tmp_path / "mask.tif")
+    assert read_mask(str(tmp_path / "mask.tif")).tolist() == numbers.tolist()
+    Image.fromarray(numbers + kind(300)).save(tmp_path / "mask.tif")
+    with pytest.raises(DataError, match="not class numbers"):
+        read_mask(str(tmp_path / "mask.tif"))
 
 
 def test_without_splits_some_are_held_out(tmp_path: Path) -> None:
