@@ -147,19 +147,16 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
     name = next((name for name in ("x", "test_x", "") if name in arrays), next(iter(arrays)))
     inputs, found_images = as_inputs(arrays[name], f"{path} {name}".strip())
     if found_images != images:
-        what = "holds no uint8 images, which the model takes"
-        if not images:
-            what = "holds images; the model takes vectors"
-        raise DataError("D005", what, key=str(path))
+        what = "no uint8 images, which the model takes" if images else "images; the model takes vectors"
+        raise DataError("D005", f"holds {what}", key=str(path))
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
 
 
 def _each_table_row(facts: dict[str, Any], path: Path) -> Iterator[Named]:
     rows = read_columns(path, "PATH")
     inputs = Preparation.from_facts(facts["columns"])(rows.columns, rows.file, rows.numbers)
-    yield from (
-        (f"{path}:{number}", row) for number, row in zip(rows.numbers, as_tensor(inputs), strict=True)
-    )
+    for number, row in zip(rows.numbers, as_tensor(inputs), strict=True):
+        yield f"{path}:{number}", row
 
 
 def _each_line(extra: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:

@@ -59,7 +59,7 @@ class SampleForm:
     def __call__(self, sample: Any, number: int) -> tuple[Any, Any]:
         """The input and the target of sample `number`; D004 for a label that is missing or unknown."""
         if self.inputs:
-            parts = sample if isinstance(sample, Mapping) else vars_of(sample)
+            parts = parts_of(sample)
             target = parts[str(self.target)]
             inputs = parts[self.inputs[0]]
             if self.by_name:
@@ -91,7 +91,7 @@ def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
     names: tuple[str, ...] = ()
     target: str | int = 1
     if isinstance(sample, Mapping) or dataclasses.is_dataclass(sample) or hasattr(sample, "_fields"):
-        parts = sample if isinstance(sample, Mapping) else vars_of(sample)
+        parts = parts_of(sample)
         found = [name for name in TARGET_NAMES if name in parts]
         if len(found) == 1:
             target = found[0]
@@ -130,8 +130,10 @@ def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
     return dataclasses.replace(form, has_images=images, image_size=size, notes=tuple(notes))
 
 
-def vars_of(sample: Any) -> Mapping[str, Any]:
-    """The parts of a dataclass or a named tuple by name."""
+def parts_of(sample: Any) -> Mapping[str, Any]:
+    """The parts of a mapping, a dataclass or a named tuple by name."""
+    if isinstance(sample, Mapping):
+        return sample
     return sample._asdict() if hasattr(sample, "_fields") else vars(sample)
 
 

@@ -66,11 +66,9 @@ class HfDataset(ReadsAsKnown):
         splits = self._splits()
         columns = self._columns(splits["train"])
         label = columns["label"]
-        labels = {
-            split: list(part[label]) if label in part.column_names else [None]
-            for split, part in splits.items()
-        }
-        note = ""
+        labels, note = dict[str, list[Any]](), ""
+        for split, part in splits.items():
+            labels[split] = list(part[label]) if label in part.column_names else [None]
         if all(each is None or each == -1 for each in labels.get("test", [0])):
             # Benchmarks do not publish the labels of their test split.
             del labels["test"], splits["test"]

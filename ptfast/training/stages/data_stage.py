@@ -155,11 +155,8 @@ def _computes_loss(model: Target, info: DataInfo) -> bool | None:
     """Return None unless a user's model takes `labels`; else whether it takes inputs by position."""
     factory = model.resolve()
     forward = getattr(factory, "forward", None) if isinstance(factory, type) else None
-    if (
-        forward is None
-        or "labels" not in keywords(forward)
-        or info.task not in ("classification", "regression")
-    ):
+    takes_labels = forward is not None and "labels" in keywords(forward)
+    if not takes_labels or info.task not in ("classification", "regression"):
         return None
     # Models of transformers name their inputs.
     return not hasattr(factory, "main_input_name")
