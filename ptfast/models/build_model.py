@@ -73,12 +73,13 @@ def lazy_tensors(model: nn.Module) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors if is_lazy(tensor)}
 
 
-def size_lazy_layers(model: nn.Module, inputs: Any) -> None:
-    """Give lazy layers their sizes by a forward pass in evaluation mode, which changes no statistics."""
+def size_lazy_layers(model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Give lazy layers their sizes by `forward` in evaluation mode, which changes no statistics."""
     training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
-            model.eval()(inputs)
+            model.eval()
+            forward()
     finally:
         for module, trains in training.items():
             module.training = trains

@@ -43,8 +43,11 @@ class FirstOutputs:
         given = copied((args, keywords))
         outputs = self.forward(*args, **keywords)
         half = run.precision.half_type is not None or any(p.itemsize == 2 for p in run.model.parameters())
+        choose = getattr(run.task, "outputs_of", lambda given: given)
         with contextlib.suppress(Exception):  # some models take only batches of one size
-            if found := unsteadiness(self.forward, run.model, given, outputs, 10.0 if half else 1.0):
+            factor = 10.0 if half else 1.0
+            forward = lambda *args, **keywords: choose(self.forward(*args, **keywords))  # noqa: E731
+            if found := unsteadiness(forward, run.model, given, choose(outputs), factor):
                 what, hint = found
                 run.display.warn(f"model: {name_of(run.model)} {what}. {hint}")
         return outputs

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ptfast.data.label_checks import number_names, signed
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")
 """Names by which samples with names hold their target."""
 _CHANNELS = (1, 3, 4)
+_LABELS = (int, float, str, bytes, np.generic, np.ndarray, Tensor, list, tuple, Mapping)
 
 
 class InputOptions(NamedTuple):
@@ -29,6 +31,8 @@ class InputOptions(NamedTuple):
 
     parameters: Sequence[str] | None = None
     """Names that the model's `forward` takes; None if unknown."""
+    by_position: int = 1
+    """How many of them are given by position: 1, or 0 where `forward` takes keywords only."""
     image_size: int | None = None
     """Side of the square that images are brought to."""
 
@@ -45,8 +49,8 @@ class SampleForm:
     by_name: bool = False
     """The model takes inputs by these names."""
     target: str | int = 1
-    has_images: bool = False
-    """Some inputs are PIL images, arrays of uint8 with the channels last, or images to resize."""
+    converts: bool = False
+    """Some inputs are images, or numbers in a form that torch does not collate."""
     image_size: int | None = None
     classes: tuple[str, ...] | None = None
     """The classes that texts name, by number."""
@@ -66,17 +70,20 @@ class SampleForm:
                 inputs = NamedInputs({name: parts[name] for name in self.inputs})
         else:
             inputs, target = sample[0], sample[1]
-        if self.has_images:
-            inputs = map_images(inputs, self.image_size, number)
+            inputs = NamedInputs(inputs) if self.by_name else inputs
+        if self.converts:
+            inputs = converted(inputs, self.image_size, number)
+            target = as_array(target, number) if is_row(target) else target
         if is_missing(target):
             raise missing(number, target)
-        if self.classes is not None and target not in self.numbers:
-            what = f"the label of sample {number:,} is {described(target)}, and no class of training"
-            if isinstance(target, str):
-                what = f"the label {target!r} of sample {number:,} is no class of training"
+        if self.classes is None:
+            return inputs, target
+        if (name := text_of(target)) not in self.numbers:
+            label = described(target) if name is None else repr(name)
+            what = f"the label {label} of sample {number:,} is no class of training"
             hint = f"Classes are {', '.join(self.classes[:10])}; an attribute `classes` names all"
             raise DataError("D004", what, key="data", suggestion=hint)
-        return inputs, target if self.classes is None else self.numbers[target]
+        return inputs, self.numbers[name]
 
 
 def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
@@ -86,7 +93,7 @@ def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
         DataError: D004 for samples with names none or several of which are a target's.
         ConfigError: C011 for a size of images where there are none.
     """
-    parameters, size = options
+    parameters, by_position, size = options
     notes: list[str] = []
     names: tuple[str, ...] = ()
     target: str | int = 1
@@ -115,26 +122,32 @@ def form_of(sample: Any, options: InputOptions = AS_GIVEN) -> SampleForm | None:
         if not isinstance(sample, (tuple, list)) or len(sample) < 2:
             return None
         notes += left_out(len(sample))
-    by_name = len(names) > 1 or bool(names and parameters and names[0] in parameters[1:])
+    by_name = len(names) > 1 or bool(names and parameters and names[0] in parameters[by_position:])
+    inputs, label = SampleForm(names, by_name, target)(sample, 0)
+    if not names and isinstance(inputs, dict) and len(inputs) > by_position:
+        by_name = parameters is not None and all(name in parameters for name in inputs)
+        notes += [f"inputs go to forward's {', '.join(inputs)}"] if by_name else []
     form = SampleForm(names, by_name, target)
-    inputs, label = form(sample, 0)
-    values = inputs.values() if isinstance(inputs, dict) else [inputs]
+    values = [*_parts(inputs)]
     images = any(is_image_like(value) or (size is not None and _is_pixels(value)) for value in values)
+    converts = images or is_row(label) or any(map(_needs_array, values))
+    if converts and any(map(is_row, (*values, label))):
+        notes.append("lists of numbers become tensors")
     if images:
         notes.append("images become uint8 tensors, channels first")
     elif size is not None:
         what = f"its inputs are no images of uint8: each is {described(inputs)}"
         raise ConfigError("C011", what, key="data.image_size", value=size)
-    if not notes and not isinstance(label, str):
+    if not notes and not converts and text_of(label) is None:
         return None
-    return dataclasses.replace(form, has_images=images, image_size=size, notes=tuple(notes))
+    return dataclasses.replace(form, converts=converts, image_size=size, notes=tuple(notes))
 
 
 def parts_of(sample: Any) -> Mapping[str, Any]:
     """The parts of a mapping, a dataclass or a named tuple by name."""
-    if isinstance(sample, Mapping):
-        return sample
-    return sample._asdict() if hasattr(sample, "_fields") else vars(sample)
+    if dataclasses.is_dataclass(sample):
+        return {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
+    return sample._asdict() if hasattr(sample, "_fields") else {**sample}
 
 
 def left_out(count: int) -> list[str]:
@@ -148,25 +161,46 @@ def text_classes(labels: Iterable[tuple[int, Any]]) -> tuple[str, ...]:
     for number, label in labels:
         if is_missing(label):
             raise missing(number, label)
-        if not isinstance(label, str):
-            what = f"labels are texts, and that of sample {number:,} is {described(label)}"
-            raise DataError("D004", what, key="data", suggestion="Give all labels one type")
-        names.append(str(label))
+        if (name := text_of(label)) is None:
+            raise _other_type("texts", number, label)
+        names.append(name)
     return number_names({"train": names})[0]["class_names"]
 
 
+def text_of(label: Any) -> str | None:
+    """The class that a text, bytes or a member of an Enum names; None for other labels."""
+    if isinstance(label, Enum) and not isinstance(label, int):
+        return label.name
+    if isinstance(label, np.ndarray) and label.ndim == 0 and label.dtype.kind in "US":
+        label = label.item()
+    if isinstance(label, bytes):
+        return label.decode(errors="backslashreplace")
+    return str(label) if isinstance(label, str) else None
+
+
+def _other_type(usual: str, number: int, label: Any) -> DataError:
+    what = f"labels are {usual}, and that of sample {number:,} is {described(label)}"
+    return DataError("D004", what, key="data", suggestion="Give all labels one type")
+
+
 def check_labelled(samples: Any, numbers: Any) -> None:
-    """Raise DataError D004 for the first of samples, or labels, without a label."""
+    """Raise DataError D004 for the first of samples, or labels, without a label, or of another type."""
     if isinstance(samples, Tensor):
         wrong = samples.isnan().reshape(len(samples), -1).any(1).nonzero()[:1, 0]
         numbers, samples = [numbers[place] for place in wrong], [(None, math.nan)] * len(wrong)
     for number, sample in zip(numbers, samples, strict=False):
-        if isinstance(sample, (tuple, list)) and len(sample) > 1 and is_missing(sample[1]):
+        if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+            continue
+        if is_missing(sample[1]):
             raise missing(number, sample[1])
+        is_text = text_of(sample[1]) is not None and text_of(samples[0][1]) is None
+        if is_text or not (isinstance(sample[1], (*_LABELS, Enum)) or hasattr(sample[1], "to")):
+            raise _other_type("numbers or texts", number, sample[1])
 
 
 def is_missing(label: Any) -> bool:
-    return label is None or (isinstance(label, float) and math.isnan(label))
+    is_nan = isinstance(label, (float, np.floating)) and math.isnan(label)
+    return label is None or is_nan or type(label).__name__ in ("NAType", "NaTType")
 
 
 def missing(number: int, label: Any) -> DataError:
@@ -187,11 +221,50 @@ def _is_pixels(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 3 and value.dtype == torch.uint8
 
 
-def map_images(value: Any, size: int | None, number: int) -> Any:
-    """`value`, of sample `number`, with its images as uint8 tensors, channels first, in squares of `size`."""
+def is_row(value: Any) -> bool:
+    """Return True for a list or tuple of plain numbers."""
+    numbers = (bool, int, float, np.number)
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, numbers) for v in value)
+
+
+def _needs_array(value: Any) -> bool:
+    """Return True for numbers in a form that torch does not collate, or not without a warning."""
+    if not isinstance(value, np.ndarray):
+        return is_row(value) or hasattr(value, "to_numpy")
+    plain = value.dtype.isnative and value.flags.writeable and value.dtype != object
+    return not plain or min(value.strides, default=0) < 0
+
+
+def as_array(value: Any, number: int) -> Any:
+    """Numbers of sample `number` in an array that torch collates; D005 if they are something else."""
+    array = np.asarray(value)
+    try:
+        kind = np.dtype(np.float64) if array.dtype == object else array.dtype.newbyteorder("=")
+        return np.array(array, kind, order="C")
+    except (TypeError, ValueError) as error:
+        what = f"the input of sample {number:,} holds something other than numbers: {error}"
+        raise DataError("D005", what, key="data", suggestion="Leave such columns out") from None
+
+
+def _parts(inputs: Any) -> Iterable[Any]:
+    """The parts of nested inputs; a list of numbers is one."""
+    if isinstance(inputs, dict):
+        inputs = [*inputs.values()]
+    if not isinstance(inputs, (list, tuple)) or is_row(inputs):
+        return [inputs]
+    return [part for each in inputs for part in _parts(each)]
+
+
+def converted(value: Any, size: int | None, number: int) -> Any:
+    """`value`, of sample `number`, in arrays, with images as uint8 tensors in squares of `size`."""
     if isinstance(value, dict):
-        return type(value)({name: map_images(item, size, number) for name, item in value.items()})
-    if isinstance(value, np.ndarray):
+        return type(value)({name: converted(item, size, number) for name, item in value.items()})
+    if isinstance(value, (list, tuple)) and not is_row(value):
+        make = getattr(type(value), "_make", type(value))
+        return make([converted(item, size, number) for item in value])
+    if _needs_array(value):
+        value = as_array(value, number)
+    if isinstance(value, np.ndarray) and is_image_like(value):
         pixels = torch.from_numpy(np.ascontiguousarray(value))
     elif is_image_like(value):
         try:
@@ -199,7 +272,7 @@ def map_images(value: Any, size: int | None, number: int) -> Any:
         except UnknownScaleError as error:
             hint = "Convert it to 8 bits in the dataset"
             raise DataError("D005", f"image {number:,} {error}", key="data", suggestion=hint) from None
-    elif size is not None and _is_pixels(value):
+    elif size is not None and isinstance(value, Tensor) and _is_pixels(value):
         pixels = value.permute(1, 2, 0)
     else:
         return value
@@ -221,8 +294,13 @@ def _plain(part: Any, *, alone: bool) -> Any:
     part = part.detach() if part.requires_grad else part
     if part.is_floating_point() or (part.dtype == torch.bool and alone):
         return part.to(torch.get_default_dtype())
-    if part.is_complex() or part.dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
+    if part.dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         return part
+    if part.is_complex() or (part.dtype == torch.uint16 and part.dim() > 3):
+        what, hint = "images are of 16 bits", "Convert them to 8 bits, or to floats from 0 to 1"
+        if part.is_complex():
+            what, hint = "inputs are complex numbers", "Give two real ones each: torch.view_as_real"
+        raise DataError("D005", what, key="data", suggestion=hint)
     return signed(part).long()
 
 
@@ -237,6 +315,6 @@ def converted_types(inputs: Any) -> list[str]:
 
 def _is_numeric(value: Any) -> bool:
     plain = (bool, int, float, np.generic, np.ndarray, Tensor)
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(_is_numeric, value))
-    return isinstance(value, plain) or is_image_like(value)
+    if isinstance(value, (list, tuple, dict)):
+        return bool(value) and all(map(_is_numeric, _parts(value)))
+    return isinstance(value, plain) or is_image_like(value) or hasattr(value, "to_numpy")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import IGNORE_INDEX, TASKS, DataInfo
@@ -39,6 +39,7 @@ from ptfast.data.loaders.sample_form import (
     form_of,
     left_out,
     text_classes,
+    text_of,
 )
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import TensorSource
@@ -108,6 +109,8 @@ def _adapt(
     collate, held = collate_of(dataset, collate), [name for name, _ in generators_of(dataset)]
     notes = [f"batches by {collate.name}"] if collate.is_own else []
     notes += [f"its random generators ({', '.join(held)}) are seeded by epoch and sample"] if held else []
+    names_given = any(_stated(dataset, name) is not None for name in ("classes", "num_classes"))
+    stated = known is not None or names_given
     # Batches of the user's own are for a task of the user's own.
     understands = (task in TASKS or task == "auto") and task != "hf" and not collate.is_own
     if isinstance(dataset, IterableDataset):
@@ -119,8 +122,6 @@ def _adapt(
         sample = map_tensors(lambda part: part[0], batch[0]), batch[1][0]
         source.images = _is_image(sample[0])
         info = _info(dataset, sample, None, task, known, names=_names(collate))
-        named = any(getattr(dataset, name, None) is not None for name in ("num_classes", "classes"))
-        stated = named or (known is not None and known.num_classes is not None)
         if info.num_classes and info.task == "classification" and not stated:
             hint = "Give it an attribute num_classes"
             what = "iterable data must say how many classes there are"
@@ -131,12 +132,13 @@ def _adapt(
             source.label_check = LabelCheck(classes, as_classes=translates, as_long=True)
         return Splits(info, source, note="; ".join(notes))
     if not _is_dataset(dataset):
-        what = f"{type(dataset).__name__} is not a torch dataset: it has no __getitem__ and __len__"
-        raise DataError("D008", what, key="data")
+        what = (
+            f"{type(dataset).__name__} is not a torch dataset: it has no __getitem__ and __len__ for samples"
+        )
+        hint = "torch.utils.data.TensorDataset and StackDataset make one of arrays"
+        raise DataError("D008", what, key="data", suggestion=hint)
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
-    known_names = [getattr(dataset, name, None) for name in ("classes", "num_classes")]
-    stated = known is not None or any(each is not None for each in known_names)
     classes_from = None if stated else "an attribute num_classes"
     in_memory = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
     count = len(dataset.tensors) if in_memory and not collate.is_own else 0
@@ -198,13 +200,13 @@ def _understand(
     collate, form = source.collate, form_of(first[0], options)
     pair = first[0] if form is None else form(first[0], 0)
     notes = [] if form is None else [*form.notes]
-    if isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], str):
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and text_of(pair[1]) is not None:
         form = form or SampleForm()
-        names = getattr(dataset, "classes", None) or (known.class_names if known is not None else None)
+        names = _stated(dataset, "classes") or (known.class_names if known is not None else None)
         if names is None and isinstance(source, DatasetSource):
-            targets, places = getattr(dataset, "targets", None), source.spread(_SCAN_LIMIT).tolist()
+            targets, places = _listed_targets(dataset), source.spread(_SCAN_LIMIT).tolist()
             numbered = enumerate(targets or ())
-            if targets is None:
+            if targets is None or text_of(next(iter(targets), None)) is None:
                 samples = source.read(places)
                 numbered = [(n, form(each, n)[1]) for n, each in zip(places, samples, strict=True)]
             names = text_classes(numbered)
@@ -214,14 +216,25 @@ def _understand(
             raise DataError("D004", what, key="data", suggestion="Give it an attribute classes")
         form = replace(form, classes=tuple(map(str, names)))
     collate.form = form
+    batch: Any = None
     with contextlib.suppress(DataError):  # fetching raises it with the number of the sample
         batch = collate(collate.pairs(first, [0]))
-        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        changed = converted_types(batch[0]) if is_pair else []
-        attached = is_pair and any(part.requires_grad for part in tensors_in(batch[0]))
-        collate.casts = bool(changed) or attached
-        notes += changed
-    return notes
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    changed = converted_types(batch[0]) if is_pair else []
+    attached = is_pair and any(part.requires_grad for part in tensors_in(batch[0]))
+    collate.casts = bool(changed) or attached
+    return notes + changed
+
+
+def _stated(dataset: Any, name: str) -> Any:
+    """An attribute of a dataset, or of the one that a `Subset` is part of; None without it."""
+    found = getattr(dataset, name, None)
+    return _stated(dataset.dataset, name) if found is None and isinstance(dataset, Subset) else found
+
+
+def _listed_targets(dataset: Any) -> Any:
+    """A dataset's attribute `targets`, all labels; None where a transform makes something else of them."""
+    return getattr(dataset, "targets", None) if getattr(dataset, "target_transform", None) is None else None
 
 
 def _names(collate: Collate) -> tuple[str, ...] | None:
@@ -237,7 +250,7 @@ def _opaque_info(
     is_pair = next(tensors_in(inputs), None) is not None
     if is_pair and isinstance(target := batch[1], (list, tuple)):
         # A collated target of several parts is a list of tensors.
-        is_pair = bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping))
+        is_pair = bool(target) and not isinstance(target[0], (Tensor, list, tuple, Mapping, str))
     elif is_pair:
         is_pair = not isinstance(batch[1], Mapping)
     built_in = task in TASKS or task == "auto"
@@ -245,7 +258,7 @@ def _opaque_info(
         return None
     if not built_in or task == "hf":
         learnt_classes = known.num_classes if known is not None else None
-        num_classes, names = _stated_classes(dataset) or learnt_classes, getattr(dataset, "classes", None)
+        num_classes, names = _stated_classes(dataset) or learnt_classes, _stated(dataset, "classes")
         names = tuple(map(str, names)) if names is not None else None
         return DataInfo(kind="other", task=task, num_classes=num_classes, class_names=names)
     wanted = "batches of (inputs, targets)" if collate.is_own else "samples of (input, target)"
@@ -274,15 +287,14 @@ def _is_image(sample: Any) -> bool:
 
 
 def _labels(dataset: Any, source: DatasetSource) -> Tensor:
-    targets = getattr(dataset, "targets", None)
-    # A transform may make something else of them.
-    if targets is not None and getattr(dataset, "target_transform", None) is None:
+    targets = _listed_targets(dataset)
+    if targets is not None:
         form = source.collate.form
         with contextlib.suppress(Exception):
             if form is not None and form.classes:
-                targets = [form.numbers[target] for target in targets]
+                targets = [form.numbers[str(text_of(target))] for target in targets]
             return signed(torch.as_tensor(targets))
-    if getattr(dataset, "classes", None) is not None or getattr(dataset, "num_classes", None) is not None:
+    if _stated(dataset, "classes") is not None or _stated(dataset, "num_classes") is not None:
         first = source.fetch(np.zeros(1, np.int64))[1]
         # Only all labels show whether floats are classes or figures.
         if not isinstance(first, Tensor) or not first.is_floating_point():
@@ -297,7 +309,7 @@ def _scan(source: DatasetSource) -> Any:
 
 def _stated_classes(dataset: Any) -> int | None:
     """The attribute `num_classes` of a user's dataset, if it has one."""
-    stated = getattr(dataset, "num_classes", None)
+    stated = _stated(dataset, "num_classes")
     if stated is None:
         return None
     try:
@@ -324,9 +336,6 @@ def _info(
     `names` are those of classes that text labels name.
     """
     learnt_classes = trained_on.num_classes if trained_on is not None else None
-    if isinstance(sample[1], str):
-        what = f"labels are numbers, and the first one is the text {sample[1]!r}"
-        raise DataError("D004", what, key="data", suggestion="Number the classes from 0")
     inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
     known = target.reshape(1, *target.shape) if labels is None else labels
     shape: Any = tuple(getattr(inputs, "shape", ()))
@@ -339,13 +348,13 @@ def _info(
         kind = "features" if inputs.dim() == 1 else "other"
     else:
         kind, facts["context_length"] = ("tokens" if target.shape == inputs.shape else "text"), shape[0]
-        facts["vocab_size"] = getattr(dataset, "vocab_size", None)
+        facts["vocab_size"] = _stated(dataset, "vocab_size")
         if (lengths := getattr(dataset, "lengths", None)) is not None:
             facts |= {"context_length": int(max(lengths)), "input_shape": None}
             facts["pad_id"] = int(getattr(dataset, "pad_id", None) or 0)
     target_kind = kind_of_target(known, shape, task)
     _check_task(task, target_kind, known)
-    names = names or getattr(dataset, "classes", None)
+    names = names or _stated(dataset, "classes")
     names = tuple(map(str, names)) if names is not None else None
     stated = _stated_classes(dataset) or (len(names) if names else learnt_classes)
     if task == "auto" and kind == "tokens":

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ptfast.core.errors import DataError
+from ptfast.core.errors import DataError, shorten
 from ptfast.core.protocols import DataInfo
 from ptfast.data.label_checks import as_floats, number_names
 from ptfast.data.tables.columns import Rows
@@ -62,8 +62,12 @@ def read_targets(
     targets = dict[str, Tensor]()
     for split, found in numbers.items():
         if found is None or not bool(found.isfinite().all()):
-            what = f"{name} is a number in the training rows, and not in all of these"
-            raise DataError("D004", what, key=rows[split].file)
+            read = ((row, as_floats([text])) for row, text in enumerate(values[split]))
+            wrong = next(row for row, number in read if number is None or not number.isfinite())
+            what = (
+                f"{name} is a number in the training rows, and here it is {shorten(values[split][wrong], 40)}"
+            )
+            raise DataError("D004", what, key=f"{rows[split].file}:{rows[split].numbers[wrong]}")
         targets[split] = found
     return {"task": "regression", "task_reason": reason or "numbers", "num_classes": 1}, targets
 

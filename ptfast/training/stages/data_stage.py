@@ -87,20 +87,24 @@ def load_data(
         holder=Holder(ranks),
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         collate=collate,
-        options=InputOptions(_forward_names(config.model.target), image_size),
+        options=InputOptions(*_forward_names(config.model.target), image_size),
         **saved,
     )
     return pack_or_pad(data, config.batching, config.seed)
 
 
-def _forward_names(target: Target) -> list[str] | None:
-    """The names that `forward` of a class of models takes; None where others are taken too, or unknown."""
+def _forward_names(target: Target) -> tuple[list[str] | None, int]:
+    """The names that `forward` of a class of models takes, and how many of the first are given by position.
+
+    The names are None where others are taken too, or unknown.
+    """
     found: Any = target.resolve()
     taken = signature(found.forward) if inspect.isclass(found) and issubclass(found, nn.Module) else None
     parameters = [] if taken is None else [*taken.parameters.values()][1:]
-    if taken is None or any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return None
-    return [each.name for each in parameters]
+    kinds = [each.kind for each in parameters]
+    if taken is None or inspect.Parameter.VAR_KEYWORD in kinds:
+        return None, 1
+    return [each.name for each in parameters], int(inspect.Parameter.KEYWORD_ONLY not in kinds[:1])
 
 
 def load_splits(run: PartialRun) -> None:

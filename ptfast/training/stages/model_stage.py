@@ -34,7 +34,7 @@ from ptfast.models import Model
 from ptfast.models.build_model import build_model, lazy_tensors, mismatch, remedy, size_lazy_layers
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameter_groups import Grouping
-from ptfast.tasks.supervised import SupervisedTask
+from ptfast.tasks.supervised import SupervisedTask, call
 from ptfast.techniques.backend.torch_settings import allow_cudnn_attention, expand_segments
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import apply_compile
@@ -86,7 +86,8 @@ def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
         return
     path = run.config.model.target.path
     try:
-        size_lazy_layers(run.model, few_samples(run, run.model)[0])
+        inputs = few_samples(run, run.model)[0]
+        size_lazy_layers(run.model, lambda: call(run.model, inputs))
     except Exception as error:
         what = f"has lazy layers, which get no sizes from the first samples: {summary_of(error)}"
         hint = "Give their sizes, or call the model once in its constructor"

@@ -79,6 +79,23 @@ def test_repeated_rows_count_once_and_contradictions_are_named(tmp_path: Path):
     assert caught.value.code == "D004"
 
 
+def test_absolute_names_need_no_root(tmp_path: Path):
+    rows = [(tmp_path / "images" / name, color) for name, color in draw(tmp_path / "images")]
+    write(tmp_path / "train.csv", "image,label", rows)
+    for keys in ({}, {"root": str(tmp_path / "elsewhere")}):
+        assert load(tmp_path / "train.csv", **keys).train.paths == [str(path) for path, _ in rows]
+
+
+def test_a_label_that_only_validation_has_names_its_row(tmp_path: Path):
+    rows = draw(tmp_path)
+    val = write(tmp_path / "val.csv", "image,label", [rows[0], (rows[1][0], "purple")])
+    path = write(tmp_path / "train.csv", "image,label", rows)
+    words = r"data\.label=label: \S*val\.csv:3: label purple does not occur in training"
+    with pytest.raises(DataError, match=words) as caught:
+        load(path, val_path=str(val))
+    assert caught.value.code == "D004"
+
+
 @pytest.mark.parametrize(
     ("header", "change", "keys", "code", "words"),
     [

@@ -23,7 +23,7 @@ from ptfast.data.dataset import read_info
 from ptfast.data.new_inputs import read_inputs
 from ptfast.data.sources.table import Table
 from ptfast.data.tables.columns import read_columns
-from ptfast.data.tables.preparation import Preparation
+from ptfast.data.tables.preparation import MOST_CATEGORIES, Preparation
 from ptfast.models.mlp import Mlp
 
 NONE, TENTH = Duration(0, "percent"), Duration(10, "percent")
@@ -158,6 +158,45 @@ def test_a_class_that_only_validation_has_names_its_row(tmp_path: Path):
     val = write(tmp_path / "v.csv", "x,y", "1,a", "2,c")
     with pytest.raises(DataError, match=r"data.target=y: \S*v\.csv:3: label c does not occur in training"):
         load(train_file, val_path=str(val))
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "words"),
+    [
+        ("n,y", ["1,1.5", "2,many"], r"v\.csv:3: y is a number in the training rows, and here it is many"),
+        ("n,y", ["1,1.5", "x,2.5"], r"v\.csv:3: n=x is no number, as in training"),
+        ("m,y", ["1,1.5"], r"v\.csv: has no column n, which the model was trained on"),
+    ],
+)
+def test_held_out_rows_that_do_not_fit_training_are_named(
+    tmp_path: Path, header: str, rows: list[str], words: str
+):
+    train_file = write(tmp_path / "t.csv", "n,y", "1,1.5", "2,2.5", "3,4.5")
+    with pytest.raises(DataError, match=words):
+        load(train_file, val_path=str(write(tmp_path / "v.csv", header, *rows)))
+
+
+def test_dates_of_another_form_are_categories(tmp_path: Path):
+    rows = (f"0{1 + i % 3}/12/2020,2020-12-0{1 + i % 3},{i}.5" for i in range(40))
+    data = load(write(tmp_path / "t.csv", "day,iso,y", *rows))
+    assert data.info.categories == (4,)
+    assert {*data.train.inputs[:, 0].tolist()} == {18597.0, 18598.0, 18599.0}
+
+
+def test_more_categories_than_are_kept_share_one(tmp_path: Path):
+    size = MOST_CATEGORIES + 500
+    rows = [f"k{i % size:05},{i % 7}.5" for i in range(size + 100)]
+    path = write(tmp_path / "t.csv", "c,y", *rows)
+    with pytest.raises(
+        DataError, match="no column besides y tells rows apart: c is left out: 10,500 different"
+    ):
+        load(path)
+    data = load(path, categorical=["c"])
+    assert data.info.categories == (MOST_CATEGORIES + 1,)
+    assert "c: the rarest 500 values are one category" in data.note
+    assert int((data.train.inputs[:, 0] == 0).sum()) == 500
+    # The hundred values that come twice are kept.
+    assert bool((data.train.inputs[:100, 0] > 0).all())
 
 
 def test_parquet_gives_the_columns_of_the_same_csv(tmp_path: Path):
