@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ptfast.cli.command_line import run as run_command
 from ptfast.cli.config_commands import read_typed
 from ptfast.cli.sweep_command import sweep_runs
-from ptfast.config.python_words import PythonWords
+from ptfast.config.python_words import PythonWords, is_frame
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from ptfast.core.sections.given import give_again, is_given
@@ -91,7 +91,7 @@ class Result:
         if not page.is_file():
             return f"<pre>{escape(repr(self))}</pre>"
         content = escape(page.read_text("utf-8"))
-        return f'<iframe srcdoc="{content}" style="width:100%;height:36em;border:0"></iframe>'
+        return f'<iframe srcdoc="{content}" style="width:100%;height:64em;border:0"></iframe>'
 
 
 def train(
@@ -104,8 +104,8 @@ def train(
         overrides: words of the command line.
         model: a module, of which a copy is trained, a class, a function that returns a module, or the name of
             an option.
-        data: a dataset, a tuple of datasets (training, validation, and perhaps test), a class, a function
-            that returns a dataset, or the name of an option.
+        data: a dataset or a DataFrame with `target="column"`, a tuple of them (training, validation, and
+            perhaps test), a class, a function that returns a dataset, or the name of an option.
         keys: keys of the config; a mapping sets the keys inside, and `**{"optimizer.lr": 0.1}` a dotted one.
 
     Raises:
@@ -121,11 +121,10 @@ def train(
         with composed.naming_places():
             check_processes(config, names)
             if names:
-                one = "they are" if len(names) > 1 else "it is"
                 say(
-                    f"ptfast: {', '.join(names)}: {one} handed over in Python, so that this script alone "
-                    "repeats the run, and resumes it with run.resume=auto; a module is trained as a copy, "
-                    "which result.model() gives"
+                    f"ptfast: handed over in Python: {', '.join(names)}\n"
+                    "  only this script can repeat the run, or resume it with run.resume=auto\n"
+                    "  a module is trained as a copy, which result.model() gives"
                 )
             folder, code = start_here(composed, config)
     if code == EXIT_INTERRUPTED:
@@ -188,7 +187,8 @@ def predict(
     Args:
         run: as of `evaluate`, or a module that `load` has given.
         inputs: one of these, or a list of them: a file or folder, an array or tensor of one or several
-            inputs as they are in the data, a PIL image, or, for a model of texts, a text.
+            inputs as they are in the data, a PIL image, or, for a model of texts, a text. A model of tables
+            takes files, a DataFrame, or a mapping for each row.
     """
     with borrowed("predict"), _model_of(run, overrides, checkpoint, keys) as saved:
         found = predictions(saved, _inputs(saved, inputs))
@@ -282,6 +282,8 @@ def _model_of(
 
 def _inputs(saved: PartialRun, given: Any) -> list[Any]:
     """The inputs one by one; for a model of texts, a string that names no file is a text."""
+    if is_frame(given) and "table" in saved.info.extra:
+        return given.astype(object).where(given.notna(), None).to_dict("records")
     several = list(given) if isinstance(given, (list, tuple)) else [given]
     if saved.info.kind not in ("text", "tokens"):
         return several

@@ -24,6 +24,10 @@ def test_the_example_with_a_user_s_own_parts_trains(tmp_path, monkeypatch):
     assert run([*shlex.split(command), "run.dir=run"]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["val"]["accuracy"] > 0.9
     monkeypatch.delitem(sys.modules, "mine")
+    (handed_over,) = re.findall(r"```\n(import ptfast\n.*?)```", section, re.DOTALL)
+    names = {"__name__": "script"}
+    exec("\n".join([*re.findall(r"```python\n(.*?)```", section, re.DOTALL), handed_over]), names)
+    assert names["result"].best["accuracy"] > 0.9
 
 
 def test_a_figure_stands_on_benchmarks():

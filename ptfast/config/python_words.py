@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import Any
 from ptfast.config.files import paths
 from ptfast.config.overrides import quoted
 from ptfast.core.durations import Duration
+from ptfast.core.errors import cannot_write
+from ptfast.core.machine import cache_folder
+from ptfast.core.run_directory import write_text
 from ptfast.core.sections.given import give
 
 _CUSTOM = ("data", "model")
 """Groups with an option for parts of a user's own."""
+_FILES = ("path", "val_path", "test_path")
+"""The files of a table in the order of a tuple of frames."""
 _BARE = re.compile(r"[A-Za-z_/][\w./-]*")
 _READ_AS_OTHERS = ("null", "true", "false", "nan", "inf")
 
@@ -33,8 +39,15 @@ class PythonWords:
         self._sweeps = sweeps
 
     def add(self, key: str, value: Any) -> None:
-        """Add what sets `key`; a mapping sets the keys inside."""
-        if isinstance(value, Mapping) and value:
+        """Add what sets `key`; a mapping sets the keys inside. `target` is that of a table: `data.target`."""
+        frames = value if isinstance(value, tuple) else (value,)
+        if key == "data" and all(map(is_frame, frames)) and len(frames) <= len(_FILES):
+            self.words.append("data=table")
+            for name, frame in zip(_FILES, frames, strict=False):
+                self.add(f"data.{name}", frame)
+        elif key == "target":
+            self.add("data.target", value)
+        elif isinstance(value, Mapping) and value:
             for name, item in value.items():
                 self.add(key if name == "_target_" and key in _CUSTOM else f"{key}.{name}", item)
         elif key in _CUSTOM and _is_object(value, key):
@@ -53,6 +66,8 @@ class PythonWords:
             return {None: "null", True: "true", False: "false"}[value]
         if isinstance(value, (int, float)):
             return repr(value)
+        if is_frame(value):
+            value = _stored(value)
         if isinstance(value, (str, Path, Duration)):
             text = str(value)
             bare = _BARE.fullmatch(text) and text.lower() not in _READ_AS_OTHERS
@@ -69,6 +84,24 @@ class PythonWords:
         path, held = give(value, key, self.objects)
         self.objects[path] = held
         return path
+
+
+def is_frame(value: Any) -> bool:
+    """Return True for a DataFrame of pandas."""
+    return hasattr(value, "to_csv") and hasattr(value, "columns")
+
+
+def _stored(frame: Any) -> Path:
+    """A CSV file of a DataFrame without its index, in the cache folder; its name is a digest of the rows."""
+    text = frame.set_axis([str(name) for name in frame.columns], axis=1).to_csv(index=False)
+    path = cache_folder() / "frames" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.csv"
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(error, str(path.parent), suggestion="Set PTFAST_CACHE to another") from error
+        write_text(path, text)
+    return path
 
 
 def _is_object(value: Any, key: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ def read_inputs(
 
     Args:
         info: of the run's data; its `extra` holds shapes, statistics and vocabulary.
-        given: paths; or a `Text`, a PIL image, an array or tensor of one or several inputs, by itself.
+        given: paths; or a `Text`, a PIL image, an array or tensor of one or several inputs, by itself; or,
+            for a model of tables, a mapping for each row.
         skip: called with the error of an image that cannot be read, which is left out; None to raise it.
         note: called with a remark on what is passed over in folders.
 
@@ -62,7 +63,7 @@ def read_inputs(
     """
     kind, extra = info.kind, info.extra
     if "table" in extra:
-        named = (pair for path in _paths(given) for pair in _each_table_row(extra["table"], path))
+        named = _each_table_row(extra["table"], given)
     elif all(hasattr(each, "dtype") for each in given):
         named = _each_array(info, given)
     elif kind == "image":
@@ -152,11 +153,20 @@ def _each_row(path: Path, *, images: bool) -> Iterator[Named]:
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(inputs))
 
 
-def _each_table_row(facts: dict[str, Any], path: Path) -> Iterator[Named]:
-    rows = read_columns(path, "PATH")
-    inputs = Preparation.from_facts(facts["columns"])(rows.columns, rows.file, rows.numbers)
-    for number, row in zip(rows.numbers, as_tensor(inputs), strict=True):
-        yield f"{path}:{number}", row
+def _each_table_row(facts: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
+    """The rows of files, or the rows that mappings are, from column names to values."""
+    prepare = Preparation.from_facts(facts["columns"])
+    if given and all(isinstance(each, Mapping) for each in given):
+        names = dict.fromkeys(name for row in given for name in row)
+        columns = {str(name).strip(): [row.get(name) for row in given] for name in names}
+        inputs = prepare(columns, "inputs", range(len(given)))
+        yield from ((f"[{number}]", row) for number, row in enumerate(as_tensor(inputs)))
+        return
+    for path in _paths(given, "Give the path of a file, a DataFrame, or a dict for each row"):
+        rows = read_columns(path, "PATH")
+        inputs = prepare(rows.columns, rows.file, rows.numbers)
+        for number, row in zip(rows.numbers, as_tensor(inputs), strict=True):
+            yield f"{path}:{number}", row
 
 
 def _each_line(extra: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
@@ -169,12 +179,12 @@ def _each_line(extra: dict[str, Any], given: Sequence[Any]) -> Iterator[Named]:
                 yield str(path) if is_text else f"{path}:{number}", torch.tensor(ids)
 
 
-def _paths(given: Sequence[Any]) -> Iterator[Path]:
+def _paths(given: Sequence[Any], hint: str = "Give the path of a file") -> Iterator[Path]:
     """The files that paths name; D005 for anything else."""
     for path in _files(given):
         if not isinstance(path, Path):
             what = f"{described(path)} cannot be read here, where files are"
-            raise DataError("D005", what, key="inputs", suggestion="Give the path of a file")
+            raise DataError("D005", what, key="inputs", suggestion=hint)
         yield path
 
 

@@ -347,6 +347,54 @@ def test_rows_of_a_table_are_predicted_for_from_files() -> None:
         ptfast.predict(result, np.zeros((1, 2)))
 
 
+def without_names(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "input"} for record in records]
+
+
+def test_a_data_frame_is_trained_on_as_the_file_that_pandas_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setenv("PTFAST_CACHE", str(Path("cache").absolute()))
+    rng = np.random.default_rng(0)
+    frame = pandas.DataFrame({"area, m2": rng.normal(size=80) / 3, 7: rng.integers(0, 9, 80)})
+    frame["city"] = pandas.Categorical(rng.choice(["Oslo", "Å"], 80))
+    frame["built"] = pandas.Timestamp("2020-01-01") + pandas.to_timedelta(rng.integers(0, 900, 80), "D")
+    frame["lift"] = frame[7] > 4
+    frame["price"] = frame["area, m2"] * 2 + frame[7]
+    frame.loc[3, ["area, m2", "city", "built"]] = None
+    before, keys = frame.copy(), {"steps": 6, "batch_size": 10}
+    result = ptfast.train(data=frame, target="price", **keys)
+    pandas.testing.assert_frame_equal(frame, before)
+    frame.to_csv("rows.csv", index=False)
+    ours = ptfast.train(data="table", target="price", **{"data.path": "rows.csv"}, **keys)
+    assert same_bits(weights(result.path), weights(ours.path))
+    # Rows are the same from a file, a frame and dicts.
+    new = frame.drop(columns="price")
+    new.to_csv("new.csv", index=False)
+    expected = without_names(ptfast.predict(result, "new.csv"))
+    assert without_names(ptfast.predict(result, new)) == expected
+    assert without_names(ptfast.predict(ptfast.load(result), new.to_dict("records")))[4:] == expected[4:]
+    assert ptfast.predict(result, {"area, m2": None, "7": 1, "city": "Rome", "built": None, "lift": True})
+    with pytest.raises(DataError, match=r"^inputs: has no column built"):
+        ptfast.predict(result, [{"area, m2": 1.0, 7: 3}])
+    assert command(["eval", str(result.path)]) == 0, "commands find the rows"
+
+
+def test_held_out_rows_may_be_a_data_frame_too() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": np.arange(60.0), "y": ["low"] * 30 + ["high"] * 30})
+    result = ptfast.train(data=(frame[::2], frame[1::2]), target="y", steps=3, batch_size=10)
+    assert result.summary["val"].keys() >= {"loss", "accuracy"}
+    evaluated = ptfast.evaluate(result, data=frame[:20], target="y")
+    assert [*evaluated] == ["val"]
+    again = ptfast.train(data=frame, target="y", run={"dir": "mine"}, steps=2, batch_size=10)
+    longer = ptfast.train(
+        data=frame.copy(), target="y", run={"dir": "mine", "resume": "auto"}, steps=4, batch_size=10
+    )
+    assert longer.path == again.path, "the same rows are the same data"
+
+
 def test_a_checkpoint_is_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("eval.every=2steps", "saving.every=2steps", "saving.keep=9", "stop.metric=loss", "stop.mode=max")
     result = ptfast.train("resnet_digits", *DIGITS, *words)

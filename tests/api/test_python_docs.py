@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 from conftest import IMPORT_PATHS, ROOT
 from shown import fences
 
-from ptfast.report.terminal.display import build_display
-from ptfast.report.terminal.notebook_display import NotebookDisplay
+from ptfast.report.terminal.display import build_display, say
+from ptfast.report.terminal.notebook_display import MOST_ROWS, NotebookDisplay
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
@@ -21,10 +22,40 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 def test_the_page_runs_from_top_to_bottom(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     for code in fences("docs/python.md", "python"):
+        if "pandas" in code and find_spec("pandas") is None:
+            continue
         exec(compile(code, "python.md", "exec"), names)
     assert "C002 optimizer.lrr Did you mean optimizer.lr?" in capsys.readouterr().out
     assert len(names["records"]) == len(names["logits"]) == 5
     assert names["result"].best["accuracy"] > 0.8
+
+
+def test_the_table_of_a_long_run_keeps_the_newest_and_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    screen = SimpleNamespace(display=lambda content, **_: shown.append(content) or screen)
+    screen.update = lambda content, **_: shown.append(content)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    display = NotebookDisplay(sys.stdout)
+    display.start(0, 40, 1)
+    for step in range(1, 41):
+        display.evaluation(step, step, "val", {"loss": 1.0}, is_best=step in (3, 7))
+    display.close()
+    last = shown[-1]["text/html"]
+    assert last.count("<tr>") == MOST_ROWS + 1
+    assert "<th>step</th>" in last
+    assert [step for step in range(1, 41) if f"<tr><td>{step}</td>" in last] == [7, *range(30, 41)]
+
+
+def test_a_notebook_shows_no_remark_in_red(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say("best by val accuracy", sys.stderr)
+    monkeypatch.setitem(
+        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
+    )
+    say("best by val loss", sys.stderr)
+    assert capsys.readouterr() == ("best by val loss\n", "best by val accuracy\n")
 
 
 def test_notebooks_are_kept_without_their_outputs() -> None:

@@ -149,3 +149,5 @@ def test_a_required_key_under_another_name() -> None:
         read_config(["model=timm", "model.nmae=resnet10t"])
     assert caught.value.code == "C016"
     assert str(caught.value).endswith("required, but not set. Did you mean model.name by model.nmae?")
+    with pytest.raises(PtfastError, match=r"required, but not set\. Give data.target=VALUE\."):
+        read_config(["data=table", "data.path=rows.csv"])

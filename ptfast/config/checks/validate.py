@@ -125,7 +125,8 @@ class _Checker:
         for key in (key for key, value in items.items() if value == REQUIRED):
             # It may have been given under a name that nothing here knows.
             own = {*_known_keys(prefix.rstrip(".")), *(k for k, value in items.items() if value == REQUIRED)}
-            near = nearest(str(key), [name for name in map(str, items) if name not in own])
+            others = [name for name in map(str, items) if name not in own and not name.startswith("_")]
+            near = nearest(str(key), others)
             hint = {"suggestion": f"Did you mean {prefix}{key} by {prefix}{near}?"} if near else {}
             self.problems.append(not_set(f"{prefix}{key}").changed(**hint))
         given = {

@@ -113,7 +113,7 @@ class Preparation:
         for each in (*self.numbers, *self.categories):
             if each.name not in table:
                 what = f"has no column {each.name}, which the model was trained on"
-                raise DataError("D005", what, key="data", value=where)
+                raise DataError("D005", what, key=where)
         numbers = {each.name: self._parsed(each, table, where, rows) for each in self.numbers}
         parts = [
             np.where(np.isnan(numbers[each.name]), each.fill, numbers[each.name]) for each in self.numbers

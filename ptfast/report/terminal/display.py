@@ -50,8 +50,11 @@ def terminal_display() -> Display:
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Print lines at once; a terminal gets them wrapped between words, with continuation lines indented."""
-    stream = stream or standard_output()
+    """Print lines at once; a terminal gets them wrapped between words, with continuation lines indented.
+
+    A notebook shows standard error as a fault, in red: what is said there goes to standard output instead.
+    """
+    stream = standard_output() if stream is None or (stream is sys.stderr and in_notebook()) else stream
     text = "\n".join(map(one_line, text.split("\n")))
     if is_terminal(stream):
         import shutil

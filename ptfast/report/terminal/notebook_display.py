@@ -11,6 +11,8 @@ from ptfast.core.plain_display import Display
 from ptfast.core.units import figure, grouped
 
 REDRAW_S = 0.5
+MOST_ROWS = 12
+"""Evaluations in the table: the newest ones, and the best one."""
 
 
 def in_notebook() -> bool:
@@ -55,17 +57,21 @@ class NotebookDisplay(Display):
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         self._drawn_s = self._now()
-        names = [*dict.fromkeys(name for row in self._rows for name in row)]
-        lines = [names, *([row.get(name, "") for name in names] for row in self._rows)]
-        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines if names)
+        earlier, rows = self._rows[:-MOST_ROWS], self._rows[-MOST_ROWS:]
+        if earlier and not any(row[""] for row in rows):
+            rows = [*[row for row in earlier if row[""]][-1:], *rows[1:]]
+        names = [*dict.fromkeys(name for row in rows for name in row)]
+        lines = [[row.get(name, "") for name in names] for row in rows]
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
         bar = (
             ""
             if self._share is None
             else f'<progress value="{self._share:.4f}" style="width:20em"></progress>'
         )
-        table = f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        table = f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>" if rows else ""
         content = {
-            "text/plain": "\n".join([self._line, *("  ".join(line).rstrip() for line in lines)]),
+            "text/plain": "\n".join([self._line, *("  ".join(line).rstrip() for line in [names, *lines])]),
             "text/html": f"{bar}<pre>{escape(self._line)}</pre>{table}",
         }
         if self._handle is None:
