@@ -176,9 +176,9 @@ class TorchLoss(UserLoss):
         return (weight[targets.where(counted, 0).long()] * counted).sum()
 
     def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
-        num_items = self.num_items(targets)
         if self._selects:
-            return self._call(outputs, targets).sum(), num_items
+            return self._call(outputs, targets).sum(), self.num_items(targets)
+        num_items = self.num_items(targets)
         value = self._loss(*self._task.aligned(outputs, targets))
         return (value if self._reduction == "sum" else times(value, num_items)), num_items
 

@@ -100,7 +100,12 @@ def failure(
     compared = next((names for names in frames if {"outputs", "targets"} <= names.keys()), None)
     if compared is None:
         return None
-    return misfit(run.model, run.task, compared["outputs"], (None, compared["targets"])) or DataError(
+    if mismatch := misfit(run.model, run.task, compared["outputs"], (None, compared["targets"])):
+        return mismatch
+    # Torch's losses are called without their reduction, by way of a copy.
+    if loss := next((part for part in learners if part.key == LOSS), None):
+        return loss.error(f"raises {summary_of(error)}", TRACEBACK)
+    return DataError(
         "D004",
         f"targets of a batch are {described(compared['targets'])}: {summary_of(error)}",
         key="data",

@@ -123,6 +123,13 @@ def test_an_elastic_run_has_the_same_bits_on_any_ranks(
     assert same_bits([losses, ended], [found[0], found[2]])
 
 
+def test_weights_of_other_classes_are_an_error_of_the_loss(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *CASES["weights"].run_words(), "task.loss.weight=[1,2]")
+    with pytest.raises(ConfigError, match="weight tensor should be defined") as caught:
+        fit(run)
+    assert (caught.value.code, caught.value.key) == ("C017", "task.loss._target_")
+
+
 def built_task(name: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The task of a run, and some outputs and targets for it."""
     case, task = CASES[name], None
