@@ -79,13 +79,17 @@ def unsteadiness(
         if size < 2:
             return None
 
-        def first(value: Any) -> Any:
-            is_batch = isinstance(value, Tensor) and value.dim() and len(value) == size
-            return value[:1] if is_batch else value
+        def has_samples(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
-        args, keywords = map_tensors(first, copied(given))
-        alone = forward(*args, **keywords)
-        together = [first(leaf) for leaf in tree_leaves(outputs)]
+        args, keywords = map_tensors(lambda part: part[:1] if has_samples(part) else part, copied(given))
+        # A loss or a mean beside the outputs is one of the whole batch.
+        pairs = zip(tree_leaves(outputs), tree_leaves(forward(*args, **keywords)), strict=False)
+        together, alone = [], []
+        for whole, single in pairs:
+            if has_samples(whole):
+                together.append(whole[:1])
+                alone.append(single)
         return (DEPENDENT, DEPENDENT_HINT) if _difference(together, alone) > factor * ALONE else None
 
 
