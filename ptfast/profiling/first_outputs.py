@@ -83,7 +83,7 @@ def unsteadiness(
             return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
         args, keywords = map_tensors(lambda part: part[:1] if has_samples(part) else part, copied(given))
-        # A loss or a mean beside the outputs is one of the whole batch.
+        # Outputs without samples, such as a loss, belong to the whole batch.
         pairs = zip(tree_leaves(outputs), tree_leaves(forward(*args, **keywords)), strict=False)
         together, alone = [], []
         for whole, single in pairs:

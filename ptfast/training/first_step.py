@@ -119,7 +119,7 @@ class FirstStep:
         if isinstance(run.task, SupervisedTask) and (chosen := run.task.outputs_of(outputs)) is not outputs:
             if self._fresh:
                 what = f"forward gives {described(outputs)}; the output is {described(chosen)}"
-                run.display.note(f"model: {what}; task=... names a task that takes more")
+                run.display.note(f"model: {what}; set task=... for a task that uses the rest")
             outputs = chosen
         self._check_loss(given, outputs)
         if self._fresh and num_samples:

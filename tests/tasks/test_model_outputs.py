@@ -79,7 +79,7 @@ def test_the_tensor_among_outputs_is_trained_on_predicted_and_exported(
     assert all(plain[name].equal(wrapped[name]) for name in plain)
     shown = capsys.readouterr()
     assert "warning" not in shown.out + shown.err
-    assert (shown.out + shown.err).count("task=... names a task that takes more") == 1
+    assert (shown.out + shown.err).count("set task=... for a task that uses the rest") == 1
     found = []
     for name in ("plain", "wrapped"):
         assert command_line.run(["predict", name, "new.npy"]) == 0

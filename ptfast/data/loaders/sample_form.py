@@ -283,7 +283,7 @@ def converted(value: Any, size: int | None, number: int) -> Any:
 def as_inputs(inputs: Any) -> Any:
     """Inputs in types that models take: torch's default type for other floats, int64 for odd whole numbers.
 
-    A bool input becomes a float, too, unless it stands beside others, where it is a mask.
+    A lone bool input becomes a float; among other inputs it stays a bool mask.
     """
     return map_tensors(partial(_plain, alone=isinstance(inputs, Tensor)), inputs)
 

@@ -71,9 +71,8 @@ class Table(ReadsAsKnown):
             names = [n for n in rows["train"].columns if n != self.target and n not in self.ignore]
             preparation, notes = Preparation.fit(rows["train"].columns, names, self.categorical)
             if not preparation.width:
-                what = (
-                    f"no column besides {self.target} tells rows apart: {'; '.join(notes) or 'none is left'}"
-                )
+                why = "; ".join(notes) or "all are ignored"
+                what = f"no column other than {self.target} differs between rows: {why}"
                 raise DataError("D005", what, key="data.path", value=self.paths["train"])
         inputs = {split: preparation(each.columns, each.file, each.numbers) for split, each in rows.items()}
         for split, each in rows.items():

@@ -94,8 +94,8 @@ def build_plan(
         dropped = batches_with("drop")
         if dropped.steps_per_epoch and not leaves_one(dropped, model, micro_batches):
             batches = dropped
-            what = f"each epoch leaves out its last batch: of {batches.size:,} samples"
-            note(f"dataloader.last=drop: {what}, one would be alone, and BatchNorm cannot train on it")
+            what = "each epoch skips its last batch, which would give BatchNorm a single sample"
+            note(f"dataloader.last=drop: {what} ({batches.size:,} samples)")
     if config.steps is None and batches.size is None:
         hint = "Iterable data has no epochs: set steps=1000, say"
         raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)

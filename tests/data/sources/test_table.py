@@ -140,7 +140,7 @@ def test_a_comma_in_numbers_is_read_where_only_one_meaning_fits(
         ("x,x,y", ["1,2,3", "1,2,4.5"], "y", "D005", "names the column x twice"),
         ("x,y", [], "y", "D002", "holds no rows"),
         ("x,y", ["a,b", "b,b"], "y", "D003", "every training label is b"),
-        ("x,y", ["1,2.5", "1,3.5"], "y", "D005", "no column besides y"),
+        ("x,y", ["1,2.5", "1,3.5"], "y", "D005", "no column other than y"),
         ("x,z,y", ["1,2,2.5", "1,3.5"], "y", "D005", "has 2 of the 3 columns"),
         ("x,y", ["inf,2.5", "1,3.5"], "y", "D005", "x is infinite"),
     ],
@@ -228,7 +228,7 @@ def test_unknown_categories_count_for_nothing_and_low_precision_is_rejected():
         out = model(torch.tensor([[1.0, 0, 0]]))
         linear = model.layers[1]
         assert out.item() == pytest.approx((linear.weight[0, 0] + linear.bias).item() * 10 + 100, rel=1e-6)
-    with pytest.raises(ConfigError, match="rounds the numbers of 300 categories"):
+    with pytest.raises(ConfigError, match="16-bit inputs cannot hold the numbers of 300 categories"):
         model(torch.zeros(1, 3, dtype=torch.bfloat16))
 
 
