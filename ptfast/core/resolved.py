@@ -173,6 +173,23 @@ class HubTokenizer(TypedDict):
     content: str
 
 
+class ColumnFacts(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
+    name: str
+    kind: Literal["number", "date", "category"]
+    fill: float
+    flags: bool
+    comma: Literal["", "decimal", "thousands"]
+    values: list[str]
+
+
+class TableFacts(TypedDict):
+    columns: list[ColumnFacts]
+    missing: list[str]
+    delimiter: str
+    target: str
+
+
 class InputFacts(TypedDict, total=False):
     """`DataInfo.extra`; a dataset of the user's may add facts of its own."""
 
@@ -183,6 +200,7 @@ class InputFacts(TypedDict, total=False):
     max_value: int | float
     input_shape: list[int]
     columns: list[str] | None
+    table: TableFacts
     contents: dict[str, Annotated[list[int | str], Field(min_length=3, max_length=3)]]
 
 

@@ -18,6 +18,7 @@ from running import train
 from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.resolved import InputFacts, checked
 from ptfast.data.build_data import build_data
 from ptfast.data.dataset import read_info
 from ptfast.data.new_inputs import read_inputs
@@ -188,7 +189,7 @@ def test_more_categories_than_are_kept_share_one(tmp_path: Path):
     rows = [f"k{i % size:05},{i % 7}.5" for i in range(size + 100)]
     path = write(tmp_path / "t.csv", "c,y", *rows)
     with pytest.raises(
-        DataError, match="no column besides y tells rows apart: c is left out: 10,500 different"
+        DataError, match="no column other than y differs between rows: c is left out: 10,500 different"
     ):
         load(path)
     data = load(path, categorical=["c"])
@@ -220,6 +221,16 @@ def test_the_preparation_survives_json(tmp_path: Path):
     assert torch.from_numpy(again).equal(data.train.inputs)
     inputs = torch.cat([batch for _, batch in read_inputs(saved, [str(path)], device=torch.device("cpu"))])
     assert inputs[:, -1].equal(data.train.inputs[:, -1])
+
+
+@pytest.mark.parametrize("change", [{"kind": "code"}, {"fill": "1"}, {"values": "ab"}, {"extra": 1}])
+def test_a_strangers_preparation_is_checked_by_type(tmp_path: Path, change: dict[str, Any]):
+    data = load(write(tmp_path / "t.csv", "n,c,y", "1,a,0.5", "2,b,1.5"))
+    facts = json.loads(json.dumps(data.info.extra))
+    checked(InputFacts, json.dumps(facts))
+    facts["table"]["columns"][0] |= change
+    with pytest.raises(ValueError, match="table"):
+        checked(InputFacts, json.dumps(facts))
 
 
 def test_unknown_categories_count_for_nothing_and_low_precision_is_rejected():
