@@ -148,6 +148,7 @@ COMMANDS: dict[str, Command] = {
         (
             Flag("--metric", "figure to rank by, such as val.accuracy", default="auto"),
             choice("--mode", "which way the figure is better", "auto", "max", "min", default="auto"),
+            Flag("--target", "metric to reach, such as accuracy=0.9: which variant comes there first"),
             Flag("--out", "page (.html) to write", read=path),
         ),
         ("compare RUN RUN --metric val.accuracy --out both.html",),
@@ -215,20 +216,14 @@ COMMANDS: dict[str, Command] = {
         alone=True,
     ),
     "race": Command(
-        "[+recipe=NAME] key=a,b --target METRIC:VALUE",
+        "[+recipe=NAME] key=a,b --target METRIC=VALUE",
         "train variants with the same seeds: which reaches a target first",
         "config_commands.race",
         (
-            Flag("--target", "figure to reach and its value, such as accuracy:0.9"),
+            Flag("--target", "metric to reach and its value, such as accuracy=0.9"),
             Flag("--seeds", "runs of each variant, each with its own seed", read=number(1), default=5),
-            Flag("--arms", "variants that differ in several keys: 'schedule=a epochs=5; schedule=b'"),
-            switch("--tune-lr", "give each variant its own learning rate by find lr"),
-            _FOLDER,
         ),
-        (
-            "race +recipe=resnet_digits schedule=onecycle,constant --target accuracy:0.95",
-            "race +recipe=resnet_digits --arms 'optimizer=adamw; optimizer=lamb' --target loss:0.2",
-        ),
+        ("race +recipe=resnet_digits schedule=onecycle,constant --target accuracy=0.95",),
         alone=True,
     ),
     "chaos": Command(

@@ -6,12 +6,23 @@ import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
 from ptfast.cli.arguments import write_out
-from ptfast.cli.run_ranking import SEED, SPLITS, Label, Ranking, Variant, figure_of, group_seeds, rank_runs
+from ptfast.cli.run_ranking import (
+    SEED,
+    SPLITS,
+    Ranking,
+    Variant,
+    figure_of,
+    group_seeds,
+    rank_runs,
+    short_labels,
+)
+from ptfast.cli.time_to_target import HEADERS, Target, compare_to_target
 from ptfast.core.errors import EXIT_OK, ConfigError, shorten
 from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page
@@ -53,9 +64,12 @@ def compare(args: Namespace) -> int:
         known = sorted(name for name in figures - {"exit_code"} if not name.endswith(".step"))
         hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
         raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
+    target = args.target and Target.parse(args.target)
     show(ranking)
+    rows = compare_to_target(ranking, run_dirs, target) if target else []
     if out is not None:
-        write_out(out, _render(ranking, out.absolute().parent))
+        to_target = f"<h2>To {escape(str(target))}</h2>{html_table(HEADERS, rows)}" if target else ""
+        write_out(out, _render(ranking, out.absolute().parent, to_target))
         print(f"wrote {out}")
     return EXIT_OK
 
@@ -87,7 +101,7 @@ def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links
     needed = [name for name in columns if name not in optional]
     if not fits([[name, *columns[name]] for name in needed]):
         labels = [variant.label for variant in variants] or ranking.labels
-        first = {"#": columns["#"], "differs in": [" ".join(pairs) for pairs in _pairs(labels)]}
+        first = {"#": columns["#"], "differs in": [" ".join(pairs) for pairs in short_labels(labels)]}
         columns = first | {name: cells for name, cells in columns.items() if name not in ranking.keys}
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     table(list(columns), rows, title=title, optional=optional, links=links)
@@ -147,7 +161,7 @@ def _report(run: RunFiles) -> Path:
 def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
     """Charts with a line for each run, named by its rank or status: the figure, the title, the lines."""
     runs, names = ranking.runs, []
-    told_apart = zip(runs, ranking.values, _pairs(ranking.labels), strict=True)
+    told_apart = zip(runs, ranking.values, short_labels(ranking.labels), strict=True)
     for place, (run, value, pairs) in enumerate(told_apart, 1):
         rank = run.status if value is None else str(place)
         full = shorten(f"{rank}: {', '.join(pairs) or run.run_dir.name}", 60)
@@ -164,18 +178,10 @@ def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
                 yield figure_name, title if about_training else f"{split} {title}", series
 
 
-def _pairs(labels: Sequence[Label]) -> list[list[str]]:
-    """Each label as `key=value`, keys by their last word unless another ends in it."""
-    keys = dict.fromkeys(key for label in labels for key in label)
-    words = [key.rpartition(".")[2] for key in keys]
-    short = {key: word if words.count(word) == 1 else key for key, word in zip(keys, words, strict=True)}
-    return [[f"{short[key]}={value}" for key, value in label.items()] for label in labels]
-
-
-def _render(ranking: Ranking, folder: Path) -> str:
-    """The page as it lies in `folder`."""
+def _render(ranking: Ranking, folder: Path, to_target: str) -> str:
+    """The page as it lies in `folder`; `to_target` is a table of it."""
     runs = ranking.runs
-    body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first")
+    body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first") + to_target
     if variants := group_seeds(ranking):
         columns = columns_of(ranking, variants)
         body += f"<h2>Means over seeds</h2>{html_table([*columns], [*zip(*columns.values(), strict=True)])}"

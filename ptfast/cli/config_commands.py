@@ -140,17 +140,24 @@ def audit(args: Namespace) -> int:
 
 
 def race(args: Namespace) -> int:
-    from ptfast.measure.race_run import RaceTarget, build_arms, race
+    """Sweep over seeds, and compare what the runs take to the target."""
+    from ptfast.cli.command_line import run
+    from ptfast.cli.run_ranking import rank_runs
+    from ptfast.cli.sweep_command import sweep_runs
+    from ptfast.cli.time_to_target import Target, compare_to_target
 
     if args.target is None:
-        hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy:0.9"
+        hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy=0.9"
         raise ConfigError("C016", "an argument is missing", key="--target", suggestion=hint)
-    target = RaceTarget.parse(args.target)
-    arms = build_arms(args.words, args.arms)
-    given = {"--target": args.target, "--arms": args.arms, "--seeds": args.seeds, "--out": args.out}
-    command = ["ptfast", "race", *args.words, *(f"{name}={value}" for name, value in given.items() if value)]
-    command += ["--tune-lr"] * args.tune_lr
-    return race(arms, target, num_seeds=args.seeds, command=command, tunes=args.tune_lr, out=args.out)
+    target = Target.parse(args.target)
+    # The first word varies slowest: variants take turns, so that drift of the machine affects all equally.
+    seeds = f"seed={','.join(map(str, range(args.seeds)))}"
+    words = [seeds, *args.words, f"stop.metric={target.metric}", "stop.patience=null"]
+    runs, code = sweep_runs(words, run)
+    if runs:
+        compare_to_target(rank_runs(runs, f"best.{target.metric}"), runs, target)
+        say(f"the same again, or beside other runs: ptfast compare {runs[0].parent} --target {args.target}")
+    return code
 
 
 def chaos(args: Namespace) -> int:

@@ -125,6 +125,14 @@ def figure_of(run: RunFiles, metric: str) -> float | None:
     return next((float(value) for value in candidates if is_finite(value)), None)
 
 
+def short_labels(labels: Sequence[Label]) -> list[list[str]]:
+    """Each label as `key=value`, keys by their last word unless another ends in it."""
+    keys = dict.fromkeys(key for label in labels for key in label)
+    words = [key.rpartition(".")[2] for key in keys]
+    short = {key: word if words.count(word) == 1 else key for key, word in zip(keys, words, strict=True)}
+    return [[f"{short[key]}={value}" for key, value in label.items()] for label in labels]
+
+
 def _place(value: float | None, mode: str) -> tuple[bool, float]:
     if value is None:
         return True, 0.0

@@ -19,7 +19,7 @@ from ptfast.core.errors import ConfigError, MachineError
 
 def compare(paths: list[Path], metric: str = "auto", mode: str = "auto", out: Path | None = None) -> int:
     words = [str(path) for path in paths]
-    return compare_command.compare(Namespace(words=words, metric=metric, mode=mode, out=out))
+    return compare_command.compare(Namespace(words=words, metric=metric, mode=mode, target=None, out=out))
 
 
 def write_run(run_dir: Path, accuracy: float | None, config: dict[str, Any], **summary: Any) -> Path:

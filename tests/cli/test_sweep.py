@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import Forked, run_command
+from jobs import in_this_process
 from running import WITH_TESTS, same_bits, summary, train, weights
 from torch import Tensor, nn
 
@@ -43,23 +43,6 @@ class Sometimes(nn.Module):
             Path(f"slow-{os.getpid()}").touch()
             time.sleep(0.05)
         return self.layers(inputs)
-
-
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the jobs of a sweep here: what a process of its own adds is for another test."""
-
-    class Process:
-        sentinel = exitcode = None
-
-        def __init__(self, act: Callable[..., int], words: list[str], **options: Any) -> None:
-            self.act, self.words, self.environment = act, words, options["environment"]
-
-        def start(self) -> None:
-            self.exitcode = self.act(self.words)
-
-    monkeypatch.setattr(sweep_command, "warm_process", Process)
-    monkeypatch.setattr(sweep_command, "start_process", Process.start)
-    monkeypatch.setattr(sweep_command, "wait", lambda sentinels: None)
 
 
 def test_a_sweep_prints_one_ranked_table(

@@ -38,6 +38,7 @@ from ptfast.measure.chaos.kills import (
     draw_kills,
     install,
 )
+from ptfast.measure.outputs import run_ptfast
 
 SHAPE = RunShape(30, [*range(4, 30, 4), 30], [10, 20, 30], num_ranks=2, launched=True, workers=2)
 
@@ -286,3 +287,10 @@ def test_a_run_survives_three_kills(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("3 of 3 kills survived")
     (file,) = tmp_path.glob("*/chaos.json")
     assert all(kill["struck"] for kill in json.loads(file.read_text())["kills"])
+
+
+def test_the_process_of_a_run_writes_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    code, said = run_ptfast(["train", "optimizer.lrr=1"], log)
+    assert code == 2
+    assert said.startswith("ptfast: error[C002]: optimizer.lrr=1")
