@@ -262,6 +262,9 @@ def _evaluate_and_rank(run: Run) -> bool:
         progress.evaluations_without_gain += 1
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
+    # A longer run would not evaluate at the last step of this one.
+    if progress.step in run.cadence.eval_steps and (change := run.schedule.follow(value, progress.step)):
+        run.display.note(f"schedule: {change} after {metric}={value:g}")
     if math.isnan(value):
         return False
     others = [(found, step) for found, step in progress.best_states if step != progress.step]

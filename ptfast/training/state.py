@@ -57,6 +57,8 @@ def save_training(
         training["scaler"] = run.precision.scaler.state_dict()
     if run.ema is not None:
         training["ema"] = run.ema.state_dict()
+    if run.schedule.on_metric is not None:
+        training["schedule"] = run.schedule.on_metric.state_dict()
     if run.sharded:
         training["optimizer"] = state_by_name(run.optimizer, run.model)
     to_check = _to_check(model, run)
@@ -194,6 +196,8 @@ def _restore_parts(run: Run, state: State) -> None:
         run.precision.scaler.load_state_dict(state.training["scaler"])
     if run.ema is not None:
         run.ema.load_state_dict(state.training["ema"])
+    if run.schedule.on_metric is not None:
+        run.schedule.on_metric.load_state_dict(state.training["schedule"])
     callbacks: list[Any] = run.callbacks
     for callback, callback_state in zip(callbacks, state.training["callbacks"], strict=True):
         if callback_state is not None:

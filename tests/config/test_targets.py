@@ -207,7 +207,6 @@ def test_what_is_no_import_path(path: Any) -> None:
         ("data", "shutil.rmtree"),
         ("data", "torch.nn.Linear"),
         ("data", f"{HERE}.Watch"),
-        ("schedule", "torch.optim.lr_scheduler.ReduceLROnPlateau"),
         ("schedule", f"{HERE}.make_number"),
         ("logger", f"{HERE}.Net"),
         ("callbacks", f"{HERE}.Net"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptfast.core.errors import ConfigError, did_you_mean, nearest
 from ptfast.core.protocols import HOOKS, LOGGER_METHODS, Callback
-from ptfast.core.sections.targets import is_torch_scheduler, keywords, signature
+from ptfast.core.sections.targets import is_torch_scheduler, keywords, signature, steps_on_metric
 
 _WANTED = {
     "data": "a dataset (a class with __getitem__ or __iter__, or a function that returns one)",
@@ -91,12 +91,9 @@ def _fits(found: Any, section: str) -> bool:
         return not is_class or (is_dataset and not issubclass(found, networks))
     if section == "schedule":
         if is_torch_scheduler(found):
-            from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-            if issubclass(found, ReduceLROnPlateau):
-                what = "depends on figures of the run, but a schedule is a function of the step only"
-                hint = "Use schedule=multistep or schedule=wsd; stop.patience=5 ends a stalled run"
-                raise ConfigError("C009", what, suggestion=hint)
+            for name in ("state_dict", "load_state_dict") if steps_on_metric(found) else ():
+                if not hasattr(found, name):
+                    raise ConfigError("C009", f"steps on a metric, but has no method {name} to resume with")
             return True
         return hasattr(found, "factor") if is_class else bool(keywords(found))
     if section == "callbacks":

@@ -188,10 +188,18 @@ def signature(function: Any) -> inspect.Signature | None:
 
 
 def is_torch_scheduler(found: Any) -> bool:
-    """Return True if `found` is a class of torch's schedulers; nothing is imported to tell."""
+    """Return True if `found` is a scheduler class as torch's are; nothing is imported to tell."""
     torch = sys.modules.get("torch")
     schedulers = () if torch is None else (torch.optim.lr_scheduler.LRScheduler,)
-    return inspect.isclass(found) and issubclass(found, schedulers)
+    return inspect.isclass(found) and (issubclass(found, schedulers) or steps_on_metric(found))
+
+
+def steps_on_metric(found: Any) -> bool:
+    """Return True for a scheduler class whose `step` requires a metric, as that of ReduceLROnPlateau."""
+    step = getattr(found, "step", None) if inspect.isclass(found) else None
+    takes = [] if step is None else [*keywords(step).values()][1:]
+    required = [parameter.name for parameter in takes if parameter.default is parameter.empty]
+    return len(required) == 1 and "epoch" not in required[0]
 
 
 def keywords(function: Any) -> dict[str, inspect.Parameter]:

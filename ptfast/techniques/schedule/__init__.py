@@ -41,6 +41,8 @@ def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
         words.append(f"rises for {rise}")
     if (decay := schedule.target.kwargs.get("decay")) is not None:
         words.append(f"decays over the last {decay}")
+    if (patience := schedule.target.kwargs.get("patience")) is not None:
+        words.append(f"patience {patience}")
     if schedule.warmup.value:
         words.append(f"warm-up {schedule.warmup}")
     momentum = resolved.momentum
@@ -150,6 +152,15 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="He, Zhang, Ren, Sun 2015, arXiv:1512.03385.",
         avoid="You want the same accuracy sooner: one cycle or linear decay need fewer steps.",
         audit="A constant rate.",
+    ),
+    _schedule(
+        name="reduce on plateau",
+        on=("schedule=plateau",),
+        why="The rate is cut when evaluations stop improving, so there are no milestones to find.",
+        claim="How the ResNets were trained on ImageNet: the rate is divided by 10 when the error plateaus.",
+        source="He, Zhang, Ren, Sun 2015, arXiv:1512.03385, section 3.4; torch's ReduceLROnPlateau.",
+        avoid="The length of the run is known: a cosine or linear decay needs fewer epochs.",
+        audit="A rate that is lowered by hand, run after run, when the accuracy stalls.",
     ),
     _schedule(
         name="steps at equal distances",

@@ -6,7 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ import torch
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, described, summary_of
-from ptfast.core.sections.targets import Target, built, is_torch_scheduler, keywords
+from ptfast.core.sections.targets import Target, built, is_torch_scheduler, keywords, steps_on_metric
 from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
 
 
@@ -34,6 +34,8 @@ class LrSchedule:
     """Gives the same schedule for other `total_steps`; None if that is unknown."""
     momentum_note: str | None = None
     """Says if the momentum is cycled; None if the shape leaves it alone."""
+    on_metric: MetricScheduler | None = None
+    """Moves `factor` after evaluations; None if it depends on the step alone."""
 
     def lr_factors(self, first: int, last: int) -> list[float]:
         """Factors of steps `first` up to, not including, `last`."""
@@ -46,6 +48,11 @@ class LrSchedule:
         """Momenta of steps `first` up to, not including, `last`; None if the optimizer keeps its own."""
         momentum, delay = self.momentum, self.delay_steps
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
+
+    def follow(self, metric: float, step: int) -> str | None:
+        """Step on the metric of an evaluation after the warm-up; return the change of the rate in words."""
+        is_due = self.on_metric is not None and step > self.warmup_steps
+        return self.on_metric.follow(metric) if self.on_metric is not None and is_due else None
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
         """Return True if a run of `total_steps` can, after `num_steps`, be made as long as this one."""
@@ -86,6 +93,7 @@ def build_schedule(
         delay_steps=delay_steps,
         momentum_note=momentum and ("cycled" if has_momentum else "not cycled: the optimizer has none"),
         of_length=of_length if extendable else None,
+        on_metric=shape if isinstance(shape, MetricScheduler) else None,
     )
 
 
@@ -93,9 +101,14 @@ MOMENTUM = 0.9
 """Momentum of the optimizer that a scheduler of torch's is tried on, to see if it cycles it."""
 
 
-def build_shape(target: Target, lr: float) -> Shape:
-    """The shape that `schedule._target_` names: a `Shape`, a scheduler of torch's, a function of steps."""
+def build_shape(target: Target, lr: float, mode: str = "min") -> Shape:
+    """The shape that `schedule._target_` names: a `Shape`, a scheduler of torch's, a function of steps.
+
+    A metric that it steps on is better where it is lower or higher, by `mode`: `min` or `max`.
+    """
     found = target.resolve()
+    if steps_on_metric(found):
+        return MetricScheduler(target, lr, mode)
     if is_torch_scheduler(found):
         return TorchScheduler(target, lr)
     if inspect.isclass(found):
@@ -168,7 +181,7 @@ class TorchScheduler(Shape):
         """Rate and momentum of each step."""
         if num_steps in self._known:
             return self._known[num_steps]
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr, momentum=MOMENTUM)
+        optimizer = _optimizer_of_one_weight(self.lr)
         (group,) = optimizer.param_groups
         figures: list[tuple[float, float]] = []
         with warnings.catch_warnings():
@@ -185,6 +198,54 @@ class TorchScheduler(Shape):
                 _refuse(self.target, f"{when}raises {summary_of(error)}", error)
         self._known[num_steps] = figures
         return figures
+
+
+class MetricScheduler(Shape):
+    """A scheduler that steps on a metric: once an evaluation, beside an optimizer of one weight.
+
+    Its rate becomes a factor on the base rate of every group, an absolute one such as `min_lr` too. A
+    `ReduceLROnPlateau` takes its mode from the metric.
+    """
+
+    def __init__(self, target: Target, lr: float, mode: str) -> None:
+        self._target, self._lr, optimizer = target, lr, _optimizer_of_one_weight(lr)
+        (self._group,) = optimizer.param_groups
+        if issubclass(target.resolve(), torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if (asked := target.kwargs.get("mode", mode)) != mode:
+                what = f"contradicts the metric that stop.metric names, whose mode is {mode}"
+                hint = "Leave it out, or set stop.metric and stop.mode"
+                raise ConfigError("C011", what, key="schedule.mode", value=asked, suggestion=hint)
+            target = replace(target, kwargs={**target.kwargs, "mode": mode})
+        try:
+            self._scheduler = built(target, optimizer=optimizer)
+        except Exception as error:
+            _refuse(target, f"raises {summary_of(error)}", error)
+
+    def factor(self, span: Span) -> Curve:
+        return lambda step: self._group["lr"] / self._lr
+
+    def follow(self, metric: float) -> str | None:
+        """Step on `metric`; return the change of the rate in words, None if it stays."""
+        before = self._group["lr"]
+        try:
+            self._scheduler.step(metric)
+            after = self._group["lr"] = float(self._group["lr"])
+        except Exception as error:
+            _refuse(self._target, f"its step on {metric:g} raises {summary_of(error)}", error)
+        return None if after == before else f"learning rate {before:g} -> {after:g}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its rate, and the scheduler's own state."""
+        return {"lr": self._group["lr"], "scheduler": self._scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._group["lr"] = state["lr"]
+
+
+def _optimizer_of_one_weight(lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=MOMENTUM)
 
 
 def _curve(table: list[float]) -> Curve:

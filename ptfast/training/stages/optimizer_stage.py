@@ -15,9 +15,10 @@ from ptfast.optim.build_optimizer import build_optimizer, has_momentum, sparse_p
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.techniques.schedule.scheduled_run import TorchScheduler, build_schedule, build_shape
+from ptfast.techniques.schedule.scheduled_run import MetricScheduler, TorchScheduler, build_schedule, build_shape
 from ptfast.training.stages.data_stage import eval_batch_size
 from ptfast.training.stages.partial_run import PartialRun
+from ptfast.training.user_code import UserPart, check_savable
 
 STATISTICS_SAMPLES = 4096
 """Training samples that BatchNorm's statistics are measured on; more do not change them much."""
@@ -61,7 +62,9 @@ def _check_gradients(run: PartialRun) -> None:
 def add_schedule(run: PartialRun) -> None:
     """Build the learning rate of every step."""
     section, resolved, plan = run.config.schedule, run.resolved, run.plan
-    shape = build_shape(section.target, reference_lr(run.optimizer))
+    shape = build_shape(section.target, reference_lr(run.optimizer), run.best_mode)
+    if isinstance(shape, MetricScheduler):
+        _check_follows_metric(run, shape)
     if isinstance(shape, TorchScheduler) and (step := shape.lowest_from(plan.total_steps)) is not None:
         name, per_epoch = section.target.path.rpartition(".")[2], plan.batches.steps_per_epoch
         what = f"{name} counts steps, and its rate is lowest from step {step + 1:,} of {plan.total_steps:,}"
@@ -73,10 +76,24 @@ def add_schedule(run: PartialRun) -> None:
         total_steps=plan.total_steps,
         plan=plan.batches,
         has_momentum=has_momentum(run.optimizer),
-        extendable=not plan.spans_run,
+        extendable=not plan.spans_run
+        and not (isinstance(shape, MetricScheduler) and run.config.eval.every.unit == "percent"),
     )
     resolved.momentum, resolved.total_steps = run.schedule.momentum_note, plan.total_steps
     resolved.curriculum = plan.notes
+
+
+def _check_follows_metric(run: PartialRun, scheduler: MetricScheduler) -> None:
+    """Reject a scheduler that steps on a metric where nothing is evaluated, or that cannot be saved."""
+    name = run.config.schedule.target.path.rpartition(".")[2]
+    check_savable(scheduler.state_dict(), UserPart("schedule._target_", scheduler))
+    if run.splits.val is None:
+        what = "steps on the metric of an evaluation, and no samples are held out for one"
+        hint = "Set data.val=10%, or use schedule=multistep"
+        raise ConfigError("C011", what, key="schedule", value=name, suggestion=hint)
+    steps = run.plan.every("eval.every", run.config.eval.every)
+    if not steps or steps[0] >= run.plan.total_steps:
+        run.display.warn(f"schedule: {name} changes nothing, as no evaluation comes before the last step")
 
 
 def add_average(run: PartialRun) -> None:
