@@ -168,6 +168,11 @@ class Run:
         return self.train_loader.plan.epoch_at(self.progress.step)
 
     @property
+    def evaluated_weights(self) -> dict[str, str]:
+        """Whose weights metrics of evaluations are of, as `weights`; empty if the run averages none."""
+        return {"weights": self.ema.kind if self.ema.ready else "model"} if self.ema is not None else {}
+
+    @property
     def sharded(self) -> bool:
         """True if each rank holds a part of the weights: all ranks then have to join in using the model."""
         return getattr(self.forward, "sharded", False)

@@ -18,6 +18,7 @@ from ptfast.core.clock import label
 from ptfast.core.errors import INSTALLED, PACKAGE, cannot_write, error_line, one_line
 from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
 
+Metrics = Mapping[str, Any]
 Rows = Sequence[tuple[str, str]]
 STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
 LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
@@ -127,10 +128,10 @@ class Display:
             self._print("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
-        """One line on an evaluation."""
-        self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(figures)}{'  best' if is_best else ''}")
+        """One line on an evaluation, of averaged weights if `weights` names them."""
+        self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(figures, weights)}{'  best' * is_best}")
 
     def note(self, text: str) -> None:
         """One line that is good to know."""
@@ -244,7 +245,8 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         figures = {key: value for key, value in (summary.get(name) or {}).items() if key != "step"}
         if figures:
             step = (summary.get(name) or {}).get("step")
-            rows.append((name, listed(figures) + (f"  at step {step}" if step is not None else "")))
+            shown = listed(figures, summary.get("weights", ""))
+            rows.append((name, shown + (f"  at step {step}" if step is not None else "")))
     if spikes := summary.get("loss_spikes"):
         rows.append(("loss spikes", f"{spikes['count']}, the largest {spike(spikes['largest'])}"))
     rows += ledger(summary.get("time_budget") or {})

@@ -254,6 +254,7 @@ class Summary(TypedDict, total=False):
     train_samples_per_s: Number
     peak_memory_bytes: Number
     best_metric: str
+    weights: str
     train: Figures
     val: Figures
     test: Figures

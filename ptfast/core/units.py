@@ -134,7 +134,8 @@ def are_numbers(cells: Sequence[str]) -> bool:
     return bool(known) and all(NUMBER.fullmatch(cell) for cell in known)
 
 
-def listed(figures: Mapping[str, Any]) -> str:
-    """Figures in a row, the loss first: `loss 0.0712  accuracy 98.33%`."""
+def listed(figures: Mapping[str, Any], weights: str = "") -> str:
+    """Figures in a row, the loss first: `loss 0.0712  accuracy 98.33%`; `weights` says whose they are."""
     names = sorted(figures, key=lambda name: name != "loss")
-    return "  ".join(labelled(name, figures[name]) for name in names)
+    shown = [labelled(name, figures[name]) for name in names]
+    return "  ".join([*shown, *([f"({weights} weights)"] if weights else [])])

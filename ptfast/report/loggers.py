@@ -22,7 +22,7 @@ from ptfast.core.resolved import MetricsLine, checked
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
-PLACE = ("step", "epoch", "split")
+PLACE = ("step", "epoch", "split", "weights")
 """Keys that say when a record was taken; all others are figures."""
 USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
 """Use of the machine, drawn in the report."""
@@ -99,7 +99,7 @@ class Csv:
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         self._path = run_dir / self.path
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = list(PLACE)
+        self._columns = list(PLACE[:3])  # `weights` only where they are averaged
         self._rewrite(read_records(run_dir / METRICS_FILE))
 
     def log(self, record: Record) -> None:

@@ -133,6 +133,7 @@ def results(run: Run) -> dict[str, Any]:
         "samples": progress.samples,
         "train_samples_per_s": progress.samples_per_s,
         "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
+        **run.evaluated_weights,
         **run.figures,
     }
     if run.stop_reason is not None:

@@ -113,7 +113,7 @@ def build(
 
 
 def choose_metric(run: PartialRun) -> None:
-    """Choose the metric that the best checkpoint, stopping and the schedule follow, and which way it is better."""
+    """Choose the metric that `best`, stopping and the schedule follow, and which way it is better."""
     stop = run.config.stop
     run.best_metric = metric = stop.metric or (run.task.metric if run.splits.val is not None else "loss")
     run.best_mode = stop.mode

@@ -228,11 +228,12 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
         figures = broadcast_object(check_figures(figures, run), run.ranks)
     run.figures[split] = figures
     clock.to("logging")
-    run.logger.log({"step": step, "epoch": round(run.epoch, 4), "split": split, **figures})
+    place = {"step": step, "epoch": round(run.epoch, 4), "split": split}
+    run.logger.log({**place, **run.evaluated_weights, **figures})
     if tables and run.ranks.is_first:
         write_tables(run.folder, split, step, tables, run.info.class_names)
     if split != "val":
-        run.display.evaluation(step, run.epoch, split, figures, False)
+        run.display.evaluation(step, run.epoch, split, figures, False, **run.evaluated_weights)
     return figures
 
 
@@ -261,7 +262,7 @@ def _evaluate_and_rank(run: Run) -> bool:
     else:
         progress.evaluations_without_gain += 1
     if "val" in run.eval_loaders:
-        run.display.evaluation(progress.step, run.epoch, "val", figures, is_best)
+        run.display.evaluation(progress.step, run.epoch, "val", figures, is_best, **run.evaluated_weights)
     # A longer run would not evaluate at the last step of this one.
     if progress.step in run.cadence.eval_steps and (change := run.schedule.follow(value, progress.step)):
         run.display.note(f"schedule: {change} after {metric}={value:g}")

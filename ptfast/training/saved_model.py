@@ -156,7 +156,7 @@ def evaluate_saved(saved: PartialRun, split: str | None = None, words: Sequence[
         ]
         if not redraws:
             given = {key: as_lists(value) for key, (_, value) in tables.items()}
-            line = {"step": step, "split": name, **figures, **given}
+            line = {"step": step, "split": name, **saved.evaluated_weights, **figures, **given}
             print(json.dumps(plain_json(line), allow_nan=False), flush=True)
     rows += [("time", duration(time.perf_counter() - start_s)), ("checkpoint", str(checkpoint.folder))]
     title = f"{saved.config.recipe or 'train'}: evaluated at step {step:,}"

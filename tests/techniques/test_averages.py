@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import build_run, records, same_bits, summary, train
+from running import build_run, records, same_bits, summary, train, training_state
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
@@ -51,6 +51,51 @@ def test_equals_torchs_averaged_model():
         for ours, theirs in zip(model.parameters(), reference.module.parameters(), strict=True):
             assert torch.equal(ours, theirs)
         torch.testing.assert_close(model[1].running_var, reference.module[1].running_var)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_the_decay_ramps_as_in_timm(fp16: bool) -> None:
+    model = conv_net()
+    ema, average = MovingAverage(model, 0.8, warmup=True), model[3].weight.detach().clone()
+    optimizer, shares = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for step in range(1, 21):
+        train_step(model, optimizer)
+        ema.update(1, torch.tensor(False) if fp16 else None)
+        # ModelEmaV3.get_decay with use_warmup, warmup_gamma 1 and warmup_power 2/3.
+        shares.append(min(1 - (1 + (step - 1) / 1.0) ** -(2 / 3), 0.8))
+        average.lerp_(model[3].weight.detach(), 1 - shares[-1])
+        torch.testing.assert_close(ema.state_dict()["averages"]["3.weight"], average, rtol=1e-5, atol=1e-7)
+    assert shares[0] == 0
+    assert 0.79 < shares[10] < shares[11] == 0.8
+
+
+@pytest.mark.parametrize("resumed", [1, 4])
+@pytest.mark.parametrize("words", [(), ("precision=amp_fp16", "gradients.accumulate=2")])
+def test_a_ramp_that_was_killed_ends_with_the_same_bits(
+    in_tmp: Path, words: tuple[str, ...], resumed: int
+) -> None:
+    rhythm = ("model.hidden=[16]", "batch_size=64", "saving.every=1steps", "saving.keep=20", "steps=8")
+    words = (*rhythm, *words, "ema=ema", "ema.warmup=true", "eval.every=2steps")
+    assert train(*words, "run.dir=whole") == 0
+    assert train(*words, f"run.resume=whole/saved/step-{resumed}", "run.dir=again") == 0
+    assert same_bits(training_state(Path("again")), training_state(Path("whole")))
+    assert training_state(Path("whole"))["ema"]["updates"] == 8
+
+
+def test_metrics_say_whose_weights_they_are(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model.hidden=[16]", "batch_size=64", "log_every=5steps", "steps=10", "eval.every=5steps")
+    assert train(*words, "ema=ema", "run.dir=averaged") == 0
+    assert "(ema weights)" in capsys.readouterr().out
+    assert {line.get("weights") for line in records(Path("averaged")) if line["split"] == "val"} == {"ema"}
+    assert summary(Path("averaged"))["weights"] == "ema"
+    assert "val, ema weights" in Path("averaged/report.html").read_text()
+    assert command_line.run(["eval", "averaged"]) == 0
+    assert '"weights": "ema"' in capsys.readouterr().out
+    assert train(*words, "ema=swa", "ema.swa_start=10steps", "ema.swa_every=10steps", "run.dir=swa") == 0
+    by_step = {line["step"]: line for line in records(Path("swa")) if line["split"] == "val"}
+    assert [by_step[step]["weights"] for step in (5, 10)] == ["model", "swa"]
+    assert train(*words, "run.dir=plain") == 0
+    assert "weights" not in summary(Path("plain"))
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -322,11 +367,15 @@ def test_views_need_images() -> None:
         (100, 0.99, None),
     ],
 )
-def test_an_average_that_outlasts_the_run_is_warned_of(steps, decay, said, tmp_path, monkeypatch):
+def test_an_average_that_outlasts_the_run_is_warned_of_unless_it_warms_up(
+    steps, decay, said, tmp_path, monkeypatch
+):
     warned: list[str] = []
     monkeypatch.setattr(Display, "warn", lambda _, text: warned.append(text))
     words = ("data=custom", "data._target_=toys.blobs", "batch_size=5", "model=mlp", "model.hidden=[4]")
+    build_run(tmp_path / "a", *words, f"steps={steps}", f"ema.decay={decay}", "ema.warmup=true")
+    assert not warned
     build_run(tmp_path, *words, f"steps={steps}", f"ema.decay={decay}")
     about = [text for text in warned if text.startswith("ema.decay=")]
     assert len(about) == (said is not None)
-    assert all(text.endswith(said[1]) and said[0] in text for text in about)
+    assert all(text.endswith(f"{said[1]}, or ema.warmup=true") and said[0] in text for text in about)

@@ -193,7 +193,7 @@ def test_one_cycle_without_momentum():
 @pytest.mark.parametrize("warmup", ["0", "13steps"])
 def test_any_segment_of_any_option_is_the_same_function(option, warmup):
     config = read_config([f"schedule={option}"])[1]
-    schedule = built(config.schedule.target.build(), warmup)
+    schedule = built(build_shape(config.schedule.target, 0.1), warmup)
     whole, momenta = schedule.lr_factors(0, TOTAL), schedule.momenta(0, TOTAL)
     assert all(isinstance(factor, float) for factor in whole)
     for first, last in [(0, 1), (5, 20), (12, 14), (13, 50), (96, 97), (40, 40)]:

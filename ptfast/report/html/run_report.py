@@ -151,8 +151,10 @@ def _figure_table(run: RunFiles) -> str:
         return ""
     names.sort(key=lambda name: name != "loss")
     rows = []
+    weights = f", {run.summary['weights']} weights" if "weights" in run.summary else ""
     for split, figures in shown.items():
         label = f"best (step {grouped(figures['step'])})" if figures.get("step") is not None else split
+        label += "" if split == "train" else weights
         rows.append([label, *(figure(name, figures[name]) if name in figures else "" for name in names)])
     return html_table(["", *(name.replace("_", " ") for name in names)], rows)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ptfast.core.errors import one_line
-from ptfast.core.plain_display import Display, Rows
+from ptfast.core.plain_display import Display, Metrics, Rows
 from ptfast.core.units import are_numbers, clock, listed
 from ptfast.report.terminal.json_lines import JsonDisplay, JsonLines, emit_rows
 from ptfast.report.terminal.notebook_display import NotebookDisplay, in_notebook
@@ -277,7 +277,7 @@ class LiveDisplay(Display):
         with Live(get_renderable=draw, console=self._console, refresh_per_second=1, transient=True):
             yield
 
-    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+    def progress(self, step: int, epoch: float, figures: Metrics) -> None:
         self._state = (step, epoch, figures, self._estimate(step))
         now = self._now()
         if self._live is not None and now - self._drawn_s < REDRAW_S:
@@ -302,13 +302,13 @@ class LiveDisplay(Display):
             self._live.refresh()
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
         from rich.text import Text
 
         line = Text()
         line.append(f"{self._where(step, epoch)}  ", style="dim")
-        line.append(one_line(f"{split:<4}  {listed(figures)}"))
+        line.append(one_line(f"{split:<4}  {listed(figures, weights)}"))
         if is_best:
             line.append("  best", style="bold green")
         self._show(line)

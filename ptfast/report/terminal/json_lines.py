@@ -22,7 +22,7 @@ from ptfast.core.errors import (
     text_of,
     traceback_of,
 )
-from ptfast.core.plain_display import Display, Rows
+from ptfast.core.plain_display import Display, Metrics, Rows
 from ptfast.core.run_directory import plain_json
 
 VERSION = 1
@@ -137,15 +137,16 @@ class JsonDisplay(Display):
         emit("status", text=text, left_s=left_s)
         yield
 
-    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
+    def progress(self, step: int, epoch: float, figures: Metrics) -> None:
         eta_s = self._estimate(step)
         if self._is_due():
             emit("progress", step=step, epoch=epoch, total_steps=self._total_steps, eta_s=eta_s, **figures)
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Mapping[str, Any], is_best: bool = False
+        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
-        emit("evaluation", step=step, epoch=epoch, split=split, is_best=is_best, **figures)
+        place = {"step": step, "epoch": epoch, "split": split, "weights": weights or "model"}
+        emit("evaluation", **place, is_best=is_best, **figures)
 
     def warn(self, text: str) -> None:
         emit("warning", text=text)

@@ -16,6 +16,8 @@ class Ema(Section):
 
     decay: Share | None = None
     """Share that each step keeps of a moving average, such as 0.999; null for no moving average."""
+    warmup: bool = False
+    """Keep less in the first steps, by 1 - step ** (-2/3) up to `decay`, as timm does; for short runs."""
     swa_start: Annotated[Duration, InUnit("epochs")] | None = None
     """From where on weights are averaged, all equally (SWA), such as `75%`; null for no such average."""
     swa_every: Every = Duration(1, "epochs")
@@ -89,6 +91,17 @@ TECHNIQUES: tuple[Technique, ...] = (
         trial=_RATE,
     ),
     _evaluation(
+        name="warm-up of the moving average",
+        on=("ema=ema", "ema.warmup=true"),
+        off=("ema=ema", "ema.warmup=false"),
+        why="The average follows early weights quickly, so a large decay helps in a short run as well.",
+        claim="At a decay of 0.9999 the formula keeps 0.999 at 31.6K steps; no accuracy is given.",
+        source="Its docstring in huggingface/pytorch-image-models, timm/utils/model_ema.py (ModelEmaV3).",
+        avoid="Runs of many times 1 / (1 - ema.decay) steps, which it changes little.",
+        audit="An average with a large decay that lags far behind the weights early in a run.",
+        trial=_RATE,
+    ),
+    _evaluation(
         name="stochastic weight averaging",
         on=("ema=swa", "ema.swa_every=5steps"),
         off=("ema=none", "ema.swa_every=1epochs"),
@@ -105,7 +118,10 @@ TECHNIQUES: tuple[Technique, ...] = (
 FAMILY = Family(
     name="evaluation",
     rules=(one_average,),
-    unused=(Unused.without("ema.swa_start", "75%", "ema.swa_every"),),
+    unused=(
+        Unused.without("ema.swa_start", "75%", "ema.swa_every"),
+        Unused.without("ema.decay", "0.999", "ema.warmup"),
+    ),
     panel=lambda average: {"average": average},
     techniques=TECHNIQUES,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ class Average:
 
     extendable = True
     """A longer run would start with the same averages."""
+    kind = ""
+    """Names the averaged weights beside their metrics; as saved, where this is a saved model's."""
     note = ""
     """The kind of average, for the panel."""
 
@@ -111,7 +114,7 @@ class Average:
     def state_dict(self) -> dict[str, Any]:
         """Averages by the plain model's names, and the number of updates."""
         averages = dict(zip(self._names, self._wholes, strict=True))
-        return {"averages": averages, "updates": int(self._updates)}
+        return {"averages": averages, "updates": int(self._updates), "kind": self.kind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave; S002 for averages of other names or shapes."""
@@ -128,7 +131,7 @@ class Average:
         for name, average in zip(self._names, self._wholes, strict=True):
             if name in averages:
                 local_part(average).copy_(local_part(shard_like(average, averages[name])))
-        self._updates = int(state["updates"])
+        self._updates, self.kind = int(state["updates"]), state["kind"]
         self._stale = self.ready
 
 
@@ -136,23 +139,28 @@ class MovingAverage(Average):
     """Running average `average <- decay * average + (1 - decay) * weight`, of about 1 / (1 - decay) steps.
 
     It includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
-    linger. Skipped steps do not count.
+    linger. Skipped steps do not count. With `warmup`, update k keeps `1 - k ** (-2/3)` at most, so that the
+    average spans the latest part of a short run too, as timm's ModelEmaV3 does.
 
     Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
     more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as
     torch.optim.swa_utils.AveragedModel.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    kind = "ema"
+
+    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = False) -> None:
         super().__init__(model)
-        self._decay, self.note = decay, f"decay {decay:g}"
+        self._share, self._power = 1 - decay, -2 / 3 if warmup else -math.inf
+        self.note = f"decay {decay:g}" + ", with a warm-up" * warmup
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        share, started = 1 - self._decay, self._updates > 0
-        if isinstance(started, Tensor) and skipped is not None:
-            self._follow(torch.where(started, share, 1.0), skipped)
-        else:
-            self._follow(share if started else 1.0, skipped)
+        if skipped is None:
+            self._follow(max((self._updates + 1) ** self._power, self._share), None)
+            return
+        # On the device also right after a resume, when the number is known here.
+        number = self._updates + 1.0 + 0 * skipped
+        self._follow(number.pow(self._power).clamp(min=self._share), skipped)
 
 
 class Swa(Average):
@@ -171,6 +179,8 @@ class Swa(Average):
     evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; the same
     figures as torch.optim.swa_utils. That some thousand samples suffice: Wu, Johnson 2021, arXiv:2105.07576.
     """
+
+    kind = "swa"
 
     def __init__(
         self,
@@ -230,6 +240,8 @@ class ScheduleFree(Swa):
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """
+
+    kind = "schedule-free"
 
     def __init__(
         self,

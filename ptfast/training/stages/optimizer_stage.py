@@ -15,7 +15,11 @@ from ptfast.optim.build_optimizer import build_optimizer, has_momentum, sparse_p
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
-from ptfast.techniques.schedule.scheduled_run import MetricScheduler, TorchScheduler, build_schedule, build_shape
+from ptfast.techniques.schedule.scheduled_run import (
+    TorchScheduler,
+    build_schedule,
+    build_shape,
+)
 from ptfast.training.stages.data_stage import eval_batch_size
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.user_code import UserPart, check_savable
@@ -63,8 +67,6 @@ def add_schedule(run: PartialRun) -> None:
     """Build the learning rate of every step."""
     section, resolved, plan = run.config.schedule, run.resolved, run.plan
     shape = build_shape(section.target, reference_lr(run.optimizer), run.best_mode)
-    if isinstance(shape, MetricScheduler):
-        _check_follows_metric(run, shape)
     if isinstance(shape, TorchScheduler) and (step := shape.lowest_from(plan.total_steps)) is not None:
         name, per_epoch = section.target.path.rpartition(".")[2], plan.batches.steps_per_epoch
         what = f"{name} counts steps, and its rate is lowest from step {step + 1:,} of {plan.total_steps:,}"
@@ -76,22 +78,26 @@ def add_schedule(run: PartialRun) -> None:
         total_steps=plan.total_steps,
         plan=plan.batches,
         has_momentum=has_momentum(run.optimizer),
-        extendable=not plan.spans_run
-        and not (isinstance(shape, MetricScheduler) and run.config.eval.every.unit == "percent"),
+        extendable=not plan.spans_run,
     )
+    _check_metric(run)
     resolved.momentum, resolved.total_steps = run.schedule.momentum_note, plan.total_steps
     resolved.curriculum = plan.notes
 
 
-def _check_follows_metric(run: PartialRun, scheduler: MetricScheduler) -> None:
+def _check_metric(run: PartialRun) -> None:
     """Reject a scheduler that steps on a metric where nothing is evaluated, or that cannot be saved."""
-    name = run.config.schedule.target.path.rpartition(".")[2]
+    name, every = run.config.schedule.target.path.rpartition(".")[2], run.config.eval.every
+    if (scheduler := run.schedule.on_metric) is None:
+        return
     check_savable(scheduler.state_dict(), UserPart("schedule._target_", scheduler))
     if run.splits.val is None:
         what = "steps on the metric of an evaluation, and no samples are held out for one"
         hint = "Set data.val=10%, or use schedule=multistep"
         raise ConfigError("C011", what, key="schedule", value=name, suggestion=hint)
-    steps = run.plan.every("eval.every", run.config.eval.every)
+    if every.unit == "percent":
+        run.schedule.of_length = None
+    steps = run.plan.every("eval.every", every)
     if not steps or steps[0] >= run.plan.total_steps:
         run.display.warn(f"schedule: {name} changes nothing, as no evaluation comes before the last step")
 
@@ -100,13 +106,13 @@ def add_average(run: PartialRun) -> None:
     """Build the average that is evaluated in place of the weights, if any."""
     section, model, plan, optimizer = run.config.ema, run.model, run.plan, run.optimizer
     if section.decay is not None:
-        run.ema = MovingAverage(model, section.decay)
+        run.ema = MovingAverage(model, section.decay, warmup=section.warmup)
         reach, total = 1 / (1 - section.decay), plan.total_steps
-        if reach > total:
+        if reach > total and not section.warmup:
             what = f"averages over {reach:,.0f} steps, and the run has {total:,}: it stays near its start"
             fits = 1 - 10.0 ** (1 - int(math.log10(max(total, 1))))
             hint = f"Set ema.decay={fits:g}" if fits > 0 else "Use ema=none"
-            run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}")
+            run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}, or ema.warmup=true")
         return
     # It keeps an average of its own.
     by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
