@@ -170,7 +170,7 @@ class Run:
     @property
     def evaluated_weights(self) -> dict[str, str]:
         """Whose weights metrics of evaluations are of, as `weights`; empty if the run averages none."""
-        return {"weights": self.ema.kind if self.ema.ready else "model"} if self.ema is not None else {}
+        return {} if self.ema is None else {"weights": "averaged" if self.ema.ready else "last"}
 
     @property
     def sharded(self) -> bool:

@@ -93,10 +93,9 @@ def build(
     build_loaders(run)
     add_optimizer(run)
     check_last_batch(run.plan.batches, run.model, run.micro_batches)
-    choose_metric(run)
+    add_settings(run)
     add_schedule(run)
     add_average(run)
-    add_settings(run)
     check_own_steps(run)
     if state is not None:
         restore_training(run, state, run.before.total_steps)
@@ -110,15 +109,6 @@ def build(
     if ranks.is_first:
         run.resolved.write(folder)
     return run
-
-
-def choose_metric(run: PartialRun) -> None:
-    """Choose the metric that `best`, stopping and the schedule follow, and which way it is better."""
-    stop = run.config.stop
-    run.best_metric = metric = stop.metric or (run.task.metric if run.splits.val is not None else "loss")
-    run.best_mode = stop.mode
-    if stop.mode == "auto":
-        run.best_mode = run.task.mode if metric == run.task.metric else better_mode(metric)
 
 
 def add_settings(run: PartialRun) -> None:
@@ -140,7 +130,11 @@ def add_settings(run: PartialRun) -> None:
         switch_steps=run.freezing.switch_steps if run.freezing is not None else (),
         epoch_steps=plan.batches.every(Duration(1, "epochs"), plan.total_steps) if counts_epochs else (),
     )
-    has_val, metric = run.splits.val is not None, run.best_metric
+    has_val = run.splits.val is not None
+    run.best_metric = metric = stop.metric or (run.task.metric if has_val else "loss")
+    run.best_mode = stop.mode
+    if stop.mode == "auto":
+        run.best_mode = run.task.mode if metric == run.task.metric else better_mode(metric)
     names = getattr(run.task.metrics(), "keys", None)
     # As far as that is known before an evaluation; callbacks may add figures to it.
     if names is not None and metric != "loss" and not hooks(run.callbacks, "on_evaluation"):

@@ -264,7 +264,8 @@ def _evaluate_and_rank(run: Run) -> bool:
     if "val" in run.eval_loaders:
         run.display.evaluation(progress.step, run.epoch, "val", figures, is_best, **run.evaluated_weights)
     # A longer run would not evaluate at the last step of this one.
-    if progress.step in run.cadence.eval_steps and (change := run.schedule.follow(value, progress.step)):
+    is_due = progress.step > run.schedule.warmup_steps and progress.step in run.cadence.eval_steps
+    if run.schedule.on_metric is not None and is_due and (change := run.schedule.on_metric.follow(value)):
         run.display.note(f"schedule: {change} after {metric}={value:g}")
     if math.isnan(value):
         return False

@@ -156,14 +156,10 @@ def callback_states(run: Run) -> list[Any]:
     callbacks: list[Any] = run.callbacks
     for index, callback in enumerate(callbacks):
         states.append(callback.state_dict() if hasattr(callback, "state_dict") else None)
-        check_savable(states[-1], UserPart(f"callbacks.{index}._target_", callback))
+        if (odd := _unsavable(states[-1])) is not None:
+            what = f"state_dict gives {described(odd)}, where tensors and plain values are saved"
+            raise UserPart(f"callbacks.{index}._target_", callback).error(what)
     return states
-
-
-def check_savable(state: Any, part: UserPart) -> None:
-    """Reject, with C017, a state of a user's part that cannot be read again."""
-    if (odd := _unsavable(state)) is not None:
-        raise part.error(f"state_dict gives {described(odd)}, where tensors and plain values are saved")
 
 
 def _unsavable(value: Any) -> Any:

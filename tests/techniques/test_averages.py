@@ -85,15 +85,17 @@ def test_a_ramp_that_was_killed_ends_with_the_same_bits(
 def test_metrics_say_whose_weights_they_are(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("model.hidden=[16]", "batch_size=64", "log_every=5steps", "steps=10", "eval.every=5steps")
     assert train(*words, "ema=ema", "run.dir=averaged") == 0
-    assert "(ema weights)" in capsys.readouterr().out
-    assert {line.get("weights") for line in records(Path("averaged")) if line["split"] == "val"} == {"ema"}
-    assert summary(Path("averaged"))["weights"] == "ema"
-    assert "val, ema weights" in Path("averaged/report.html").read_text()
+    assert "(averaged weights)" in capsys.readouterr().out
+    assert {line.get("weights") for line in records(Path("averaged")) if line["split"] == "val"} == {
+        "averaged"
+    }
+    assert summary(Path("averaged"))["weights"] == "averaged"
+    assert "val, averaged weights" in Path("averaged/report.html").read_text()
     assert command_line.run(["eval", "averaged"]) == 0
-    assert '"weights": "ema"' in capsys.readouterr().out
+    assert '"weights": "averaged"' in capsys.readouterr().out
     assert train(*words, "ema=swa", "ema.swa_start=10steps", "ema.swa_every=10steps", "run.dir=swa") == 0
     by_step = {line["step"]: line for line in records(Path("swa")) if line["split"] == "val"}
-    assert [by_step[step]["weights"] for step in (5, 10)] == ["model", "swa"]
+    assert [by_step[step]["weights"] for step in (5, 10)] == ["last", "averaged"]
     assert train(*words, "run.dir=plain") == 0
     assert "weights" not in summary(Path("plain"))
 

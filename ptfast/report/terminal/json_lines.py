@@ -145,7 +145,7 @@ class JsonDisplay(Display):
     def evaluation(
         self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
-        place = {"step": step, "epoch": epoch, "split": split, "weights": weights or "model"}
+        place = {"step": step, "epoch": epoch, "split": split, "weights": weights or "last"}
         emit("evaluation", **place, is_best=is_best, **figures)
 
     def warn(self, text: str) -> None:

@@ -26,8 +26,6 @@ class Average:
 
     extendable = True
     """A longer run would start with the same averages."""
-    kind = ""
-    """Names the averaged weights beside their metrics; as saved, where this is a saved model's."""
     note = ""
     """The kind of average, for the panel."""
 
@@ -114,7 +112,7 @@ class Average:
     def state_dict(self) -> dict[str, Any]:
         """Averages by the plain model's names, and the number of updates."""
         averages = dict(zip(self._names, self._wholes, strict=True))
-        return {"averages": averages, "updates": int(self._updates), "kind": self.kind}
+        return {"averages": averages, "updates": int(self._updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave; S002 for averages of other names or shapes."""
@@ -131,7 +129,7 @@ class Average:
         for name, average in zip(self._names, self._wholes, strict=True):
             if name in averages:
                 local_part(average).copy_(local_part(shard_like(average, averages[name])))
-        self._updates, self.kind = int(state["updates"]), state["kind"]
+        self._updates = int(state["updates"])
         self._stale = self.ready
 
 
@@ -146,8 +144,6 @@ class MovingAverage(Average):
     more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as
     torch.optim.swa_utils.AveragedModel.
     """
-
-    kind = "ema"
 
     def __init__(self, model: nn.Module, decay: float, *, warmup: bool = False) -> None:
         super().__init__(model)
@@ -179,8 +175,6 @@ class Swa(Average):
     evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; the same
     figures as torch.optim.swa_utils. That some thousand samples suffice: Wu, Johnson 2021, arXiv:2105.07576.
     """
-
-    kind = "swa"
 
     def __init__(
         self,
@@ -240,8 +234,6 @@ class ScheduleFree(Swa):
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """
-
-    kind = "schedule-free"
 
     def __init__(
         self,

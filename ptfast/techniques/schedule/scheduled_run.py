@@ -35,7 +35,7 @@ class LrSchedule:
     momentum_note: str | None = None
     """Says if the momentum is cycled; None if the shape leaves it alone."""
     on_metric: MetricScheduler | None = None
-    """Moves `factor` after evaluations; None if it depends on the step alone."""
+    """Moves `factor` after each evaluation after the warm-up; None if it depends on the step alone."""
 
     def lr_factors(self, first: int, last: int) -> list[float]:
         """Factors of steps `first` up to, not including, `last`."""
@@ -48,11 +48,6 @@ class LrSchedule:
         """Momenta of steps `first` up to, not including, `last`; None if the optimizer keeps its own."""
         momentum, delay = self.momentum, self.delay_steps
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
-
-    def follow(self, metric: float, step: int) -> str | None:
-        """Step on the metric of an evaluation after the warm-up; return the change of the rate in words."""
-        is_due = self.on_metric is not None and step > self.warmup_steps
-        return self.on_metric.follow(metric) if self.on_metric is not None and is_due else None
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
         """Return True if a run of `total_steps` can, after `num_steps`, be made as long as this one."""
@@ -208,7 +203,7 @@ class MetricScheduler(Shape):
     """
 
     def __init__(self, target: Target, lr: float, mode: str) -> None:
-        self._target, self._lr, optimizer = target, lr, _optimizer_of_one_weight(lr)
+        self._lr, optimizer = lr, _optimizer_of_one_weight(lr)
         (self._group,) = optimizer.param_groups
         if issubclass(target.resolve(), torch.optim.lr_scheduler.ReduceLROnPlateau):
             if (asked := target.kwargs.get("mode", mode)) != mode:
@@ -227,11 +222,8 @@ class MetricScheduler(Shape):
     def follow(self, metric: float) -> str | None:
         """Step on `metric`; return the change of the rate in words, None if it stays."""
         before = self._group["lr"]
-        try:
-            self._scheduler.step(metric)
-            after = self._group["lr"] = float(self._group["lr"])
-        except Exception as error:
-            _refuse(self._target, f"its step on {metric:g} raises {summary_of(error)}", error)
+        self._scheduler.step(metric)
+        after = self._group["lr"] = float(self._group["lr"])
         return None if after == before else f"learning rate {before:g} -> {after:g}"
 
     def state_dict(self) -> dict[str, Any]:

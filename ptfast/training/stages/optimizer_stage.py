@@ -22,7 +22,6 @@ from ptfast.techniques.schedule.scheduled_run import (
 )
 from ptfast.training.stages.data_stage import eval_batch_size
 from ptfast.training.stages.partial_run import PartialRun
-from ptfast.training.user_code import UserPart, check_savable
 
 STATISTICS_SAMPLES = 4096
 """Training samples that BatchNorm's statistics are measured on; more do not change them much."""
@@ -80,26 +79,23 @@ def add_schedule(run: PartialRun) -> None:
         has_momentum=has_momentum(run.optimizer),
         extendable=not plan.spans_run,
     )
-    _check_metric(run)
+    if run.schedule.on_metric is not None:
+        _check_evaluations(run)
     resolved.momentum, resolved.total_steps = run.schedule.momentum_note, plan.total_steps
     resolved.curriculum = plan.notes
 
 
-def _check_metric(run: PartialRun) -> None:
-    """Reject a scheduler that steps on a metric where nothing is evaluated, or that cannot be saved."""
-    name, every = run.config.schedule.target.path.rpartition(".")[2], run.config.eval.every
-    if (scheduler := run.schedule.on_metric) is None:
-        return
-    check_savable(scheduler.state_dict(), UserPart("schedule._target_", scheduler))
+def _check_evaluations(run: PartialRun) -> None:
+    """Reject a schedule that steps on a metric where nothing is evaluated."""
+    name, steps = run.config.schedule.target.path.rpartition(".")[2], run.cadence.eval_steps
     if run.splits.val is None:
         what = "steps on the metric of an evaluation, and no samples are held out for one"
         hint = "Set data.val=10%, or use schedule=multistep"
         raise ConfigError("C011", what, key="schedule", value=name, suggestion=hint)
-    if every.unit == "percent":
-        run.schedule.of_length = None
-    steps = run.plan.every("eval.every", every)
-    if not steps or steps[0] >= run.plan.total_steps:
+    if not steps or steps[0] >= run.total_steps:
         run.display.warn(f"schedule: {name} changes nothing, as no evaluation comes before the last step")
+    if run.config.eval.every.unit == "percent":
+        run.schedule.of_length = None
 
 
 def add_average(run: PartialRun) -> None:
