@@ -50,9 +50,6 @@ _FIND = {
         Flag("--from", "smallest batch to try", "smallest", number(1)),
         Flag("--to", "largest batch to try", "largest", number(1)),
         _SECONDS,
-        switch("--checkpointing", "also try larger batches with activation checkpointing"),
-        switch("--noise", "estimate the critical batch size from the gradient noise"),
-        Flag("--steps", "optimizer steps of the training for --noise", "num_steps", number(20)),
     ),
     "workers": _search(
         "workers",

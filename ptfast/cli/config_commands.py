@@ -89,24 +89,16 @@ def eval(args: Namespace) -> int:
 
 def find(args: Namespace) -> int:
     """Find a number for a config."""
-    if args.kind == "batch" and args.num_steps and not args.noise:
-        hint = "Add --noise"
-        raise ConfigError("C011", "is for --noise", key="--steps", place=COMMAND_LINE, suggestion=hint)
     composed, config = read_typed(args.words)
     names = [flag.attribute for flag in COMMANDS["find"].kinds[args.kind].flags]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     with composed.naming_places():
-        if args.kind == "lr":
-            from ptfast.measure.find.lr_finder import find_lr
-
-            return find_lr(composed, config, args.words, **options)
-        if args.kind == "workers":
-            from ptfast.measure.find.loader_finder import find_workers
-
-            return find_workers(config, args.words, **options)
         from ptfast.measure.find.batch_finder import find_batch
+        from ptfast.measure.find.loader_finder import find_workers
+        from ptfast.measure.find.lr_finder import find_lr
 
-        return find_batch(composed, config, args.words, **options)
+        finders = {"lr": find_lr, "batch": find_batch, "workers": find_workers}
+        return finders[args.kind](config, args.words, **options)
 
 
 def ablate(args: Namespace) -> int:

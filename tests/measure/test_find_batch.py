@@ -10,50 +10,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from running import WITH_TESTS, train
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.errors import ReportedError
-from ptfast.measure.find import batch_finder, batch_search
-from ptfast.measure.find.batch_search import BatchSearch
+from ptfast.measure.experiment.laboratory import TrialResult
+from ptfast.measure.experiment.trial import SPARE, memory_to_spare
+from ptfast.measure.experiment.warm_parent import NO_MEMORY
+from ptfast.measure.find import batch_finder
+from ptfast.measure.find.batch_finder import BatchSearch
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
 
-def search_among(
-    rates: dict[int, float], folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: int
-) -> BatchSearch:
+def search_among(rates: dict[int, float], monkeypatch: pytest.MonkeyPatch, **limits: int) -> BatchSearch:
     """A search on a machine on which sizes have these rates, and what is larger than `room` does not fit.
 
-    With activations that are computed again, three times as much fits, at 0.9 of the rate; beyond `spare`,
-    if given, a whole run finds no room.
+    Beyond `spare`, if given, a whole run finds no room. Processes of sizes beyond `killed` are killed.
     """
 
-    def measure_once(*arguments: Any) -> tuple[list[dict[str, Any]], str | None]:
-        keywords, results = arguments[4], []
-        mode = None if arguments[2].checkpointing.mode == "none" else arguments[2].checkpointing.mode
-        if mode is not None and "no_blocks" in limits:
-            raise ReportedError("error[C011]: checkpointing=full: Mlp has no repeated blocks", 2)
-        more = 1 if mode is None else 3
-        room = limits.get("spare" if keywords["checked_fully"] else "room", limits.get("room", sys.maxsize))
-        for size in keywords["sizes"]:
+    class Machine:
+        def __init__(self, **options: float) -> None:
+            pass
+
+        def __enter__(self) -> Machine:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def look(self, configs: Any, *, timed_s: float, spares: bool) -> list[TrialResult]:
+            (words,) = configs
+            size = int(words[-1].removeprefix("batch_size="))
+            room = limits.get("spare" if spares else "room", limits.get("room", sys.maxsize))
             if size > limits.get("killed", sys.maxsize):
-                return results, "SIGKILL"
-            if size > room * more:
-                return [*results, {"size": size, "no_room": "out of memory"}], None
-            rate = rates.get(size, 1.0) * (1 if mode is None else 0.9)
-            facts = {"rates": [rate], "memory_bytes": size}
-            results.append({"size": size, "samples_per_s": rate, **facts})
-        return results, None
+                return [TrialResult(words, None, "its process ended with exit code -11")]
+            if size > room:
+                return [TrialResult(words, None, "ran out of memory", {"code": NO_MEMORY})]
+            facts = {"rates": [rates.get(size, 1.0)], "peak_memory_bytes": size, "num_train": 10_000}
+            return [TrialResult(words, 0.0, "", facts)]
 
-    monkeypatch.setattr(batch_search, "measure_once", measure_once)
-    return BatchSearch(SMALL, *read_config(SMALL), folder, 0.1)
+    monkeypatch.setattr(batch_finder, "Laboratory", Machine)
+    return BatchSearch(read_config(SMALL)[1], SMALL, 0.1)
 
 
-def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_found_and_not_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {8: 100, 16: 180, 32: 300, 64: 280, 128: 200, 256: 150, 48: 320, 24: 290}
-    search = search_among(rates, tmp_path, monkeypatch)
+    search = search_among(rates, monkeypatch)
     search.ascend(8, 4096)
     assert max(search.seen) == 256
     search.refine(8, 4096)
@@ -61,18 +66,16 @@ def test_the_peak_is_found_and_not_the_largest(tmp_path: Path, monkeypatch: pyte
     assert len(search.seen[48]) == 3
 
 
-def test_of_sizes_as_quick_the_smallest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = search_among({8: 100, 16: 199, 32: 200, 64: 201}, tmp_path, monkeypatch)
+def test_of_sizes_as_quick_the_smallest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_among({8: 100, 16: 199, 32: 200, 64: 201}, monkeypatch)
     search.measure([8, 16, 32, 64])
     assert search.best() == 16
 
 
 @pytest.mark.parametrize("limit", ["room", "killed"])
-def test_what_does_not_fit_ends_the_search(
-    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_ends_the_search(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {size: float(size) for size in range(10_000)}
-    search = search_among(rates, tmp_path, monkeypatch, **{limit: 100})
+    search = search_among(rates, monkeypatch, **{limit: 100})
     search.ascend(8, 4096)
     assert search.too_large is not None
     assert search.too_large["size"] == 128
@@ -80,63 +83,49 @@ def test_what_does_not_fit_ends_the_search(
     assert search.best() == 96
 
 
-def test_a_size_without_room_to_spare_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_without_room_to_spare_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {size: float(size) for size in range(10_000)}
-    search = search_among(rates, tmp_path, monkeypatch, room=100, spare=70)
+    search = search_among(rates, monkeypatch, room=100, spare=70)
     search.ascend(8, 4096)
     search.refine(8, 4096)
     assert search.best() == 96
     assert search.confirm() == 64
     # Where no limit was met, nothing is run a second time.
-    roomy = search_among(rates, tmp_path, monkeypatch)
+    roomy = search_among(rates, monkeypatch)
     roomy.measure([8, 16])
     roomy.measure = None  # type: ignore[assignment,method-assign]
     assert roomy.confirm() == 16
 
 
-@pytest.mark.parametrize(
-    ("rates", "limits", "mode", "size"),
-    [
-        # Still rising where memory ends: twice the batch at 0.9 of its rate is worth it, ...
-        ({8: 50.0, 16: 100.0, 32: 180.0, 64: 300.0, 96: 320.0, 128: 500.0, 192: 510.0}, {}, "full", 192),
-        # ... and not where larger batches gain nothing.
-        ({8: 50.0, 16: 100.0, 32: 180.0, 64: 300.0, 96: 320.0, 128: 330.0, 192: 340.0}, {}, "none", 96),
-        ({8: 50.0, 16: 100.0, 32: 180.0, 64: 300.0, 96: 320.0}, {"no_blocks": 1}, "none", 96),
-        # Where nothing fits as configured.
-        ({8: 50.0, 16: 100.0, 24: 110.0}, {"room": 6}, "full", 16),
-    ],
-)
-def test_checkpointing_where_it_buys_a_quicker_batch(
-    rates: dict[int, float],
-    limits: dict[str, int],
-    mode: str,
-    size: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    search = search_among(rates, tmp_path, monkeypatch, **({"room": 100} | limits))
-    search.ascend(8, 4096)
-    if search.seen:
-        search.refine(8, 4096)
-    assert search.too_large is not None
-    best = batch_finder._choose([search, *batch_finder._with_checkpointing(search, 8, 4096)])
-    assert best is not None
-    assert (best[0].mode, best[1]) == (mode, size)
+def test_what_the_data_has_no_batches_for_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_among({}, monkeypatch)
+    search.measure([8, 20_000])
+    assert (list(search.seen), search.too_large) == ([8], None)
+    assert search.refused == {20_000: "more than an epoch of 10,000 samples"}
+    search._note(1617, TrialResult((), None, "leaves one", {"code": "D006"}), "")
+    assert search.refused[1617] == "leaves one"
+    with pytest.raises(ReportedError, match="no such file"):
+        search._note(
+            9, TrialResult((), None, "x", {"code": "D001", "line": "ptfast: error: no such file"}), ""
+        )
 
 
-def test_the_recipe_written_has_the_checkpointing_it_was_found_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("optimizer", "rule"), [("sgd", "linear"), ("adamw", "sqrt")])
+def test_the_recipe_written_scales_the_rate(optimizer: str, rule: str, tmp_path: Path) -> None:
     file = tmp_path / "found.yaml"
-    words = ["+recipe=resnet_digits", "checkpointing=every_n", "optimizer=sgd", "batch_size=64"]
-    search = BatchSearch(words, *read_config(words), tmp_path, 0.1)
-    batch_finder._write(file, search, 128, lr_ratio=1.5)
+    words = ["+recipe=resnet_digits", "checkpointing=every_n", f"optimizer={optimizer}", "batch_size=64"]
+    batch_finder._write(file, BatchSearch(read_config(words)[1], words, 0.1), 128)
     _, config = read_config([f"+recipe={file}"])
     assert (config.batch_size, config.checkpointing.mode, config.checkpointing.every) == (128, "every_n", 2)
-    given = search.config.optimizer.target.kwargs["lr"]
-    adapts = any(name in search.config.optimizer.target.path.lower() for name in batch_finder.ADAPTIVE)
-    ratio = 1.5**0.5 if adapts else 1.5
-    assert config.optimizer.target.kwargs["lr"] == pytest.approx(given * ratio, rel=0.01)
+    assert (config.optimizer.lr_scaling, config.optimizer.reference_batch) == (rule, 64)
+
+
+@pytest.mark.gpu
+def test_memory_is_held_back_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    free, total = torch.cuda.mem_get_info(device)
+    with memory_to_spare(device, 0):
+        assert free - torch.cuda.mem_get_info(device)[0] >= 0.9 * SPARE * total
 
 
 @pytest.mark.slow
@@ -160,11 +149,6 @@ def test_the_command(
 def test_too_few_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command_line.run(["find", "batch", *SMALL, "--from", "4096", "--seconds", "0.05"]) == 3
     assert "more than an epoch of 1,617 samples" in capfd.readouterr().err
-
-
-def test_flags_of_another_search(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.run(["find", "batch", "--steps", "100"]) == 2
-    assert "--steps (command line): is for --noise" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -191,7 +175,6 @@ def test_two_ranks_agree_on_one_size(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
     facts = json.loads((tmp_path / "out" / "batch.json").read_text())
     assert facts["chosen"] in (32, 48, 64)
-    assert all(trial["micro_batches"] == 2 for trials in facts["trials"].values() for trial in trials)
 
 
 def test_batches_of_so_many_tokens_have_no_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from ptfast.core.errors import EXIT_BUG, MachineError, ReportedError
 from ptfast.measure.experiment.plan import fit_pairs, turn_means
 from ptfast.measure.experiment.trial import end_ranks, start_ranks
 from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
-from ptfast.measure.experiment.warm_parent import Request, serve
+from ptfast.measure.experiment.warm_parent import NO_MEMORY, Request, serve
 
 END_S = 5.0
 NOT_REACHED = "not reached: give a longer --budget"
@@ -34,6 +34,11 @@ class TrialResult:
     """Why it gave no time."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ..."""
+
+    @property
+    def gave_out(self) -> bool:
+        """Whether memory or time ran out, or its process was killed: it has no error of its own."""
+        return bool(self.why) and self.facts.get("code") in (None, NO_MEMORY)
 
     def raise_failure(self) -> None:
         """Raise the error that ended the trial, if any, as the user's own run would show it."""
@@ -76,14 +81,16 @@ class Laboratory:
         return self.budget_s - (time.monotonic() - self._start_s)
 
     def look(
-        self, configs: Sequence[Sequence[str]], *, timed_s: float = 0.0, asks: bool = False
+        self, configs: Sequence[Sequence[str]], *, timed_s: float = 0.0, **options: bool
     ) -> list[TrialResult]:
         """Build each config once and train two steps; then for `timed_s` seconds, if any, in few turns.
 
-        With `asks`, the facts of each hold `data`, too: what decides which loaders make sense.
+        With the option `asks`, the facts of each hold `data`, too: what decides which loaders make sense.
+        With `spares`, a config that does not evaluate and save with memory to spare has failed.
         """
         configs, warm_s = [list(words) for words in configs], timed_s / 3
-        return self._request(Request(configs, timed_s, least_turns=2, warm_s=warm_s, asks=asks))
+        request = Request(configs, timed_s, self.turn_s, least_turns=2, warm_s=warm_s, **options)
+        return self._request(request)
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
         """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare.

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import math
+import mmap
 import multiprocessing
 import os
 import signal
 import socket
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
-from ptfast.core.distributed import Ranks, barrier, init_process_group
-from ptfast.core.errors import EXIT_BUG, EXIT_OK, ParallelError, exit_code_of
+from ptfast.core.distributed import Ranks, init_process_group
 from ptfast.core.machine import (
     die_with_parent,
-    is_memory_error,
     machine_times,
+    memory_limit,
     memory_of,
     peak_memory_bytes,
     processor_time_of,
@@ -40,13 +37,12 @@ from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
-from ptfast.launch.launcher import reported_failure, resolve_num_ranks
-from ptfast.launch.rank_main import leave, report_failure
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.rewrites.model_rewrites import FusedRMSNorm, find_rms_norms
 from ptfast.training.build import build
+from ptfast.training.fit import try_out
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
 
@@ -54,7 +50,6 @@ Place = tuple[int, int, int]
 """A process's rank, the number of ranks, and the port where they meet."""
 Processes = list[tuple[Any, Connection]]
 """Of each rank, with the connection to it."""
-OnResult = Callable[[dict[str, Any]], None]
 LEAST_STEPS = 2
 """Fewest steps of a warm-up, whose losses are compared."""
 WARM_STEPS, WARM_S = 5, 0.3
@@ -66,35 +61,10 @@ REST_S = 1.0
 """Longest wait for processes that read ahead, between segments."""
 LONG_TURN_S = 0.25
 """Shortest turn where batches are prefetched, or several processes or a GPU must synchronise."""
+SPARE = 0.05
+"""Part of the memory limit that has to stay free."""
 SHORT_S = 0.05
 """Steps that take no longer are preceded by one that warms caches, which went cold while idle."""
-
-
-@dataclass
-class TrialRank:
-    """A rank of a measurement; `folder` is for the files of its runs."""
-
-    config: Config
-    folder: Path
-    ranks: Ranks
-    data: Data | None = None
-    send: OnResult = lambda _: None
-
-    def report(self, result: dict[str, Any]) -> None:
-        if self.ranks.is_first:
-            self.send(result)
-
-    @contextmanager
-    def reporting_lack_of_memory(self, result: dict[str, Any]) -> Iterator[None]:
-        """If memory runs out inside, report `result` and end this process, which can no longer be trusted."""
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_memory_error(error):
-                raise
-            self.send({**result, "no_room": str(error).splitlines()[0][:200]})
-            # The other ranks may wait in a collective for this one: their parent ends them.
-            leave(EXIT_BUG if self.ranks.distributed else EXIT_OK)
 
 
 def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *arguments: Any) -> Processes:
@@ -147,77 +117,31 @@ def join(place: Place | None, config: Config) -> Ranks:
     return own
 
 
-def measure_once(
-    measurement: Callable[..., None],
-    composed: Composed,
-    config: Config,
-    scratch: Path,
-    keywords: dict[str, Any],
-    on_result: OnResult = lambda _: None,
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Measure a config in a new process for each of its ranks, whose files go into `scratch`.
+@contextmanager
+def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
+    """Leave the code inside a little less memory than there is; it raises MemoryError if that is too little.
 
-    Args:
-        measurement: a function of a `TrialRank` and the keywords, which reports what it measures.
-        on_result: called with each result as it comes in.
-
-    Returns:
-        The results, and the name of the signal that ended a rank, if one did: the kernel kills a process for
-        which it has no memory.
+    GPU memory, or addresses under `ulimit`, are held meanwhile. Pages of a machine or a container count only
+    when they are written, so their peak, beyond what was taken `before`, is compared afterwards.
     """
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    sys.stdout.flush()
-    results: list[dict[str, Any]] = []
-    num_ranks = resolve_num_ranks(config)
-    ranks = start_ranks(_measure, num_ranks, "spawn", measurement, config, folder, keywords)
-    at_work, code = {connection: process for process, connection in ranks}, EXIT_OK
-    try:
-        while at_work and not code:
-            ready = wait(list(at_work))
-            for connection in [each for each in at_work if each in ready]:
-                try:
-                    result = connection.recv()
-                except (EOFError, ConnectionError):
-                    process = at_work.pop(connection)
-                    process.join()
-                    code = code or process.exitcode
-                    continue
-                on_result(result)
-                results.append(result)
-    finally:
-        end_ranks(ranks)
-    if reported := reported_failure(folder, composed):
-        raise reported
-    if code > 0 and not (results and "no_room" in results[-1]):
-        raise ParallelError("P001", f"the search exited with {code} and gave no reason")
-    return results, signal.Signals(-code).name if code < 0 else None
-
-
-def _measure(
-    connection: Connection,
-    place: Place | None,
-    measurement: Callable[..., None],
-    config: Config,
-    folder: Path,
-    keywords: dict[str, Any],
-) -> None:
-    try:
-        ranks = join(place, config)
-        measurement(TrialRank(config, folder, ranks, send=connection.send), **keywords)
-        barrier(ranks)
-    except Exception as error:
-        report_failure(folder, error)
-        leave(exit_code_of(error))
-    leave(EXIT_OK)
+    limit, name = memory_limit(device.type)
+    spare = int(SPARE * limit)
+    held: object = None
+    if device.type == "cuda":
+        held = torch.empty(spare, dtype=torch.uint8, device=device)
+    elif name.startswith("ulimit"):
+        held = mmap.mmap(-1, spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    yield
+    if held is None and peak_memory_bytes("cpu") - before > limit - spare:
+        raise MemoryError(f"out of memory but for the last {SPARE:.0%}")
+    del held
 
 
 class Segments:
     """A run that trains in segments; it evaluates, saves and logs nothing, and calls no callbacks."""
 
-    def __init__(self, trial: TrialRank) -> None:
-        self.run = run = build(
-            trial.config, ranks=trial.ranks, folder=trial.folder, display=Display(), data=trial.data
-        )
+    def __init__(self, config: Config, folder: Path, ranks: Ranks, data: Data | None) -> None:
+        self.run = run = build(config, ranks=ranks, folder=folder, display=Display(), data=data)
         run.callbacks = []
         run.total_steps = ENDLESS
         self.trainer = Trainer(run)
@@ -232,7 +156,7 @@ class Segments:
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may be prefetched when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
-        of_workers = -(-run.resolved.workers * trial.config.dataloader.prefetch // per_rank)
+        of_workers = -(-run.resolved.workers * config.dataloader.prefetch // per_rank)
         self._prefetched_steps = of_workers + run.resolved.read_ahead
         kinds = [type(module) for module in run.model.modules()]
         needs: dict[Need, bool] = {
@@ -246,6 +170,7 @@ class Segments:
             "environment": run_directory.environment([]),
             "resolved": asdict(run.resolved),
             "batch_size": run.batch_size,
+            "num_train": run.info.num_train,
             # A GPU's clock times the phases of few steps, and a task's own step is a single phase.
             "tells_shares": self._is_alone and self.trainer.optimizers is None,
             "meets": [need for need, is_met in needs.items() if is_met],
@@ -320,11 +245,13 @@ class Segments:
         self._rest()
         return result
 
-    def close(self) -> None:
-        """Close the run; its memory is free once nothing refers to this object."""
-        # The frame of the generator refers to this object.
-        self._batches = iter(())
-        self.run.close()
+    def check_spare(self) -> dict[str, Any]:
+        """Train on, evaluate and save with a part of the memory held back."""
+        with memory_to_spare(self.run.device, self.facts["built_bytes"]):
+            self._take(1)
+            try_out(self.run)
+            self._take(1)
+        return {}
 
     def _take(self, num_steps: int) -> float:
         """Train some steps and return their mean loss, waiting for the device."""

@@ -34,7 +34,6 @@ from ptfast.measure.experiment.trial import (
     Place,
     Processes,
     Segments,
-    TrialRank,
     end_ranks,
     join,
     start_ranks,
@@ -42,6 +41,8 @@ from ptfast.measure.experiment.trial import (
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
+NO_MEMORY = "E002"
+"""Code of a trial for which there was no memory."""
 ANSWER_S = 120.0
 """Longest time for building and warming up a trial, or for a turn."""
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
@@ -69,6 +70,8 @@ class Request:
     warm_s: float = 0.6
     asks: bool = False
     """Report properties of the data, too."""
+    spares: bool = False
+    """Check in the end that it evaluates and saves with memory to spare."""
 
 
 def _ask(
@@ -98,6 +101,8 @@ def _ask(
     for name in ("time", "waiting", "system", "optimizer"):
         if name in answer:
             found[index].setdefault(f"{name}s", []).append(answer.pop(name))
+    if "samples_per_s" in answer:
+        found[index].setdefault("rates", []).append(answer["samples_per_s"])
     found[index] |= answer
     if "error" in answer:
         end_ranks(trials.pop(index))
@@ -151,6 +156,8 @@ class WarmParent:
                     for index in sorted(trials, reverse=turn % 2 == 1):
                         num_steps, lead_steps, behind = turns[index]
                         _ask(trials, found, index, "train", num_steps, lead_steps + (0 if turn else behind))
+            for index in list(trials) if request.spares else ():
+                _ask(trials, found, index, "spare")
         finally:
             for trial in trials.values():
                 end_ranks(trial)
@@ -203,13 +210,15 @@ def _train_on_request(
     # Forks share their parent's memory layout: each heap is shifted by a different amount.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
-        segments = Segments(TrialRank(config, folder, join(place, config), data))
+        segments = Segments(config, folder, join(place, config), data)
         while True:
             what, *arguments = connection.recv()
             if what == "warm":
                 connection.send(segments.facts | segments.warm_up(*arguments))
             elif what == "train":
                 connection.send(segments.train(*arguments))
+            elif what == "spare":
+                connection.send(segments.check_spare())
             else:
                 train = (data or load_data(config)).train
                 connection.send({"data": {"device": segments.run.device.type, **_facts_of(train)}})
@@ -223,10 +232,12 @@ def _train_on_request(
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """The error of a trial: a clause, and the line and exit code that a run would end with."""
-    clause = "ran out of memory" if is_memory_error(error) else one_line(_REPORTED.sub("", str(error)))
-    clause = clause or type(error).__name__
-    return {"error": clause, "line": error_line(error), "exit_code": exit_code_of(error)}
+    """The error of a trial: a clause, its code, and the line and exit code that a run would end with."""
+    code = error.code if isinstance(error, PtfastError) else type(error).__name__
+    clause = one_line(_REPORTED.sub("", str(error))) or code
+    if is_memory_error(error):
+        code, clause = NO_MEMORY, "ran out of memory"
+    return {"error": clause, "code": code, "line": error_line(error), "exit_code": exit_code_of(error)}
 
 
 def _facts_of(train: Source) -> dict[str, Any]:

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptfast.config.compose import Composed
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, ParallelError
+from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from ptfast.data.sampling.counter_draws import OwnGenerators
-from ptfast.measure.experiment.trial import TrialRank, measure_once
+from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
@@ -54,7 +53,6 @@ REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "figures",
 
 
 def find_lr(
-    composed: Composed,
     config: Config,
     arguments: Sequence[str],
     *,
@@ -79,8 +77,7 @@ def find_lr(
         what = f"does not lie between 0 and --to {highest:g}"
         raise ConfigError("C005", what, key="--from", value=f"{lowest:g}")
     check_outputs(out, write)
-    keywords = {"lowest": lowest, "highest": highest, "num_steps": num_steps, "trial_steps": trial_steps}
-    facts = measure(composed, config, keywords)
+    facts = measure(config, lowest=lowest, highest=highest, num_steps=num_steps, trial_steps=trial_steps)
     name, chosen = label(config), facts["chosen"]
     _show(facts)
     folder = write_figures("find-lr", out, config, facts, "lr.json")
@@ -102,36 +99,28 @@ def find_lr(
     return EXIT_OK
 
 
-def measure(composed: Composed, config: Config, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Run test and trials in this process or on the config's ranks, and return their figures."""
-    with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
-        if config.parallel.strategy == "single":
-            results: list[dict[str, Any]] = []
-            measure_lr(TrialRank(config, Path(name), Ranks(), send=results.append), **keywords)
-            return results[0]
-        results, killed = measure_once(measure_lr, composed, config, Path(name), keywords)
-    if killed is not None:
-        hint = "The system's memory may have run out"
-        raise ParallelError("P001", f"a rank was killed by {killed}", suggestion=hint)
-    return results[0]
-
-
-def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: int, trial_steps: int) -> None:
-    """Run the test and the trials on one rank."""
-    config, bounds = trial.config, {"lowest": lowest, "highest": highest}
+def measure(
+    config: Config, *, lowest: float, highest: float, num_steps: int, trial_steps: int
+) -> dict[str, Any]:
+    """Run the test and the trials in this process, with the micro-batches that ranks would have."""
+    if config.parallel.strategy != "single":
+        micro_batches = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
+        gradients = config.gradients.model_copy(update={"accumulate": 1})
+        config = config.model_copy(update={"micro_batches": micro_batches, "gradients": gradients})
+    bounds = {"lowest": lowest, "highest": highest}
     with contextlib.ExitStack() as stack:
-        display = stack.enter_context(contextlib.closing(build_display(trial.ranks.rank)))
-        run = build(config, ranks=trial.ranks, folder=trial.folder, display=display)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ptfast-"))
+        display = stack.enter_context(contextlib.closing(build_display()))
+        run = build(config, ranks=Ranks(), folder=Path(folder), display=display)
         stack.callback(run.close)
         test = range_test(run, num_steps=num_steps, **bounds)
         smoothed = smooth(test.losses)
         start, trials = start_rate(test.lrs, smoothed), dict[float, float]()
         if start is not None:
             trials = run_trials(run, start, num_steps=trial_steps, **bounds)
-    actual = reference_lr(run.optimizer, "initial_lr")
-    finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
-    trial.report(
-        {
+        actual = reference_lr(run.optimizer, "initial_lr")
+        finite = {lr: loss for lr, loss in trials.items() if math.isfinite(loss)}
+        return {
             **asdict(test),
             "smoothed": smoothed,
             "trials": [[lr, finite.get(lr)] for lr in sorted(trials)],
@@ -141,14 +130,13 @@ def measure_lr(trial: TrialRank, *, lowest: float, highest: float, num_steps: in
             "batch_size": run.batch_size,
             "trial_steps": trial_steps,
         }
-    )
 
 
 @dataclass(frozen=True)
 class RangeTest:
     lrs: list[float]
     losses: list[float]
-    """Mean item loss of each step over all ranks, before the step changed anything."""
+    """Mean item loss of each step, before the step changed anything."""
     ended: str
     """`at the highest rate`, `the loss diverged` or `the data ended`."""
 
@@ -157,8 +145,6 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
     """Train with rates that rise from `lowest` to `highest` by a constant factor; the run is left as it was.
 
     Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
-    Losses are summed over ranks, so that all of them end at the same step.
-
     Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
     """
     growth = (highest / lowest) ** (1 / (num_steps - 1))
