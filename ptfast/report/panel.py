@@ -74,6 +74,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         panels = (family.FAMILY.panel for family in families)
         return {name: row for panel in panels for name, row in call_with(panel, facts).items()}
 
+    task: dict[str, Any] = sections["task"].options
     kind, reason = run.train_loader.kind, run.train_loader.reason
     note = f"; {run.resumed_note}" if run.resumed_note else ""
     switches = {
@@ -84,7 +85,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         **rows(sampling, curriculum),
         **call_with(data.panel, facts),
         **rows(transforms),
-        "label smoothing": sections["task"].options.get("label_smoothing") or None,
+        **{name.replace("_", " "): value or None for name, value in task.items() if name != "loss"},
         **rows(models, decoding),
         "resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None,
     }

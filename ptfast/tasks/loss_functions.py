@@ -169,11 +169,7 @@ class TorchLoss(UserLoss):
             return self._items_of(targets)
         if targets.is_floating_point():  # (batch, classes, ...): the share of each class
             return targets[:, 0].numel()
-        counted = targets != self._ignored
-        if self._weight is None:
-            return counted.sum()
-        weight = self._weight.to(devices.sum_dtype(targets.device))
-        return (weight[targets.where(counted, 0).long()] * counted).sum()
+        return target_weights(targets, self._weight, self._ignored).sum()
 
     def sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
         if self._selects:
@@ -184,6 +180,15 @@ class TorchLoss(UserLoss):
 
     def _call(self, outputs: Tensor, targets: Tensor) -> Any:
         return self._each(*self._task.aligned(outputs, targets))
+
+
+def target_weights(targets: Tensor, weight: Tensor | None, ignored: int | None) -> Tensor:
+    """What each class in `targets` counts in torch's mean: its weight (default 1), or 0 if it is ignored."""
+    counted = targets.long() != ignored
+    if weight is None:
+        return counted
+    weight = weight.to(devices.sum_dtype(targets.device))
+    return weight[targets.where(counted, 0).long()] * counted
 
 
 def times(mean: Tensor, num_items: Any) -> Tensor:

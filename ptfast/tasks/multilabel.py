@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.section import NotNegative
+from ptfast.tasks.cross_entropy import Weights, check_own_loss, focus, read_weights
+from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import label_accuracy, label_f1
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
@@ -20,6 +25,8 @@ class MultiLabel(SupervisedTask):
 
     Args:
         loss: replaces the binary cross entropy, see `SupervisedTask`.
+        pos_weight: weight of each class where a sample has it: a list, or a mapping by name.
+        focal_gamma: the loss of a target of probability p counts (1 - p) ** gamma times.
     """
 
     metric = "f1"
@@ -28,17 +35,34 @@ class MultiLabel(SupervisedTask):
     needs_classes = True
     class_dim = 0
 
+    def __init__(
+        self,
+        info: DataInfo,
+        loss: LossFunction | None = None,
+        pos_weight: Weights | None = None,
+        focal_gamma: NotNegative = 0.0,
+    ) -> None:
+        super().__init__(info, loss)
+        check_own_loss(loss, pos_weight=pos_weight, focal_gamma=focal_gamma)
+        self.pos_weight = read_weights(pos_weight, info, "task.pos_weight")
+        self.focal_gamma = focal_gamma
+
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return outputs, targets.to(outputs.dtype)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="sum")
-        return loss / self.num_classes
+        return self._losses(outputs, targets).sum() / self.num_classes
 
     def sample_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = F.binary_cross_entropy_with_logits(*self.aligned(outputs, targets), reduction="none")
-        return losses.mean(1)
+        return self._losses(outputs, targets).mean(1)
+
+    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        outputs, targets = self.aligned(outputs, targets)
+        weight = None if self.pos_weight is None else self.pos_weight.to(outputs.dtype)
+        losses_of = partial(F.binary_cross_entropy_with_logits, outputs, targets, reduction="none")
+        losses = losses_of(pos_weight=weight)
+        return losses * focus(losses_of(), self.focal_gamma) if self.focal_gamma else losses
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The classes of each input that are likelier than not, and every class's probability."""

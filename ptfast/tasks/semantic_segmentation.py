@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Metrics, Mixed
+from ptfast.core.sections.section import NotNegative
+from ptfast.tasks.cross_entropy import CrossEntropyTask, Weights
 from ptfast.tasks.loss_functions import LossFunction
 from ptfast.tasks.ratios import DeviceSums
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes
+from ptfast.tasks.supervised import names_of_classes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,7 +24,7 @@ AUXILIARY_WEIGHT = 0.5
 """Weight of the loss of an auxiliary head in training, as in torchvision's references/segmentation."""
 
 
-class SemanticSegmentation(SupervisedTask):
+class SemanticSegmentation(CrossEntropyTask):
     """Cross entropy between logits (batch, num_classes, height, width) and masks (batch, height, width).
 
     An item is a pixel that counts, so that images with many pixels to ignore weigh less. Of a model that
@@ -32,19 +34,24 @@ class SemanticSegmentation(SupervisedTask):
     Args:
         loss: replaces the cross entropy, see `SupervisedTask`; gets logits as above and int64 masks.
         ignore_index: the label of pixels that do not count; 255 in many datasets.
+        class_weights: weight of each class: a list, a mapping by name, or `balanced` by its training pixels.
+        focal_gamma: the loss of a pixel whose class has probability p counts (1 - p) ** gamma times.
     """
 
     metric = "mean_iou"
     mode = "max"
     counts_samples = False
-    needs_classes = True
-    class_dim = 1
     measures_aligned = True
 
     def __init__(
-        self, info: DataInfo, loss: LossFunction | None = None, ignore_index: int = IGNORE_INDEX
+        self,
+        info: DataInfo,
+        loss: LossFunction | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        class_weights: Literal["balanced"] | Weights | None = None,
+        focal_gamma: NotNegative = 0.0,
     ) -> None:
-        super().__init__(info, loss)
+        super().__init__(info, loss, 0.0, class_weights, focal_gamma)
         self.ignore_index = ignore_index
 
     def aligned(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,9 +66,6 @@ class SemanticSegmentation(SupervisedTask):
         outputs, targets = self.aligned(outputs, targets)
         return super().misfit(outputs, (None, targets))
 
-    def num_items(self, targets: Tensor) -> Tensor:
-        return (targets.long() != self.ignore_index).sum()
-
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # A sum of torch's own over pixels has no deterministic kernel on CUDA.
         return SemanticSegmentation.sample_losses(self, outputs, targets).sum()
@@ -71,10 +75,7 @@ class SemanticSegmentation(SupervisedTask):
             losses_of = SemanticSegmentation.sample_losses
             main, auxiliary = (losses_of(self, outputs[head], targets) for head in ("out", "aux"))
             return main + AUXILIARY_WEIGHT * auxiliary
-        losses = F.cross_entropy(
-            *self.aligned(outputs, targets), ignore_index=self.ignore_index, reduction="none"
-        )
-        return losses.flatten(1).sum(1)
+        return super().sample_losses(outputs, targets)
 
     def evaluation_loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.loss_sum(_logits(outputs), targets)

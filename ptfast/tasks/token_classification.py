@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptfast.core.protocols import IGNORE_INDEX
+from ptfast.tasks.cross_entropy import CrossEntropyTask
 from ptfast.tasks.ratios import accuracy
-from ptfast.tasks.supervised import SupervisedTask, names_of_classes
+from ptfast.tasks.supervised import names_of_classes
 
 
-class TokenClassification(SupervisedTask):
+class TokenClassification(CrossEntropyTask):
     """Cross entropy between logits (batch, length, num_classes) and class indices (batch, length).
 
     Tokens whose target is -100 do not count. A batch without any that counts adds 0 to the loss.
@@ -25,16 +24,12 @@ class TokenClassification(SupervisedTask):
     metric = "accuracy"
     mode = "max"
     ratios: Mapping[str, Any] = {"accuracy": accuracy}
-    needs_classes = True
     class_dim = -1
     counts_samples = False
     takes_mixed = False
 
     def aligned(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.flatten(0, -2), targets.flatten()
-
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(*self.aligned(outputs, targets), ignore_index=IGNORE_INDEX, reduction="sum")
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """The class of each token with its probability."""

@@ -116,6 +116,22 @@ def pixel_weights(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, weight=WEIGHTS[:2])
 
 
+def focal_weighted(outputs: Tensor, targets: Tensor, gamma: float = 2.0) -> Tensor:
+    likelihood = outputs.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+    weights = WEIGHTS[targets]
+    return -(weights * (1 - likelihood.exp()) ** gamma * likelihood).sum() / weights.sum()
+
+
+def focal_labels(outputs: Tensor, targets: Tensor) -> Tensor:
+    chances = outputs.sigmoid() * targets + (1 - outputs.sigmoid()) * (1 - targets)
+    return -((1 - chances) ** 0.5 * chances.log()).mean()
+
+
+def balanced(outputs: Tensor, targets: Tensor) -> Tensor:
+    counts = targets.bincount(minlength=3)
+    return F.cross_entropy(outputs, targets, weight=len(targets) / (3 * counts))
+
+
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets, reduction="none")
 
@@ -230,6 +246,27 @@ CASES = {
     "labels, each": Case("labels", own("binary_of_each"), F.binary_cross_entropy_with_logits),
     "labels, elements": Case(
         "labels", (*BINARY, "task.loss.reduction=none"), F.binary_cross_entropy_with_logits
+    ),
+    "class weights": Case("classes", (f"task.class_weights={SHORT}",), weighted),
+    "class weights by name, unlabelled": Case(
+        "classes ignored", ("task.class_weights={0: 0.1, 2: 10}",), weighted
+    ),
+    "class weights, smoothed in training": Case(
+        "classes",
+        (f"task.class_weights={SHORT}", "task.label_smoothing=0.1"),
+        lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS, label_smoothing=0.1),
+    ),
+    "class weights, balanced": Case("classes", ("task.class_weights=balanced",), balanced),
+    "class weights of pixels, ignored": Case("masks ignored", ("task.class_weights=[0.1,1]",), pixel_weights),
+    "focal, class weights": Case(
+        "classes", (f"task.class_weights={SHORT}", "task.focal_gamma=2"), focal_weighted
+    ),
+    "focal of the task": Case("classes", ("task.focal_gamma=2",), focal),
+    "focal of labels": Case("labels", ("task.focal_gamma=0.5",), focal_labels),
+    "labels, positive weights of the task": Case(
+        "labels",
+        ("task.pos_weight=[1,5,20]",),
+        lambda o, t: F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor([1.0, 5.0, 20.0])),
     ),
     "values, elements": Case("values", own("squares"), F.mse_loss),
     "values": Case("values", ("task.loss=torch.nn.MSELoss",), F.mse_loss),

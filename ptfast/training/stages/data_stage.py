@@ -15,7 +15,7 @@ from torch import nn
 
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
-from ptfast.core.errors import DataError, PtfastError, name_some, summary_of
+from ptfast.core.errors import ConfigError, DataError, PtfastError, name_some, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.given import is_ours
@@ -38,6 +38,8 @@ from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
 from ptfast.tasks import build_task, collate_of
 from ptfast.tasks.added_metrics import add_metrics
+from ptfast.tasks.cross_entropy import CrossEntropyTask, balanced_weights
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 from ptfast.training.evaluate import check_views
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import describe_padding, pack_or_pad
@@ -150,9 +152,27 @@ def choose_task(run: PartialRun) -> None:
         reason = "by the model's own loss, as its forward takes labels"
         run.resolved.task_reason = f"{reason}; task={info.task} takes ptfast's"
     task = build_task(name, info, **options)
+    if isinstance(task, CrossEntropyTask) and task.class_weights == "balanced":
+        run.resolved.class_weights = _balanced_weights(run, task)
+        task.class_weights = torch.tensor(run.resolved.class_weights)
+    for name, value in vars(task).items() if isinstance(task, SupervisedTask) else ():
+        vars(task)[name] = value.to(run.device) if isinstance(value, torch.Tensor) else value
     run.task = add_metrics(task, config.metrics, info)
     run.flip, run.shift = config.eval.flip, config.eval.shift
     check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
+
+
+def _balanced_weights(run: PartialRun, task: CrossEntropyTask) -> list[float]:
+    """The weights by which each class counts the same; of a run that is not new, those that it began with."""
+    if run.before.class_weights is not None:
+        return run.before.class_weights
+    if run.data is None or not isinstance(source := run.data.train, MapSource):
+        what, hint = "the classes of the training data cannot be counted", "Give a weight for each class"
+        raise ConfigError("C011", what, key="task.class_weights", value="balanced", suggestion=hint)
+    weights = on_first_rank(partial(balanced_weights, source, task.num_classes, task.ignore_index), run.ranks)
+    named = [f"{name} {weight:.3g}" for name, weight in zip(names_of_classes(run.info), weights, strict=True)]
+    run.display.note(f"task.class_weights=balanced: {name_some(named, 10)}")
+    return weights
 
 
 def _computes_loss(model: Target, info: DataInfo) -> bool | None:

@@ -1,0 +1,148 @@
+"""Cross entropy over classes, which may have weights, label smoothing and a focus on hard targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptfast.core.errors import ConfigError, did_you_mean, name_some
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo
+from ptfast.core.sections.section import Fraction, NotNegative
+from ptfast.data.map_source import MapSource
+from ptfast.tasks.loss_functions import LossFunction, target_weights
+from ptfast.tasks.supervised import SupervisedTask, names_of_classes
+
+Weights = list[NotNegative] | dict[str, NotNegative]
+"""A weight for each class in the order of the classes, or by name; classes that are not named weigh 1."""
+_CHUNK = 256
+"""Samples read at once where their labels are not known."""
+
+
+class CrossEntropyTask(SupervisedTask):
+    """The base of tasks with a class for each target.
+
+    The mean loss divides by the weights of the targets that count, as torch's does for a batch in one piece.
+    """
+
+    needs_classes = True
+    counts_samples = True
+    class_dim = 1
+    ignore_index = IGNORE_INDEX
+
+    def __init__(
+        self,
+        info: DataInfo,
+        loss: LossFunction | None = None,
+        label_smoothing: Fraction = 0.0,
+        class_weights: Literal["balanced"] | Weights | None = None,
+        focal_gamma: NotNegative = 0.0,
+    ) -> None:
+        """Build the task.
+
+        Args:
+            loss: replaces the cross entropy, see `SupervisedTask`.
+            label_smoothing: share of the target spread evenly over all classes, in [0, 1); in training only.
+            class_weights: weight of each class: a list, a mapping by name, or `balanced` by training samples.
+            focal_gamma: the loss of a target of probability p counts (1 - p) ** gamma times.
+        """
+        super().__init__(info, loss)
+        check_own_loss(loss, class_weights=class_weights, focal_gamma=focal_gamma)
+        if label_smoothing and focal_gamma:
+            what = "the focal loss is of one class for each target, and label smoothing spreads it over all"
+            hint = "Set one of the two to 0"
+            raise ConfigError("C011", what, key="task.focal_gamma", value=focal_gamma, suggestion=hint)
+        self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
+        self.class_weights = read_weights(class_weights, info, "task.class_weights")
+        if class_weights is not None or info.ignores_labels:
+            self.counts_samples = False
+
+    def target_weights(self, targets: Tensor) -> Tensor:
+        """What each target counts in the mean of the losses: 0 if it is ignored, else its class's weight."""
+        return target_weights(targets, self.class_weights, self.ignore_index)
+
+    def num_items(self, targets: Tensor) -> Any:
+        # Rows of floats are the share of each class.
+        if self.counts_samples or (targets.dim() == 2 and targets.is_floating_point()):
+            return len(targets)
+        return self.target_weights(targets).sum()
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)
+
+    def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        losses = self.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+        return losses.reshape(len(targets), -1).sum(1)
+
+    def evaluation_loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.cross_entropy(outputs, targets, reduction="sum")
+
+    def cross_entropy(self, outputs: Any, targets: Tensor, reduction: str = "none", **how: Any) -> Tensor:
+        """As torch's function, of what `aligned` gives, with the task's weights, `ignore_index` and focus."""
+        outputs, targets = self.aligned(outputs, targets)
+        loss_of, weight = partial(F.cross_entropy, ignore_index=self.ignore_index, **how), self.class_weights
+        if weight is not None:
+            weight = weight.to(torch.promote_types(outputs.dtype, torch.float32))
+        if not self.focal_gamma:
+            return loss_of(outputs, targets, weight, reduction=reduction)
+        losses = loss_of(outputs, targets, weight, reduction="none")
+        losses = losses * focus(loss_of(outputs, targets, reduction="none"), self.focal_gamma)
+        return losses.sum() if reduction == "sum" else losses
+
+
+def focus(losses: Tensor, gamma: float) -> Tensor:
+    """(1 - p) ** gamma for losses -log(p): the focal loss of Lin et al. 2017, arXiv:1708.02002."""
+    # At 0 the gradient is not finite for gamma < 1.
+    return (-torch.expm1(-losses)).clamp_min(1e-12) ** gamma
+
+
+def check_own_loss(loss: LossFunction | None, **options: Any) -> None:
+    """Reject options of a task's own loss where `task.loss` replaces it (C011)."""
+    for name, value in options.items():
+        if loss is not None and value:
+            what, hint = "changes the task's own loss, which task.loss replaces", "Give one of the two"
+            raise ConfigError("C011", what, key=f"task.{name}", value=value, suggestion=hint)
+
+
+def read_weights(given: Any, info: DataInfo, key: str) -> Any:
+    """The weight of each class, float32; C005 if they do not fit. None and `balanced` stay as they are."""
+    if given is None or isinstance(given, str):
+        return given
+    names, weights = names_of_classes(info), given
+    what, hint = (
+        "",
+        f"Give a weight for each class ({name_some(names, 10)}), or for some by name: {{NAME: 2}}",
+    )
+    if isinstance(given, Mapping):
+        by_name = {str(name): weight for name, weight in given.items()}
+        if strange := next((name for name in by_name if name not in names), None):
+            what, hint = f"there is no class {strange}", did_you_mean(strange, names) or hint
+        weights = [by_name.get(name, 1.0) for name in names]
+    if len(weights) != len(names):
+        what = f"{len(weights)} weights, where the data has {len(names)} classes"
+    elif not all(0 <= weight < float("inf") for weight in weights):
+        what = "weights must be finite numbers of at least 0"
+    elif not any(weights):
+        what = "every weight is 0, so that nothing would be learnt"
+    if what:
+        raise ConfigError("C005", what, key=key, value=given, suggestion=hint)
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def balanced_weights(source: MapSource, num_classes: int, ignore_index: int) -> list[float]:
+    """Weights by which each class counts the same: n / (k * n_c) if n_c of n targets are of one of k classes.
+
+    A class that does not occur weighs 0 and is not one of the k. Cost: where labels are not known, each
+    sample is read once. Source: King and Zeng 2001, as scikit-learn's `compute_class_weight`.
+    """
+    counts, known = torch.zeros(num_classes, dtype=torch.float64), source.known_labels()
+    parts = np.array_split(np.arange(len(source)), -(-len(source) // _CHUNK))
+    for labels in [known] if known is not None else (source.fetch(part)[1] for part in parts):
+        labels = labels.long().flatten()
+        counts += torch.bincount(labels[labels != ignore_index], minlength=num_classes)
+    return (counts.sum() / ((counts > 0).sum() * counts)).where(counts > 0, 0.0).tolist()
