@@ -71,6 +71,8 @@ class Run:
     """The model as the loop calls it: wrapped for its ranks if there are several."""
     wrap: Callable[[], Any] = field(init=False)
     """Builds `forward`; called again when parameters freeze or thaw, which wrappers do not notice."""
+    left_out: Sequence[str] = ()
+    """Names of frozen weights that states do not hold: those of `model.weights`."""
     task: Task = field(init=False)
     info: DataInfo = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)

@@ -60,6 +60,10 @@ class Resolved:
     channels_last: bool | None = None
     dropped_biases: dict[str, str] | None = None
     """Layers whose bias was dropped, and the BatchNorm that subtracts it."""
+    lora: str = ""
+    """The layers with LoRA and what trains, in words; empty without it."""
+    base_digest: str = ""
+    """That of the frozen weights that states leave out; empty if they hold the whole model."""
     fused_norms: list[str] = field(default_factory=list)
     """RMS norms that torch's kernel computes."""
     checkpointed: list[str] = field(default_factory=list)

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from ptfast.core.sections.section import Family, TargetSection, Technique
+from pydantic import Field
+
+from ptfast.core.resolved import Resolved
+from ptfast.core.sections.section import Count, Family, Fraction, Positive, Section, TargetSection, Technique
+
+
+class Lora(Section):
+    """LoRA: small factors that train beside frozen linear layers, by the package peft."""
+
+    rank: Count | None = None
+    """Width of the factors, such as 8; null trains the whole model."""
+    alpha: Positive | None = None
+    """What the factors add is multiplied by alpha / rank; null for twice the rank."""
+    dropout: Fraction = 0.0
+    """Probability of zeroing an input of the factors."""
+    targets: str | tuple[str, ...] = "auto"
+    """Linear layers by name, the end of it, or a regular expression; `auto` for all below the last layer."""
 
 
 class Model(TargetSection):
@@ -12,13 +28,16 @@ class Model(TargetSection):
     """The start: `pretrained`, a file or a run folder; null for random weights."""
     replace_head: bool = False
     """Keep random weights where those of the last layer do not fit."""
+    lora: Lora = Field(default_factory=Lora)
+    """Small factors that train in place of the model."""
 
 
-def panel(model: Model) -> dict[str, object]:
-    """How often parts of the model are left out in training, and what is computed from the data."""
+def panel(model: Model, resolved: Resolved) -> dict[str, object]:
+    """What trains and what is left out of it, and what is computed from the data."""
     names = ("drop_path", "drop_path_rate", "stochastic_depth_prob")
     side = model.target.kwargs.get("whitening")
     return {
+        "LoRA": resolved.lora or None,
         "drop path": next(filter(None, map(model.target.kwargs.get, names)), None),
         "whitening": f"patches of {side} x {side} pixels, by filters from the data" if side else None,
     }

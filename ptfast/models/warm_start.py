@@ -72,6 +72,8 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     fresh = [shapes[name] for name in head]
     if problems or (fresh and not replace_head):
         hint = "Build the model that was saved: its run's config.yaml names it"
+        if any(".lora_A." in name for name in weights.keys() - own.keys()):
+            hint = "They were trained with LoRA: give what `ptfast export` makes of that run"
         if not problems:
             hint = "Set model.replace_head=true to start with a fresh head"
         problems = problems or fresh

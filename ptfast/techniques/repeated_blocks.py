@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ptfast.core.errors import ConfigError, nearest
+from ptfast.core.errors import ConfigError, did_you_mean, name_some
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -40,11 +40,9 @@ def find_blocks(
         del names[""]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                near = nearest(pattern.replace("*", ""), names) or ""
-                shown = [near] if near else [name for name in names if "." not in name][:5]
-                what, hint = "matches no module of the model", f"There is {', '.join(shown)}"
-                hint = hint if shown else "The model has no parts"
-                raise ConfigError("C005", what, key=key, value=pattern, suggestion=hint)
+                near = did_you_mean(pattern.replace("*", ""), names)
+                hint = near or f"There are {name_some([name for name in names if '.' not in name])}"
+                raise ConfigError("C005", "matches no module", key=key, value=pattern, suggestion=hint)
         found = {n: m for n, m in names.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
     unique: dict[int, str] = {}
     for name, module in found.items():

@@ -89,7 +89,7 @@ def build(
     place_model(run)
     shape_model(run)
     if state is not None:
-        restore_model(run.model, state)
+        restore_model(run, state)
     build_loaders(run)
     add_optimizer(run)
     check_last_batch(run.plan.batches, run.model, run.micro_batches)

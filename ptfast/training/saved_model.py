@@ -75,7 +75,7 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
     choose_task(run)
     build_plain_model(run)
     place_model(run)
-    restore_model(run.model, state)
+    restore_model(run, state)
     if "ema" in state.training:
         # Parameters that never trained were not averaged.
         averaged = state.training["ema"]["averages"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptfast.core.distributed import broadcast_object
 from ptfast.core.errors import NumericsError, PtfastError, SavedStateError, name_of, summary_of
@@ -52,6 +52,8 @@ def save_training(
     if not (run.ranks.is_first or run.sharded):
         return
     model = run.model.state_dict()
+    for name in run.left_out:
+        del model[name]
     training: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
     if run.precision.scaler is not None:
         training["scaler"] = run.precision.scaler.state_dict()
@@ -140,13 +142,14 @@ def _check_finite(weights: list[Tensor], step: int) -> None:
         raise NumericsError("N001", what, suggestion=hint)
 
 
-def restore_model(model: nn.Module, state: State) -> None:
-    """Put a saved state's weights into `model`: all of them, or this rank's part if they are sharded."""
+def restore_model(run: Run, state: State) -> None:
+    """Put a saved state's weights into the model: all of them, or this rank's part if they are sharded."""
     # The versions of modules, which torch leaves beside the names, have to stay.
-    own, weights = model.state_dict(), copy.copy(state.model)
+    own, weights = run.model.state_dict(), copy.copy(state.model)
     try:
         weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
-        model.load_state_dict(weights)
+        weights.update({name: own[name] for name in run.left_out})
+        run.model.load_state_dict(weights)
     except Exception as error:
         reason = (str(error).splitlines()[1] if "\n" in str(error) else summary_of(error)).strip().rstrip(".")
         hint = "Resume with the config it was saved with, or warm-start with model.weights"

@@ -83,6 +83,8 @@ def test_patterns() -> None:
 
 
 def test_a_pattern_without_a_match() -> None:
-    with pytest.raises(ConfigError, match=r"checkpointing\.blocks=layer1\.\*: .*There is layers") as caught:
+    with pytest.raises(
+        ConfigError, match=r"checkpointing\.blocks=layer1\.\*: .*Did you mean layers\?"
+    ) as caught:
         find_blocks(nn.ModuleDict({"layers": Layer()}), ["layer1.*"], key="checkpointing.blocks")
     assert caught.value.code == "C005"

@@ -122,7 +122,7 @@ def test_which_blocks() -> None:
 
 
 def test_what_matches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"checkpointing\.blocks=bloks\.\*: .*There is blocks"):
+    with pytest.raises(ConfigError, match=r"checkpointing\.blocks=bloks\.\*: .*Did you mean blocks"):
         apply_checkpointing(gpt(), Checkpointing(mode="full", blocks="bloks.*"))
     with pytest.raises(ConfigError, match="Mlp has no repeated blocks") as caught:
         apply_checkpointing(Mlp((4,), 2), Checkpointing(mode="full"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from ptfast.config.catalogue import FAMILIES
 from ptfast.config.schema import Config, RunOptions
@@ -48,6 +49,7 @@ UNUSED_OF_RUN = (
         "beside run.dir={run.dir}, which is the run's own folder",
         "one of the two",
     ),
+    Unused.without("model.lora.rank", "8", *(f"model.lora.{key}" for key in ("alpha", "dropout", "targets"))),
     Unused(
         ("sweep.metric", "sweep.mode", "sweep.parallel"),
         lambda: False,
@@ -65,7 +67,7 @@ def unused_keys(config: Config, place: Place) -> Iterator[str]:
             continue
         for key in unused.keys:
             section_name, _, name = key.rpartition(".")
-            section: Section = facts[section_name] if section_name else config
+            section: Section = attrgetter(section_name)(config) if section_name else config
             value = getattr(section, name)
             if place(key) == COMMAND_LINE and value != type(section).model_fields[name].get_default():
                 otherwise = unused.otherwise.format(**facts)

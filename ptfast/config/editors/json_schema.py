@@ -38,8 +38,6 @@ def schema() -> Schema:
         elif part and "target" in part.model_fields:
             properties[name], rule = _target_section(name, part)
             rules.append(rule)
-        elif part:
-            properties[name] = _section(part, additionalProperties=False)
         elif name not in ("recipe", "preset"):
             properties[name] = _field(found, docs.get(name))
     reference = {
@@ -96,6 +94,8 @@ def _field(found: FieldInfo, doc: str | None) -> Schema:
     default = found.get_default(call_default_factory=True)
     if isinstance(default, (bool, int, float, str, Duration)):
         described["default"] = str(default) if isinstance(default, Duration) else default
+    if part := section_of(found.annotation):
+        return _section(part, additionalProperties=False)
     entry = entry_of(found.annotation)
     if entry is None:
         return {**described, "anyOf": json_types(typed(found))}

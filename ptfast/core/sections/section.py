@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
+from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -94,7 +95,7 @@ class Unused(NamedTuple):
         section, _, name = choice.partition(".")
         return cls(
             keys,
-            lambda **sections: getattr(sections[section], name) is not None,
+            lambda **sections: attrgetter(name)(sections[section]) is not None,
             f"to {choice}=null",
             f"{choice}={usual}",
         )

@@ -29,9 +29,10 @@ from ptfast.core.errors import (
 from ptfast.core.protocols import PackedTokens
 from ptfast.core.run_directory import CONFIG, plain_json, versions
 from ptfast.core.tensors.dtensors import write_tensors
-from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, config_of, write_manifest, writing
+from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, State, config_of, write_manifest, writing
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.streams.iterable import IterableSource
+from ptfast.models.lora import merged
 from ptfast.profiling.first_outputs import unsteadiness
 from ptfast.tasks.supervised import output_of
 from ptfast.training.evaluate import ViewAveraged, averaged_over_views
@@ -171,8 +172,13 @@ def export_run(
     with _drafted(out) as draft:
         # What layers share is written for each: the format refuses memory that overlaps.
         tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
+        if saved.resolved.lora:
+            tensors = merged(saved.model, tensors)
         write_tensors(draft / WEIGHTS, tensors)
+        facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}
+        facts["export"]["checkpoint"] = checkpoint.label
         plain = copy.copy(saved)
+        plain.state = State(tensors, {}, facts)
         build_plain_model(plain)
         plain.model.load_state_dict(load_file(draft / WEIGHTS))
         model = from_raw(plain.model)
@@ -187,8 +193,6 @@ def export_run(
                     check(ONNX, _write_onnx(program, draft / ONNX))
                 for file in draft.glob(f"{ONNX}*") if failed else ():
                     file.unlink()
-        facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}
-        facts["export"]["checkpoint"] = checkpoint.label
         if graph:
             facts["export"] |= {**_shapes(sizes, raw, prepare, wanted[0]), "differences": differences}
         shutil.copy(config_of(checkpoint.folder), draft / CONFIG)

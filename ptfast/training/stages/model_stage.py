@@ -17,6 +17,7 @@ from ptfast.core.errors import (
     ConfigError,
     MachineError,
     PtfastError,
+    SavedStateError,
     described,
     name_of,
     name_some,
@@ -29,9 +30,11 @@ from ptfast.core.sections.targets import EMPTY, Target, check_constructs, keywor
 from ptfast.core.tensors.dtensors import is_expanded
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
+from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
 from ptfast.models.build_model import build_model, lazy_tensors, mismatch, remedy, size_lazy_layers
+from ptfast.models.lora import add_adapters
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.tasks.supervised import SupervisedTask, call
@@ -60,12 +63,15 @@ _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_bac
 def build_plain_model(run: PartialRun) -> None:
     """Build the model on the CPU, with the weights that a new run starts from."""
     section, fresh, info = run.config.model, run.state is None, run.info
+    # Exports hold merged weights.
+    adapts = section.lora.rank is not None and not (run.state and "export" in run.state.facts)
+    loads = fresh or (adapts and run.before.base_digest != "")
     target = section.target
     status = run.display.status("building the model")
     with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
         check_constructs(target, info.facts())
         _check_size(target, info)
-        run.model = build_model(target, info, pretrained=fresh and section.weights == "pretrained")
+        run.model = build_model(target, info, pretrained=loads and section.weights == "pretrained")
     if lazy := lazy_tensors(run.model):
         _size_lazy_layers(run, lazy)
     frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
@@ -73,13 +79,37 @@ def build_plain_model(run: PartialRun) -> None:
         if is_expanded(tensor):
             # Saved states and averages are copied into it.
             tensor.data = tensor.data.contiguous()
-    if fresh and section.weights and section.weights != "pretrained":
-        for note in load_weights(run.model, section.weights, replace_head=section.replace_head):
+    if loads and section.weights and section.weights != "pretrained":
+        notes = load_weights(run.model, section.weights, replace_head=section.replace_head)
+        for note in notes if fresh else ():
             run.display.note(note)
+    if adapts:
+        _adapt(run)
+
+
+def _adapt(run: PartialRun) -> None:
+    """Add adapters; states leave out what they freeze, if `model.weights` can give it again."""
+    section, model = run.config.model, run.model
+    # A language model's last layer is a part of the base.
+    layers = add_adapters(model, section.lora, trains_head=run.info.task != "language_modelling")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    run.resolved.lora = f"rank {section.lora.rank} in {len(layers)} layers; {trained:,} parameters train"
+    if section.weights:
+        frozen = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        content = (parameter.detach().reshape(-1).view(torch.uint8).numpy() for parameter in frozen.values())
+        run.left_out, run.resolved.base_digest = [*frozen], describe_part(len(frozen), "", *content)[2]
+        size = num_bytes(sum(parameter.nbytes for parameter in {*frozen.values()}))
+        run.resolved.lora += f", and checkpoints leave out the other {size}"
+    if run.before.base_digest not in ("", run.resolved.base_digest):
+        what, hint = "not the weights that the adapters were trained beside", "Give those"
+        raise SavedStateError("S002", what, key="model.weights", value=section.weights, suggestion=hint)
 
 
 def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
     """Give lazy layers the sizes of the saved weights, or those that the first samples call for."""
+    if rank := run.config.model.lora.rank:
+        what = f"LoRA needs layers of known sizes, and {next(iter(lazy))} is lazy"
+        raise ConfigError("C011", what, key="model.lora.rank", value=rank)
     if run.state is not None:
         for name in lazy.keys() & run.state.model.keys():
             lazy[name].materialize(run.state.model[name].shape)
