@@ -148,6 +148,11 @@ class Progress:
     largest_spike: dict[str, float] | None = None
     """Its `step`, its `loss`, and the `usual` one at the time."""
 
+    def advance(self, num_samples: int) -> None:
+        """Count one more optimizer step, of `num_samples` samples over all ranks."""
+        self.step += 1
+        self.samples += num_samples
+
     @property
     def samples_per_s(self) -> float | None:
         """Training samples a second, warm-up left out; None if the run was too short."""

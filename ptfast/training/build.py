@@ -30,7 +30,7 @@ from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, a
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import build_plan, check_last_batch
 from ptfast.training.state import restore_model, restore_training
-from ptfast.training.step import OPTIMIZER_NAME
+from ptfast.training.updates import OPTIMIZER_NAME
 from ptfast.training.user_code import constructing
 
 CURVE_POINTS = 100

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from ptfast.core import devices
-from ptfast.core.clock import STEP
-from ptfast.core.distributed import broadcast_object, sum_over_ranks
+from ptfast.core.distributed import broadcast_object
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import StepBatch, hooks
-from ptfast.core.tensors.arrivals import Arrival
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
@@ -26,9 +20,7 @@ from ptfast.training.state import save_training
 from ptfast.training.step import Trainer
 from ptfast.training.stopping import Stopped, interruptible
 from ptfast.training.user_code import callback_states, check_figures
-
-LOOK_S = 5.0
-"""About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
+from ptfast.training.votes import StopReason, Votes, agree_to_stop
 
 
 def fit(run: Run) -> str:
@@ -38,26 +30,26 @@ def fit(run: Run) -> str:
 
     Returns:
         `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
-        (by a signal). The state is saved; an evaluation that was cut short is due again.
+        (by a signal). The checkpoint is saved; an evaluation that was cut short is due again.
 
     Raises:
         PtfastError: N001 if the loss is no longer finite; D006 if the data ends before the last step.
     """
     try:
-        return _fit_or_stop(run)
+        return _fit_or_stop(run).value
     except BaseException:
         run.saver.leave()
         raise
 
 
-def _fit_or_stop(run: Run) -> str:
+def _fit_or_stop(run: Run) -> StopReason:
     try:
         return _fit(run)
     except Stopped:
         # It hung outside of a step.
-        status, _ = _poll_signals(run)
+        reason = agree_to_stop(run)
         _save(run, settles=False, ends=True)
-        return status
+        return reason or StopReason.LAST_STEP
     except Exception:
         if not run.ranks.distributed:
             # The line before the error; if its loss is not finite, that is the cause.
@@ -66,48 +58,57 @@ def _fit_or_stop(run: Run) -> str:
         raise
 
 
-def _fit(run: Run) -> str:
+def _fit(run: Run) -> StopReason:
+    """Train a segment, look, evaluate, save, and repeat."""
     progress = run.progress
     run.call_back("on_start")
     callback_states(run)
-    trainer = Trainer(run)
+    trainer, votes = Trainer(run), Votes(run)
     batches = _start(run, trainer)
-    status, look_steps, data_comes = _judge(run), 1, True
-    while status == "finished" and (progress.step < run.total_steps or progress.evaluation_due):
-        if not progress.evaluation_due:
-            if trainer.switch():
-                with run.clock.gathering("warm_up"):
-                    batches = trainer.warm_up(batches)
-            segment = _train_segment(run, trainer, batches, look_steps)
-            data_comes = segment.data_comes
-            status, look_steps = _poll_signals(run, segment.step_s, trainer)
-            _report(run, trainer, segment)
+    stop, data_comes = _no_gain(run), True
+    while stop is None and (progress.step < run.total_steps or progress.evaluation_due):
         is_kept = False
-        if progress.evaluation_due and status in ("finished", "paused"):
+        if not progress.evaluation_due:
+            batches = _apply_freezing(run, trainer, batches)
+            segment = _train_segment(run, trainer, batches, votes.look_steps)
+            stop, data_comes = (
+                votes.exchange(segment.step_s, defers=trainer.window.defers),
+                segment.data_comes,
+            )
+            _report(run, trainer, segment)
+        if progress.evaluation_due and stop in (None, StopReason.MAX_TIME):
             try:
                 is_kept = _evaluate_and_rank(run)
             except Abandoned:
-                status, _ = _poll_signals(run)
-                data_comes = False
-            except Exception:
-                if not run.sharded:
-                    run.settle()
-                    save_training(run)
-                raise
-            if status == "finished" and progress.step < run.total_steps:
-                status = _judge(run)
-        ends = progress.step >= run.total_steps or status != "finished"
+                stop, data_comes = agree_to_stop(run), False
+            if stop is None and progress.step < run.total_steps:
+                stop = _no_gain(run)
+        ends = progress.step >= run.total_steps or stop is not None
         is_scheduled = ends or run.saver.due or progress.step in run.cadence.save_steps
         if is_kept or is_scheduled:
             _save(run, settles=data_comes, ends=ends, best_only=not is_scheduled)
-    ended = status in ("finished", "stopped", "paused")
-    if ended and "test" in run.eval_loaders and "test" not in run.figures:
+    stop = _test(run, stop or StopReason.LAST_STEP)
+    run.call_back("on_end", stop.value)
+    return stop
+
+
+def _test(run: Run, stop: StopReason) -> StopReason:
+    """Evaluate `test` at the end of a run that no signal has ended; a signal may end it now."""
+    by_signal = stop in (StopReason.SIGNAL, StopReason.CTRL_C)
+    if not by_signal and "test" in run.eval_loaders and "test" not in run.figures:
         try:
             evaluate_split(run, "test")
         except Abandoned:
-            status, _ = _poll_signals(run)
-    run.call_back("on_end", status)
-    return status
+            return agree_to_stop(run) or stop
+    return stop
+
+
+def _apply_freezing(run: Run, trainer: Trainer, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+    """Freeze and thaw parameters that are due before the next step."""
+    if not trainer.switch():
+        return batches
+    with run.clock.gathering("warm_up"):
+        return trainer.warm_up(batches)
 
 
 def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
@@ -238,16 +239,32 @@ def evaluate_split(run: Run, split: str) -> dict[str, float]:
 
 
 def _evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss if nothing is held out; True if its state is to be kept."""
+    """Evaluate `val`, or take the training loss if nothing is held out; True if its checkpoint is kept.
+
+    If the evaluation fails, the training before it is saved first.
+    """
     progress = run.progress
-    if "val" in run.eval_loaders:
-        figures = evaluate_split(run, "val")
-    else:
-        run.settle()
-        figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
-    progress.epoch_loss = progress.epoch_items = 0.0
-    progress.evaluation_due = False
-    metric = run.best_metric
+    try:
+        if "val" in run.eval_loaders:
+            figures = evaluate_split(run, "val")
+        else:
+            run.settle()
+            figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
+        progress.epoch_loss = progress.epoch_items = 0.0
+        progress.evaluation_due = False
+        return _rank(run, figures)
+    except Abandoned:
+        raise
+    except Exception:
+        if not run.sharded:
+            run.settle()
+            save_training(run)
+        raise
+
+
+def _rank(run: Run, figures: dict[str, float]) -> bool:
+    """Compare an evaluation with the best so far; True if it is among those whose checkpoints are kept."""
+    progress, metric = run.progress, run.best_metric
     if metric not in figures:
         hint = f"There are: {', '.join(figures)}"
         raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
@@ -277,50 +294,10 @@ def _evaluate_and_rank(run: Run) -> bool:
     return progress.step in [step for _, step in progress.best_states]
 
 
-def _judge(run: Run) -> str:
-    """`stopped` if training ends here because it gains no more, else `finished`."""
+def _no_gain(run: Run) -> StopReason | None:
+    """The reason to stop if the last evaluations have not improved."""
     patience = run.patience
     if patience is None or run.progress.evaluations_without_gain < patience:
-        return "finished"
+        return None
     run.stop_reason = f"no gain in {patience} evaluations"
-    return "stopped"
-
-
-def _poll_signals(
-    run: Run, seconds_per_step: float = LOOK_S, trainer: Trainer | None = None
-) -> tuple[str, int]:
-    """The status of the run after this step, and after how many more to look up again.
-
-    All ranks agree on both, so that none waits for one that has left. Between the steps of a `trainer` on
-    CUDA that does not wait for figures, they go by what they told each other at the look before.
-    """
-    late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
-    over = run.progress.step >= run.total_steps
-    code = float(run.stop_signal or 0) or (0.5 if late and not over else 0.0)
-    saver = run.saver
-    due, written = saver.is_due and run.ranks.is_first, int(saver.is_written)
-    if run.ranks.distributed:
-        dtype, pins = devices.sum_dtype(run.device), run.device.type == "cuda"
-        rank, num_ranks, size = run.ranks.rank, run.ranks.num_ranks, len(STEP)
-        own = torch.zeros(num_ranks * (1 + size) + 3, dtype=dtype, pin_memory=pins)
-        own[rank], own[-3], own[-2], own[-1] = code, due, written, seconds_per_step
-        if trainer is not None and run.progress.step in run.cadence.log_steps:
-            times = trainer.stragglers.own()
-            own[num_ranks + rank * size : num_ranks + (rank + 1) * size] = torch.tensor(times, dtype=dtype)
-        votes = Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks))
-        if trainer is not None:
-            # One rank cannot end a sharded evaluation, so all agree before it.
-            evaluates = run.sharded and run.progress.step in run.cadence.eval_steps
-            waits = over or evaluates or not trainer.window.defers
-            trainer.votes, votes = votes, votes if waits else trainer.votes or votes
-        *figures, due, written, seconds = votes.read()
-        code, seconds_per_step = max(figures[:num_ranks]), seconds / num_ranks
-        if trainer is not None:
-            trainer.stragglers.receive(figures[num_ranks:])
-    if trainer is not None:
-        saver.look(due=bool(due), all_written=written == run.ranks.num_ranks)
-    look_steps = max(1, int(min(LOOK_S, saver.every_s or LOOK_S) / max(seconds_per_step, 1e-6)))
-    if not code:
-        return "finished", look_steps
-    run.stop_reason = "run.max_time is over" if code == 0.5 else signal.Signals(int(code)).name
-    return {0.5: "paused", float(signal.SIGINT): "interrupted"}.get(code, "preempted"), look_steps
+    return StopReason.NO_GAIN

@@ -23,9 +23,9 @@ from ptfast.optim.parameter_groups import reference_lr
 from ptfast.profiling.not_finite import explain
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
-from ptfast.techniques.numerics.checked_steps import CheckedSteps
-from ptfast.techniques.precision.number_formats import ScaledSteps
+from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.training.first_step import FirstStep
+from ptfast.training.updates import CheckedUpdate, PlainUpdate
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
@@ -100,17 +100,17 @@ class LossWindow:
     reads and logs them at the next look, or before whatever needs them. Other devices are read at once.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        dtype: torch.dtype,
-        parameters: Sequence[Tensor],
-        scaled: ScaledSteps | None,
-        first_look: FirstStep,
-    ) -> None:
+    update: PlainUpdate
+    """Which may skip steps; set before the first of them."""
+
+    def __init__(self, run: Run, parameters: Sequence[Tensor], first_look: FirstStep) -> None:
         self._run, self._parameters, self._first_look = run, parameters, first_look
-        self.skips: ScaledSteps | CheckedSteps | None = scaled
-        """What may leave steps out."""
+        self.inspected_step = -1
+        """The step, counted from 0, whose gradients are inspected."""
+        # Sums of float32 losses in float64 are exact, and so do not depend on who adds them.
+        exact = isinstance(run.forward, OrderedSums)
+        is_double = any(p.dtype == torch.float64 for p in parameters)
+        dtype = devices.sum_dtype(run.device) if exact else torch.float64 if is_double else torch.float32
         # A resumed window was summed over all ranks; one of them carries it on.
         progress = run.progress
         restored = (progress.window_loss, progress.window_items) if run.ranks.is_first else (0.0, 0.0)
@@ -162,13 +162,14 @@ class LossWindow:
     def inspect_gradients(self) -> None:
         """Keep the norm of the gradients, and the names of parameters without one; the host does not wait."""
         run = self._run
-        if takes_own_steps(run.task):
-            return  # it leaves no gradients to look at
+        # A task that takes its own steps leaves no gradients to look at.
+        if run.progress.step != self.inspected_step or takes_own_steps(run.task):
+            return
         if run.ranks.distributed:
             run.forward.check_gradients()
         if run.log_norm:
             norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
-            self._norm = norm if self.skips is None else norm / self.skips.scale
+            self._norm = self.update.unscaled(norm)
         if not self._named_unreached:
             named = run.model.named_parameters()
             missing = {name for name, p in named if p.requires_grad and p.grad is None}
@@ -184,8 +185,8 @@ class LossWindow:
         run.clock.to("logging")
         # Every rank has the same norm, and `begin_sums` adds them up.
         norms = [] if self._norm is None else [self._norm * run.ranks.is_first]
-        counts = () if self.skips is None else self.skips.counts
-        sums = begin_sums([self.loss_sum, self.num_items, *norms], run.device, run.ranks, counts)
+        values = [self.loss_sum, self.num_items, *norms]
+        sums = begin_sums(values, run.device, run.ranks, self.update.counts)
         lr = reference_lr(run.optimizer)
         return Look(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
 
@@ -209,7 +210,7 @@ class LossWindow:
             if last and progress.skipped_steps > before:
                 self.explain(last[0])
         loss = progress.window_loss / (progress.window_items or 1)
-        if not math.isfinite(loss) or (self.skips is not None and skipped_in_a_row >= self.skips.limit):
+        if not math.isfinite(loss) or skipped_in_a_row >= self.update.limit:
             look.error = self._diagnosis(look, loss, skipped_in_a_row)
             raise look.error
         look.loss = loss if progress.window_items or not skipped_in_a_row else math.nan
@@ -225,14 +226,14 @@ class LossWindow:
         """The error for a loss that is not finite: the samples or the part of the model that made it so."""
         run, step = self._run, look.step
         what = f"the loss is {loss} by step {step}"
-        if self.skips is not None and skipped_in_a_row >= self.skips.limit:
-            what = f"{self.skips.cause} in {skipped_in_a_row} steps in a row, by step {step}"
+        if skipped_in_a_row >= self.update.limit:
+            what = f"{self.update.cause} in {skipped_in_a_row} steps in a row, by step {step}"
         else:
             mine = run.train_loader.not_finite(max(0, look.since), step)
             found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
-        first = max(skipped_in_a_row, 1) == step and not isinstance(self.skips, CheckedSteps)
+        first = max(skipped_in_a_row, 1) == step and not isinstance(self.update, CheckedUpdate)
         if first and (error := self._first_look.not_finite()) is not None:
             return error
         hint = (

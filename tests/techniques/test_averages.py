@@ -235,7 +235,7 @@ def test_the_trainer_says_which_fp16_steps_were_left_out(tmp_path: Path) -> None
     assert run.ema is not None
     for step, scale in enumerate((2.0**40, 2.0**10, 2.0**40), 1):
         scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
-        trainer.fp16.scale = scaler.scale(torch.ones(()))
+        trainer.update.scale = scaler.scale(torch.ones(()))
         trainer.train(batches, step)
         state = run.ema.state_dict()
         updates.append(state["updates"])

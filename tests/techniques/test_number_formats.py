@@ -43,7 +43,7 @@ def test_a_step_whose_gradients_overflow_changes_nothing(tmp_path: Path, name: s
     states = []
     for step, scale in enumerate((2.0**10, 2.0**40, 2.0**10), 1):
         scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
-        trainer.fp16.scale = scaler.scale(torch.ones(()))
+        trainer.update.scale = scaler.scale(torch.ones(()))
         trainer.train(batches, step)
         states.append(
             copy.deepcopy((dict(run.model.named_parameters()), run.optimizer.state_dict()["state"]))

@@ -18,7 +18,7 @@ from toys import (
 
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.profiling.operator_counting import Operators
-from ptfast.training import step
+from ptfast.training import accumulation
 from ptfast.training.fit import fit
 
 
@@ -72,8 +72,8 @@ def test_a_step_converts_its_weights_once(
     words += ("model.width=16", "model.depth=2", "batch_size=8", "micro_batches=4", "steps=3", "ema=ema")
     words += ("precision=bf16", f"checkpointing={checkpointing}")
     weights, counts = [], []
-    for kept in (step.kept_conversions, nullcontext):
-        monkeypatch.setattr(step, "kept_conversions", kept)
+    for kept in (accumulation.kept_conversions, nullcontext):
+        monkeypatch.setattr(accumulation, "kept_conversions", kept)
         run = build_run(tmp_path / str(len(counts)), *words)
         shapes = {tuple(p.shape) for p in run.model.parameters() if p.dim() > 1}
         with Operators() as operators:

@@ -15,7 +15,7 @@ from toys import Holed, Lines
 from ptfast.core.protocols import Callback
 from ptfast.optim.build_optimizer import start_momentum
 from ptfast.run import Run
-from ptfast.techniques.numerics import checked_steps
+from ptfast.training import updates
 from ptfast.training.fit import fit
 
 HERE = "test_skipped_statistics"
@@ -94,7 +94,7 @@ def test_a_step_that_is_left_out_is_none_of_an_equal_average(
     decides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if decides == "device":
-        monkeypatch.setattr(checked_steps, "READ_AT_ONCE", ())
+        monkeypatch.setattr(updates, "READ_AT_ONCE", ())
     swa = ("data.val=0", "ema=swa", "ema.swa_start=0steps", "ema.swa_every=1steps", "numerics=skip")
     run = build_run(tmp_path, *WORDS, *swa, f"callbacks=[{PLANT},{{_target_: {HERE}.Weights}}]")
     run.logger = Lines()

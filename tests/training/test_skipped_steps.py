@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from toys import Holed, Lines, Plant
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
+from ptfast.core.protocols import StepBatch
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.trees import map_tensors
-from ptfast.optim.build_optimizer import apply_lr, build_step
+from ptfast.optim.build_optimizer import apply_lr
 from ptfast.run import Run
-from ptfast.techniques.numerics import checked_steps
+from ptfast.training import updates
 from ptfast.training.build import build
 from ptfast.training.fit import fit
+from ptfast.training.gradient_exchange import OneRank
 from ptfast.training.step import Trainer
 
 DATA = ("data=custom", "data._target_=toys.Holed", "data.val=0", "batch_size=10", "dataloader=plain")
@@ -69,17 +72,17 @@ def full(tensor: Any) -> torch.Tensor:
 
 def by_hand(run: Run, bad: list[int] = BAD) -> dict[str, Any]:
     """The state after a loop that takes every step of clean data but these, of which it reads the batch."""
-    trainer = Trainer(run)
+    trainer, base_lrs = Trainer(run), [group["initial_lr"] for group in run.optimizer.param_groups]
     factors, momenta = run.schedule.lr_factors(0, 12), run.schedule.momenta(0, 12)
     run.forward.train()
     for step, batch in enumerate(run.train_loader.steps(0, 12)):
         if step + 1 not in bad:
-            trainer.accumulate(batch, step)
-            if trainer.batchnorm is not None:
-                trainer.batchnorm.merge()
+            run.progress.step = step
+            trainer.accumulate(batch)
+            trainer.exchange.merge_statistics()
             if run.clip is not None:
                 run.clip()
-            apply_lr(run.optimizer, trainer.base_lrs, factors[step], momenta and momenta[step])
+            apply_lr(run.optimizer, base_lrs, factors[step], momenta and momenta[step])
             run.optimizer.step()
             run.optimizer.zero_grad()
             if run.ema is not None:
@@ -93,7 +96,7 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(
     kind: str, decides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if decides == "device":
-        monkeypatch.setattr(checked_steps, "READ_AT_ONCE", ())
+        monkeypatch.setattr(updates, "READ_AT_ONCE", ())
     run = build_run(tmp_path / "skips", *planted(*KINDS[kind], "numerics=skip"))
     if decides == "device":
         # As a GPU gets it.
@@ -112,6 +115,14 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(
     assert same_bits(found, expected)
 
 
+def checked_update(optimizer: torch.optim.Optimizer, ranks: Ranks) -> updates.CheckedUpdate:
+    """A `CheckedUpdate` of nothing but an optimizer."""
+    run: Any = SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"), ranks=ranks, clip=None)
+    run.progress, run.skip_limit, run.display, run.model = Progress(), 10, Display(), torch.nn.Module()
+    window: Any = SimpleNamespace(loss_sum=torch.ones(()))
+    return updates.CheckedUpdate(run, window, OneRank())
+
+
 @pytest.mark.parametrize("decides", ["host", "device"])
 @pytest.mark.parametrize("kind", ["half", "complex", "sparse"])
 def test_gradients_of_every_kind_are_checked(
@@ -124,23 +135,20 @@ def test_gradients_of_every_kind_are_checked(
         kernel(tensors, *others)
 
     if decides == "device":
-        monkeypatch.setattr(checked_steps, "READ_AT_ONCE", ())
+        monkeypatch.setattr(updates, "READ_AT_ONCE", ())
         monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", as_on_cuda)
     dtype = {"half": torch.bfloat16, "complex": torch.complex64}.get(kind, torch.float32)
     weight = torch.nn.Parameter(torch.ones(3, 1, dtype=dtype))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    steps = checked_steps.CheckedSteps(
-        optimizer, build_step, [weight], torch.device("cpu"), Ranks(), Progress(), 10
-    )
+    update = checked_update(optimizer, Ranks())
     for value in (1.0, math.nan, 2.0, math.inf, -math.inf, 3.0):
         gradient = torch.ones_like(weight)
         gradient[2] = value
         weight.grad = gradient.to_sparse(1) if kind == "sparse" else gradient
         before = weight.detach().clone()
-        steps.check(torch.ones(()))
-        steps.take()
+        update.step(StepBatch((), 1))
         assert torch.equal(before, weight.detach()) != math.isfinite(value)
-    assert int(steps.counts[1]) == 3
+    assert int(update.counts[1]) == 3
 
 
 @pytest.mark.gpu
@@ -191,11 +199,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), math.nan if ranks.rank == 1 else 1.0)
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    steps = checked_steps.CheckedSteps(
-        optimizer, build_step, [weight], torch.device("cpu"), ranks, Progress(), 10
-    )
-    steps.check(torch.ones(()))
-    steps.take()
+    checked_update(optimizer, ranks).step(StepBatch((), 1))
     told: list[Any] = [None, None]
     torch.distributed.all_gather_object(told, weight.tolist())
     found["of one rank"] = told == [[1.0] * 3] * 2
@@ -225,7 +229,7 @@ def test_the_first_step_left_out_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if decides == "device":
-        monkeypatch.setattr(checked_steps, "READ_AT_ONCE", ())
+        monkeypatch.setattr(updates, "READ_AT_ONCE", ())
     words = (
         "data.places=[13,31]",
         "data.mark=-1e4",

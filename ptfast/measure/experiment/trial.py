@@ -33,7 +33,7 @@ from ptfast.core.machine import (
     processor_time_of,
     processor_time_s,
 )
-from ptfast.core.protocols import StepBatch
+from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.sections.section import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
@@ -172,7 +172,7 @@ class Segments:
             "batch_size": run.batch_size,
             "num_train": run.info.num_train,
             # A GPU's clock times the phases of few steps, and a task's own step is a single phase.
-            "tells_shares": self._is_alone and self.trainer.optimizers is None,
+            "tells_shares": self._is_alone and not takes_own_steps(run.task),
             "meets": [need for need, is_met in needs.items() if is_met],
             "built_bytes": peak_memory_bytes(run.device.type),
         }

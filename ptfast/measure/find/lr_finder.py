@@ -26,11 +26,11 @@ from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, say, table
 from ptfast.run import Run
-from ptfast.techniques.precision.number_formats import ScaledSteps
 from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.build import build
 from ptfast.training.loss_window import sum_and_read
 from ptfast.training.step import Trainer
+from ptfast.training.updates import ScaledUpdate
 
 CURVE_ROWS, CURVE_WIDTH = 16, 40
 """Size of the curve in a terminal."""
@@ -169,12 +169,12 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
             if batch is None:
                 ended = "the data ended"
                 break
-            lr = lrs[step - (trainer.fp16.held_steps if trainer.fp16 is not None else 0)]
+            lr = lrs[step - trainer.update.schedule_lag]
             trainer.train(iter([batch]), first + step + 1)
             loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
             trainer.window.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
-            if not items and skipped_in_a_row < ScaledSteps.limit:
+            if not items and skipped_in_a_row < ScaledUpdate.limit:
                 continue
             loss = loss_sum / items if items else math.nan
             if not math.isfinite(loss):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from ptfast.core.devices import cannot_run, lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
-from ptfast.core.resolved import Progress, Resolved, resolved_or
-from ptfast.core.tensors.arrivals import wait_for
+from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.tensors.torch_internals import BatchNorm, DispatchMode
 from ptfast.core.tensors.trees import map_tensors, tree_leaves
 from ptfast.techniques.precision import Precision
@@ -303,65 +301,3 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
     config = float8.Float8LinearConfig(pad_inner_dim=True, **options)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     return chosen
-
-
-class ScaledSteps:
-    """Takes the steps of an optimizer whose gradients are scaled, and counts the steps skipped.
-
-    The learning rate goes by the number of steps taken, which only the device knows: the count is copied to
-    the host after each step and read one step later, always, so that a resumed run sets the same rates.
-
-    Cost: some tiny kernels and a copy of 8 bytes a step. The host waits only when it is two steps ahead of
-    the device, and in every step if torch's optimizer is not fused, which then reads the scale.
-    """
-
-    limit = 30
-    """Skipped steps in a row, each of which halves the scale, after which no scale will help."""
-    cause = "fp16 gradients overflowed"
-
-    def __init__(
-        self,
-        scaler: torch.amp.GradScaler,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        progress: Progress,
-    ) -> None:
-        self.scaler, self._optimizer = scaler, optimizer
-        self._one = torch.ones((), device=device)
-        self.scale = scaler.scale(self._one)
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        self.in_a_row = zero
-        self.skipped = zero > 0
-        """True if the last step was skipped: the scale falls then. On the device."""
-        self._skipped, self._skipped_before = zero + progress.skipped_steps, zero + progress.skipped_before
-        on_device = device.type != "cpu"
-        # The counts after the last step but one and after the last, and the events of their arrival.
-        counts = (progress.skipped_before, progress.skipped_steps)
-        self._counts = deque(torch.tensor(count, pin_memory=on_device) for count in counts)
-        self._arrivals = deque(torch.Event(device=device) for _ in counts if on_device)
-
-    @property
-    def held_steps(self) -> int:
-        """Steps that the schedule lags behind in the step to come: those skipped before the last one."""
-        if self._arrivals:
-            wait_for(self._arrivals[0])
-        return int(self._counts[0])
-
-    @property
-    def counts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Steps skipped in a row, before the last step, and in all: on the device, the same on all ranks."""
-        return self.in_a_row, self._skipped_before, self._skipped
-
-    def take(self) -> None:
-        """Take a step, or skip it if the scaled gradients overflow."""
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
-        scale = self.scaler.scale(self._one)
-        self.skipped, self.scale = scale < self.scale, scale
-        self.in_a_row = (self.in_a_row + 1) * self.skipped
-        self._skipped_before, self._skipped = self._skipped, self._skipped + self.skipped
-        self._counts.rotate(-1)
-        self._counts[-1].copy_(self._skipped, non_blocking=True)
-        if self._arrivals:
-            self._arrivals.rotate(-1)
-            self._arrivals[-1].record()

@@ -1,0 +1,143 @@
+"""Forward and backward passes of a step: the gradient of the mean loss over all micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core import devices
+from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.protocols import StepBatch
+from ptfast.core.tensors.dtensors import local_parts
+from ptfast.core.tensors.kept_buffers import buffers_kept
+from ptfast.core.tensors.torch_internals import backward
+from ptfast.run import Run
+from ptfast.techniques.precision.number_formats import kept_conversions
+from ptfast.training.first_step import FirstStep
+from ptfast.training.gradient_exchange import OneRank
+from ptfast.training.loss_window import LossWindow
+
+_nothing: AbstractContextManager[Any] = nullcontext()
+
+
+class Accumulator:
+    """Runs forward and backward of this rank's micro-batches.
+
+    The loss of an item weighs one over the items of the whole step, so the gradient does not depend on how
+    the step is cut into micro-batches and ranks.
+    """
+
+    def __init__(self, run: Run, exchange: OneRank, window: LossWindow, first_look: FirstStep) -> None:
+        self.run, self.exchange, self.window = run, exchange, window
+        self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        is_double = any(p.dtype == torch.float64 for p in self.parameters)
+        self.dtype = torch.float64 if is_double else torch.float32
+        self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
+        self._first_step, self._first_look = run.progress.step, first_look
+        self._weights: dict[int, Tensor] = {}
+        self.counts_late = False
+        """Only the losses of this step count its items, so gradients are divided after the last backward."""
+        self._zero = torch.zeros((), dtype=devices.sum_dtype(run.device), device=run.device)
+
+    def __call__(self, batch: StepBatch) -> None:
+        """Accumulate the gradient of a step's mean loss; the host does not wait."""
+        run, exchange, mark = self.run, self.exchange, self.run.clock.to
+        last = len(batch.micro_batches) - 1
+        weight, counts = None, list[Any]()
+        # Sharded weights are gathered in the half type, and released in between.
+        converts_once = last > 0 and run.precision.half_type is not None and not run.sharded
+        with kept_conversions() if converts_once else _nothing, exchange.step():
+            for index, (data, num_samples) in enumerate(batch.micro_batches):
+                if num_samples or exchange.runs_empty:
+                    mark("forward")
+                    run.seed_step(run.seed, run.progress.step, self.first_micro_batch + index)
+                    with exchange.micro_batch(num_samples, is_last=index == last):
+                        loss, num_items = self.loss_of(data, num_samples)
+                        # A user's loss shows by its first value what it counts.
+                        weight = self.item_weight(batch, num_items) if weight is None else weight
+                        exchange.before_backward(loss, is_last=index == last)
+                        mark("backward")
+                        # A rank without samples joins the collectives by a dummy of weight 0.
+                        backward(loss, weight if num_samples else weight * 0)
+                    if num_samples:
+                        self.window.add(loss.detach(), num_items)
+                        counts.append(num_items)
+                exchange.keep(self.first_micro_batch + index)
+            if weight is None:
+                self._count_with_others(batch)
+        if self.counts_late:
+            self._divide_by(sum(counts), batch.num_samples)
+
+    def loss_of(self, data: Any, num_samples: int) -> tuple[Tensor, Any]:
+        """The sum of the losses of a micro-batch's items, and their count."""
+        run = self.run
+        # Read on every step: a callback may replace the task.
+        with run.precision.autocast:
+            if run.progress.step > self._first_step:
+                return run.task.loss(run.forward, data)
+            return self._first_look.loss(run.forward, data, num_samples)
+
+    def item_weight(self, batch: StepBatch, first_count: Any) -> Tensor:
+        """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
+
+        One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale. If
+        only the losses count items, and that of the first micro-batch has counted `first_count`, gradients
+        are averaged over samples until `_divide_by`.
+        """
+        run, ranks = self.run, self.exchange.averaged_ranks
+        num_items: Any = self._count_items(batch)
+        is_whole = self.exchange.is_local and len(batch.micro_batches) == 1
+        self.counts_late = num_items is None and not is_whole
+        if num_items is None:
+            num_items = batch.num_samples if self.counts_late else first_count
+        if isinstance(num_items, Tensor):
+            # Without items the losses are 0.
+            weight = (ranks / num_items.to(self.dtype)).nan_to_num(posinf=ranks)
+        elif (weight := self._weights.get(num_items)) is None:
+            weight = torch.full((), ranks / (num_items or 1), device=run.device, dtype=self.dtype)
+            if isinstance(num_items, int):
+                self._weights[num_items] = weight
+        return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
+
+    def _count_items(self, batch: StepBatch) -> Any:
+        """The items of a step over all ranks, or their weight; None if only the losses count them.
+
+        Cost: nothing if each sample is an item; else a sum over ranks. The host never waits.
+        """
+        run = self.run
+        if not getattr(run.task, "averages", True):
+            return 1
+        if getattr(run.task, "counts_samples", False):
+            return batch.num_samples
+        run.clock.to("forward")
+        # A rank without samples finds None as well.
+        counts = [(run.task.count(data, n), n) for data, n in batch.micro_batches]
+        if any(count is None for count, _ in counts):
+            return None
+        return self._over_ranks(sum(count for count, n in counts if n))
+
+    def _count_with_others(self, batch: StepBatch) -> None:
+        """Take part in the sum over ranks of a step's items, on a rank that has no samples."""
+        run = self.run
+        if run.progress.step == self._first_step:
+            # What a user's loss counts has to be known here, too.
+            with buffers_kept(run.model), torch.no_grad(), run.precision.autocast:
+                run.task.loss(run.forward, batch.micro_batches[0].data)
+        self.item_weight(batch, 0)
+
+    def _over_ranks(self, num_items: Any) -> Any:
+        run = self.run
+        if not run.ranks.distributed:
+            return num_items
+        run.clock.to("gradient_sync")
+        return sum_over_ranks(self._zero + num_items, run.ranks)
+
+    def _divide_by(self, num_items: Any, num_samples: int) -> None:
+        """Turn gradients that are means over a step's samples into means over its items."""
+        total = self._zero + self._over_ranks(num_items)
+        factor = (num_samples / total).nan_to_num(posinf=1.0).to(self.dtype)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(local_parts(grads), factor)

@@ -1,0 +1,314 @@
+"""From gradients to new weights: clip, check, unscale and step, and skip a step that cannot be taken."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.errors import described
+from ptfast.core.protocols import StepBatch, takes_own_steps
+from ptfast.core.tensors.arrivals import wait_for
+from ptfast.core.tensors.dtensors import is_sharded, local_part
+from ptfast.optim.build_optimizer import build_step
+from ptfast.run import Run
+from ptfast.training.gradient_exchange import OneRank
+from ptfast.training.user_code import UserPart
+
+if TYPE_CHECKING:
+    from ptfast.training.loss_window import LossWindow
+
+READ_AT_ONCE = ("cpu",)
+"""Devices whose numbers the host reads without a wait."""
+OPTIMIZER_NAME = "optimizer"
+"""The key of a parameter group that names which of a task's own optimizers steps it."""
+
+
+class PlainUpdate:
+    """Clips the gradients and takes the optimizer's step."""
+
+    skipped: Tensor | None = None
+    """True if the last step was skipped, 0-d, on the device; None if the host knows that it was taken."""
+    counts: tuple[Tensor | int, ...] = ()
+    """Steps skipped in a row, before the last step, and in all; the same on all ranks."""
+    schedule_lag = 0
+    """Skipped steps by which the schedule is behind in the step to come."""
+    limit, cause = math.inf, ""
+    """Skipped steps in a row that end the run, and why steps are skipped."""
+
+    def __init__(self, run: Run, step: Callable[[], object] | None = None) -> None:
+        self._run, self._step = run, step or build_step(run.optimizer)
+
+    def prepare(self) -> None:
+        """Keep what a skipped step must not change; called before its forward pass."""
+
+    def step(self, batch: StepBatch) -> None:
+        """Update the weights from their gradients, or skip the step."""
+        if self._run.clip is not None:
+            self._run.clip()
+        self._step()
+
+    def restore_skipped(self, batch: StepBatch) -> None:
+        """Take back the losses and statistics of the last step if it was skipped."""
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """The norm of gradients as they are before `step`, without a loss scale."""
+        return norm
+
+
+class SkippingUpdate(PlainUpdate):
+    """The base of updates that may skip a step: buffers and losses are then as before it."""
+
+    def __init__(self, run: Run, window: LossWindow, exchange: OneRank, step: Callable[[], object]) -> None:
+        super().__init__(run, step)
+        self._window, self._exchange, self._buffers = window, exchange, KeptBuffers(run.model)
+
+    def prepare(self) -> None:
+        self._buffers.keep()
+
+    def restore_skipped(self, batch: StepBatch) -> None:
+        if self.skipped is not None:
+            self._window.leave_out(self.skipped)
+            self._buffers.put_back(self.skipped)
+            self._exchange.reread_statistics()
+
+
+class ScaledUpdate(SkippingUpdate):
+    """Takes the steps of an optimizer whose gradients are scaled (fp16), and skips those that overflow.
+
+    The learning rate goes by the number of steps taken, which only the device knows: the count is copied to
+    the host after each step and read one step later, always, so that a resumed run sets the same rates.
+
+    Cost: some tiny kernels and a copy of 8 bytes a step. The host waits only when it is two steps ahead of
+    the device, and in every step if torch's optimizer is not fused, which then reads the scale.
+    """
+
+    limit = 30
+    """Skipped steps in a row, each of which halves the scale, after which no scale will help."""
+    cause = "fp16 gradients overflowed"
+
+    def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
+        super().__init__(run, window, exchange, run.optimizer.step)
+        assert run.precision.scaler is not None
+        self.scaler, progress, device = run.precision.scaler, run.progress, run.device
+        self._one = torch.ones((), device=device)
+        self.scale = self.scaler.scale(self._one)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_a_row, self.skipped = zero, zero > 0
+        self._skipped, self._skipped_before = zero + progress.skipped_steps, zero + progress.skipped_before
+        on_device = device.type != "cpu"
+        # The counts after the last step but one and after the last, and the events of their arrival.
+        counts = (progress.skipped_before, progress.skipped_steps)
+        self._counts = deque(torch.tensor(count, pin_memory=on_device) for count in counts)
+        self._arrivals = deque(torch.Event(device=device) for _ in counts if on_device)
+
+    @property
+    def schedule_lag(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Steps skipped before the last one."""
+        if self._arrivals:
+            wait_for(self._arrivals[0])
+        return int(self._counts[0])
+
+    @property
+    def counts(self) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Steps skipped in a row, before the last step, and in all: on the device."""
+        return self._in_a_row, self._skipped_before, self._skipped
+
+    def step(self, batch: StepBatch) -> None:
+        """Unscale, clip and step, or skip the step if the scaled gradients overflow."""
+        if self._run.clip is not None:
+            self.scaler.unscale_(self._run.optimizer)
+            self._run.clip()
+        self.scaler.step(self._run.optimizer)
+        self.scaler.update()
+        scale = self.scaler.scale(self._one)
+        # The scale falls after a step that overflows.
+        self.skipped, self.scale = scale < self.scale, scale
+        self._in_a_row = (self._in_a_row + 1) * self.skipped
+        self._skipped_before, self._skipped = self._skipped, self._skipped + self.skipped
+        self._counts.rotate(-1)
+        self._counts[-1].copy_(self._skipped, non_blocking=True)
+        if self._arrivals:
+            self._arrivals.rotate(-1)
+            self._arrivals[-1].record()
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        return norm / self.scale
+
+
+class CheckedUpdate(SkippingUpdate):
+    """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
+
+    Weights, state and step counts of the optimizer stay in a step that is skipped. If the optimizer takes
+    `found_inf`, as fused ones and ours do, the device decides and the host never waits.
+
+    Cost: a read of the gradients a step, and a sum of one number over several ranks. 5 us on a CPU.
+    """
+
+    cause = "loss or gradients were not finite"
+
+    def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
+        optimizer, device = run.optimizer, run.device
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._ranks, self.limit = run.ranks, run.skip_limit
+        at_once = device.type in READ_AT_ONCE
+        self._special = any(is_sharded(each) or each.is_complex() for each in self._parameters)
+        # On CUDA the kernel of `_check` takes no bfloat16: PyTorch issue 127176.
+        self._has_halves = not at_once and any(each.dtype == torch.bfloat16 for each in self._parameters)
+        takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._on_device = not at_once and takes_flag and not is_sharded(self._parameters[0])
+        if not at_once and not self._on_device:
+            name = type(optimizer).__name__
+            run.display.warn(f"numerics: {name} takes no flag on the device, so every step waits for it")
+        self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        step = build_step(optimizer, self._found if self._on_device else None)
+        super().__init__(run, window, exchange, step)
+        self._yes = torch.ones((), device=device, dtype=torch.bool)
+        zero = torch.zeros((), device=device, dtype=torch.int64) if self._on_device else 0
+        self._step_number, self._last = run.progress.step, zero
+        self._in_a_row: Tensor | int = zero
+        self._skipped_steps: Tensor | int = zero + run.progress.skipped_steps
+
+    @property
+    def counts(self) -> tuple[Tensor | int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Steps skipped in a row and, twice, in all; the last one, from 1."""
+        return self._in_a_row, self._skipped_steps, self._skipped_steps, self._last
+
+    def prepare(self) -> None:
+        super().prepare()
+        if not self._on_device:
+            self._window.remember()
+
+    def step(self, batch: StepBatch) -> None:
+        """Check loss and gradients, clip and step, or skip the step."""
+        # Before clipping, which would hide infinities.
+        self._check(self._window.loss_sum)
+        if self._run.clip is not None:
+            self._run.clip()
+        self._take()
+
+    def restore_skipped(self, batch: StepBatch) -> None:
+        super().restore_skipped(batch)
+        if self.skipped is not None and not self._on_device:
+            self._window.explain(self._run.progress.step, batch)
+
+    def _check(self, loss_sum: Tensor) -> None:
+        """Note in `_found` whether the sum of the losses or a gradient is not finite."""
+        parts = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._special or any(part.is_sparse for part in parts):
+            parts = [local_part(part._values() if part.is_sparse else part) for part in parts]
+            parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+        if self._has_halves:
+            halves = [part for part in parts if part.dtype == torch.bfloat16 and part.numel()]
+            norms = torch._foreach_norm(halves, math.inf) if halves else []
+            parts = [*(part for part in parts if part.dtype != torch.bfloat16), *(n.float() for n in norms)]
+        # Nothing is scaled: one kernel for all tells if there is a number that is not finite.
+        torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
+        if self._ranks.distributed:
+            # Torch's kernels skip a step at exactly 1.
+            sum_over_ranks(self._found, self._ranks).clamp_(max=1)
+
+    def _take(self) -> None:
+        self._step_number += 1
+        if self._on_device:
+            self._step()
+            left_out = self.skipped = self._found > 0
+        elif self._found.item():
+            self.skipped, left_out = self._yes, 1
+        else:
+            self._step()
+            self.skipped, self._in_a_row = None, 0
+            return
+        self._last = self._last + (self._step_number - self._last) * left_out
+        self._in_a_row = (self._in_a_row + 1) * left_out
+        self._skipped_steps = self._skipped_steps + left_out
+        self._found.zero_()
+
+
+class TaskUpdate(PlainUpdate):
+    """Lets a task take its own step: forward, backward, and its named optimizers."""
+
+    def __init__(self, run: Run, window: LossWindow) -> None:
+        super().__init__(run)
+        self._window, self._optimizers = window, named_optimizers(run.optimizer)
+
+    def step(self, batch: StepBatch) -> None:
+        """Call the task's `step`, which returns the sum of the losses to log and their count."""
+        run = self._run
+        run.clock.to("forward")
+        run.seed_step(run.seed, run.progress.step, 0)
+        task: Any = run.task
+        with run.precision.autocast:
+            given: Any = task.step(run.forward, batch.micro_batches[0].data, self._optimizers)
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
+            what = f"step gives {described(given)}, where the sum of its losses and their count are expected"
+            raise UserPart("task", task).error(what)
+        self._window.add(given[0].detach(), given[1])
+
+
+def build_update(run: Run, window: LossWindow, exchange: OneRank) -> PlainUpdate:
+    """Build the update of a run: by its task, its precision and what it does with numbers not finite."""
+    if takes_own_steps(run.task):
+        return TaskUpdate(run, window)
+    if run.precision.scaler is not None:
+        return ScaledUpdate(run, window, exchange)
+    return CheckedUpdate(run, window, exchange) if run.checks_steps else PlainUpdate(run)
+
+
+def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Build an optimizer for each name among an optimizer's groups, for a task that takes its own steps.
+
+    They share groups and state with `optimizer`, which schedules, saves and restores them all.
+    """
+    found: dict[str, torch.optim.Optimizer] = {}
+    for group in optimizer.param_groups:
+        if (name := group.get(OPTIMIZER_NAME)) is not None and name not in found:
+            found[name] = part = copy.copy(optimizer)
+            part.param_groups = [each for each in optimizer.param_groups if each.get(OPTIMIZER_NAME) == name]
+            part.step = build_step(part, own_grads=True)  # pyright: ignore[reportAttributeAccessIssue] # without a closure
+    return found
+
+
+class KeptBuffers:
+    """Puts back the saved buffers of a model, such as BatchNorm's statistics, after a skipped step.
+
+    Those that are not saved with the model are constants, or are made anew.
+
+    Cost: two copies of these buffers a step, in a few kernels.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        saved = model.state_dict(keep_vars=True)
+        names = (name for name, buffer in model.named_buffers() if name in saved and buffer.numel())
+        split = (name.rpartition(".") for name in names)
+        self._places = [(model.get_submodule(owner), name) for owner, _, name in split]
+        self._kept: dict[torch.dtype, Tensor] = {}
+
+    def keep(self) -> None:
+        """Copy the buffers, before a step."""
+        if self._places:
+            self._kept = _flat(self._buffers())
+
+    @torch.no_grad()
+    def put_back(self, skipped: Tensor) -> None:
+        """Put the copies back if the step was `skipped`: 0-d, on the device."""
+        buffers = self._buffers()
+        for dtype, after in _flat(buffers).items():
+            own = [buffer for buffer in buffers if buffer.dtype == dtype]
+            parts = torch.where(skipped, self._kept[dtype], after).split([each.numel() for each in own])
+            torch._foreach_copy_(own, [part.view_as(each) for part, each in zip(parts, own, strict=True)])
+
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self._places]
+
+
+def _flat(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+    """All elements in a row, by type: a copy."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}

@@ -1,0 +1,135 @@
+"""What the ranks tell each other when they look up from training, and whether training stops for it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ptfast.core import devices
+from ptfast.core.clock import STEP
+from ptfast.core.distributed import sum_over_ranks
+from ptfast.core.tensors.arrivals import Arrival
+from ptfast.profiling.stragglers import Stragglers
+from ptfast.run import Run
+
+LOOK_S = 5.0
+"""About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
+
+
+class StopReason(str, Enum):
+    """Why training ends; the value is the status of the run."""
+
+    LAST_STEP = "finished"
+    NO_GAIN = "stopped"
+    MAX_TIME = "paused"
+    SIGNAL = "preempted"
+    CTRL_C = "interrupted"
+
+
+@dataclass
+class Vote:
+    """What one rank tells the others, or what all have told: sums, but for the signal and `phases_s`."""
+
+    signal: int
+    """The largest signal received; 0 for none."""
+    late: int
+    """Ranks on which `run.max_time` is over."""
+    due: int
+    """1 if it is time for a checkpoint, by the first rank's clock."""
+    written: int
+    """Ranks that have written their part of the checkpoint."""
+    step_s: float
+    """Seconds of a step."""
+    phases_s: list[float]
+    """Seconds by phase of a step since the last log line, rank by rank; empty between log lines."""
+
+    def send(self, run: Run) -> SentVotes:
+        """Send it to all ranks; the host does not wait."""
+        rank, world_size, size = run.ranks.rank, run.ranks.num_ranks, len(STEP)
+        pins = run.device.type == "cuda"
+        own = torch.zeros(4 + world_size * (1 + size), dtype=devices.sum_dtype(run.device), pin_memory=pins)
+        own[:4] = own.new_tensor([self.late, self.due, self.written, self.step_s])
+        own[4 + rank] = self.signal
+        if self.phases_s:
+            at = 4 + world_size + rank * size
+            own[at : at + size] = own.new_tensor(self.phases_s)
+        return SentVotes(
+            Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks)), world_size
+        )
+
+
+@dataclass
+class SentVotes:
+    """The votes of all ranks, on their way to this one."""
+
+    numbers: Arrival
+    world_size: int
+
+    def read(self) -> Vote:
+        """The votes of all ranks as one; waits for them."""
+        late, due, written, step_s, *rest = self.numbers.read()
+        signals, phases_s = rest[: self.world_size], rest[self.world_size :]
+        return Vote(int(max(signals)), int(late), int(due), int(written), step_s / self.world_size, phases_s)
+
+
+def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
+    """What this rank has to tell after a step."""
+    late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
+    late = late and run.progress.step < run.total_steps
+    due = run.saver.is_due and run.ranks.is_first
+    return Vote(run.stop_signal or 0, late, due, run.saver.is_written, step_s, phases_s)
+
+
+def stop_reason(run: Run, vote: Vote) -> StopReason | None:
+    """Why training stops by what all ranks have told, if it does; noted in words in the run."""
+    if vote.signal:
+        run.stop_reason = signal.Signals(vote.signal).name
+        return StopReason.CTRL_C if vote.signal == signal.SIGINT else StopReason.SIGNAL
+    if vote.late:
+        run.stop_reason = "run.max_time is over"
+        return StopReason.MAX_TIME
+    return None
+
+
+def agree_to_stop(run: Run) -> StopReason | None:
+    """Ask all ranks, outside of the steps, why training stops; waits for them."""
+    vote = own_vote(run, LOOK_S, [])
+    return stop_reason(run, vote.send(run).read() if run.ranks.distributed else vote)
+
+
+class Votes:
+    """Lets all ranks agree at each look up from training, so that none waits for one that has left.
+
+    On CUDA, between steps that do not wait for figures, they go by the votes of the look before.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._stragglers = run, Stragglers(run)
+        self._sent: SentVotes | None = None
+        self.look_steps = 1
+        """Steps after which to look up again."""
+
+    def exchange(self, step_s: float, *, defers: bool) -> StopReason | None:
+        """Tell the other ranks how this one stands after a step, and return why training stops.
+
+        Args:
+            step_s: seconds that a step took.
+            defers: the host need not wait for the votes of this look.
+        """
+        run, step = self._run, self._run.progress.step
+        logs = run.ranks.distributed and step in run.cadence.log_steps
+        vote = own_vote(run, step_s, self._stragglers.own() if logs else [])
+        if run.ranks.distributed:
+            # One rank cannot end a sharded evaluation, so all agree before it.
+            evaluates = run.sharded and step in run.cadence.eval_steps
+            waits = step >= run.total_steps or evaluates or not defers
+            sent, before = vote.send(run), self._sent
+            self._sent = sent
+            vote = (sent if waits else before or sent).read()
+            self._stragglers.receive(vote.phases_s)
+        run.saver.look(due=bool(vote.due), all_written=vote.written == run.ranks.num_ranks)
+        self.look_steps = max(1, int(min(LOOK_S, run.saver.every_s or LOOK_S) / max(vote.step_s, 1e-6)))
+        return stop_reason(run, vote)
