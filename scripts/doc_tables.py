@@ -50,14 +50,14 @@ def techniques(text: str) -> str:
 
 def stages(text: str) -> str:
     """`text` with the table of what acts in which stage written anew, in the order of the calls."""
-    from ptfast.training import build, step
+    from ptfast.training import build
 
     before, header, rest = text.partition("| stage | what acts there |\n|---|---|\n")
     assert header, "extending.md has lost its table of stages"
     called = [vars(build).get(name) for name in _called_in(build.build)]
     stages = [each for each in called if inspect.isfunction(each) and ".stages." in each.__module__]
     rows = []
-    for stage in (build.build, *stages, step.Trainer):
+    for stage in (build.build, *stages):
         if acting := _of_families(stage):
             words = ", ".join(f"`{name}` ({family})" for name, family in acting.items())
             rows.append(f"| `{stage.__name__}` | {words} |\n")

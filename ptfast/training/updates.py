@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import described
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.tensors.arrivals import wait_for
 from ptfast.core.tensors.dtensors import is_sharded, local_part
+from ptfast.core.tensors.kept_buffers import KeptBuffers
 from ptfast.optim.build_optimizer import build_step
 from ptfast.run import Run
 from ptfast.training.gradient_exchange import OneRank
@@ -273,42 +274,3 @@ def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.
             part.param_groups = [each for each in optimizer.param_groups if each.get(OPTIMIZER_NAME) == name]
             part.step = build_step(part, own_grads=True)  # pyright: ignore[reportAttributeAccessIssue] # without a closure
     return found
-
-
-class KeptBuffers:
-    """Puts back the saved buffers of a model, such as BatchNorm's statistics, after a skipped step.
-
-    Those that are not saved with the model are constants, or are made anew.
-
-    Cost: two copies of these buffers a step, in a few kernels.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        saved = model.state_dict(keep_vars=True)
-        names = (name for name, buffer in model.named_buffers() if name in saved and buffer.numel())
-        split = (name.rpartition(".") for name in names)
-        self._places = [(model.get_submodule(owner), name) for owner, _, name in split]
-        self._kept: dict[torch.dtype, Tensor] = {}
-
-    def keep(self) -> None:
-        """Copy the buffers, before a step."""
-        if self._places:
-            self._kept = _flat(self._buffers())
-
-    @torch.no_grad()
-    def put_back(self, skipped: Tensor) -> None:
-        """Put the copies back if the step was `skipped`: 0-d, on the device."""
-        buffers = self._buffers()
-        for dtype, after in _flat(buffers).items():
-            own = [buffer for buffer in buffers if buffer.dtype == dtype]
-            parts = torch.where(skipped, self._kept[dtype], after).split([each.numel() for each in own])
-            torch._foreach_copy_(own, [part.view_as(each) for part, each in zip(parts, own, strict=True)])
-
-    def _buffers(self) -> list[Tensor]:
-        return [getattr(module, name) for module, name in self._places]
-
-
-def _flat(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
-    """All elements in a row, by type: a copy."""
-    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
-    return {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -21,3 +21,42 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 # A backward pass may need those that have not changed. BatchNorm does not count its writes.
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+class KeptBuffers:
+    """Puts back the saved buffers of a model, such as BatchNorm's statistics, after a skipped step.
+
+    Those that are not saved with the model are constants, or are made anew.
+
+    Cost: two copies of these buffers a step, in a few kernels.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        saved = model.state_dict(keep_vars=True)
+        names = (name for name, buffer in model.named_buffers() if name in saved and buffer.numel())
+        split = (name.rpartition(".") for name in names)
+        self._places = [(model.get_submodule(owner), name) for owner, _, name in split]
+        self._kept: dict[torch.dtype, Tensor] = {}
+
+    def keep(self) -> None:
+        """Copy the buffers, before a step."""
+        if self._places:
+            self._kept = _flat(self._buffers())
+
+    @torch.no_grad()
+    def put_back(self, skipped: Tensor) -> None:
+        """Put the copies back if the step was `skipped`: 0-d, on the device."""
+        buffers = self._buffers()
+        for dtype, after in _flat(buffers).items():
+            own = [buffer for buffer in buffers if buffer.dtype == dtype]
+            parts = torch.where(skipped, self._kept[dtype], after).split([each.numel() for each in own])
+            torch._foreach_copy_(own, [part.view_as(each) for part, each in zip(parts, own, strict=True)])
+
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self._places]
+
+
+def _flat(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+    """All elements in a row, by type: a copy."""
+    kinds = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return {kind: torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds}
