@@ -72,7 +72,7 @@ def measure(words: list[str], steps: int, pairs: int, rounds: int) -> tuple[list
     with tempfile.TemporaryDirectory() as name, silence():
         folder = Path(name)
         run = build(folder, [*words, *(noise(folder) if "+recipe=resnet_cifar" in words[-1:] else [])])
-        from ptfast.training.step import Trainer
+        from ptfast.training.loop.step import Trainer
 
         on_host = run.device.type == "cpu"
         now: Callable[[], float] = time.process_time if on_host else time.perf_counter

@@ -42,8 +42,8 @@ def main() -> None:
     from ptfast.core.distributed import Ranks
     from ptfast.core.plain_display import Display
     from ptfast.training.build import build
+    from ptfast.training.loop.step import Trainer
     from ptfast.training.state import save_training
-    from ptfast.training.step import Trainer
 
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     words = ("data=digits", "model=mlp", f"model.hidden=[{given.hidden},{given.hidden}]", "device=cpu")

@@ -67,7 +67,7 @@ def child(words: list[str]) -> None:
     from ptfast.core.machine import peak_memory_bytes
     from ptfast.core.plain_display import Display
     from ptfast.training.build import build
-    from ptfast.training.step import Trainer
+    from ptfast.training.loop.step import Trainer
 
     with tempfile.TemporaryDirectory() as folder, silence(), contextlib.ExitStack() as closing:
         try:

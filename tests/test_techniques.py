@@ -38,7 +38,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import PROMISES, Need, Technique
 from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.map_source import TensorSource, as_tensor
-from ptfast.training.step import Trainer
+from ptfast.training.loop.step import Trainer
 
 BY_NAME = {technique.name: technique for technique in CATALOGUE}
 SWITCHED = [technique for technique in CATALOGUE if technique.on]

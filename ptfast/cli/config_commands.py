@@ -170,7 +170,7 @@ def dry_run(config: Config) -> int:
     from ptfast.profiling.roofline import flop
     from ptfast.training.build import build
     from ptfast.training.fit import try_out
-    from ptfast.training.step import Trainer
+    from ptfast.training.loop.step import Trainer
     from ptfast.training.user_code import naming_user_code
 
     display = build_display()

@@ -23,6 +23,7 @@ from ptfast.models.build_model import remedy
 from ptfast.profiling.operator_counting import StepCounter
 from ptfast.run import Cadence, Run
 from ptfast.techniques.backend.torch_settings import resolve_device
+from ptfast.training.loop.updates import OPTIMIZER_NAME
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
 from ptfast.training.stages.machine_stage import build_seeder, cut_batch, seed_everything, set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
@@ -30,7 +31,6 @@ from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, a
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import build_plan, check_last_batch
 from ptfast.training.state import restore_model, restore_training
-from ptfast.training.updates import OPTIMIZER_NAME
 from ptfast.training.user_code import constructing
 
 CURVE_POINTS = 100

@@ -24,8 +24,8 @@ from ptfast.profiling.first_outputs import checking_outputs
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.tasks.ratios import placed, take_kinds
-from ptfast.training.first_step import with_output_check
-from ptfast.training.loss_window import begin_sums
+from ptfast.training.loop.first_step import with_output_check
+from ptfast.training.loop.loss_window import begin_sums
 from ptfast.training.stopping import Stopped, interruptible
 
 

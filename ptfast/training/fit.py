@@ -15,12 +15,12 @@ from ptfast.core.protocols import StepBatch, hooks
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
-from ptfast.training.loss_window import Look
+from ptfast.training.loop.loss_window import Look
+from ptfast.training.loop.step import Trainer
+from ptfast.training.loop.votes import StopReason, Votes, agree_to_stop
 from ptfast.training.state import save_training
-from ptfast.training.step import Trainer
 from ptfast.training.stopping import Stopped, interruptible
 from ptfast.training.user_code import callback_states, check_figures
-from ptfast.training.votes import StopReason, Votes, agree_to_stop
 
 
 def fit(run: Run) -> str:

@@ -86,7 +86,7 @@ def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:
 
 def training(run: Any, lengths: np.ndarray, num_steps: int) -> Callable[[], int]:
     """The next steps of a run, one call after another; returns how many tokens were no padding."""
-    from ptfast.training.step import Trainer
+    from ptfast.training.loop.step import Trainer
 
     trainer, plan = Trainer(run), run.train_loader.plan
     batches = run.train_loader.steps(0, run.total_steps)

@@ -19,7 +19,7 @@ from ptfast.data.loaders import build_loaders
 from ptfast.data.sampling.sampler import split_indices
 from ptfast.training import evaluate
 from ptfast.training.evaluate import ViewAveraged
-from ptfast.training.step import Trainer
+from ptfast.training.loop.step import Trainer
 
 STILL = (
     *("data=custom", "data._target_=toys.blobs", "data.val=10", "data.normalize=false", "model=custom"),

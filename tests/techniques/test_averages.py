@@ -19,7 +19,7 @@ from ptfast.run import Run
 from ptfast.techniques.ema.weight_averages import MovingAverage, Swa
 from ptfast.training.evaluate import ViewAveraged, check_views, evaluate
 from ptfast.training.fit import fit
-from ptfast.training.step import Trainer
+from ptfast.training.loop.step import Trainer
 
 SMALL = ("model.hidden=[16]", "batch_size=64", "log_every=5")
 CONVOLUTIONS = ("model=resnet_digits", "model.width=4", "batch_size=128", "optimizer.lr=0.05")

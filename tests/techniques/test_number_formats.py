@@ -21,7 +21,7 @@ from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper
 from ptfast.techniques.precision.number_formats import apply_half_weights
 from ptfast.training.fit import fit
-from ptfast.training.step import Trainer
+from ptfast.training.loop.step import Trainer
 
 CPU = torch.device("cpu")
 SMALL = ("model.hidden=[16]", "batch_size=64", "log_every=5")

@@ -18,8 +18,8 @@ from toys import (
 
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.profiling.operator_counting import Operators
-from ptfast.training import accumulation
 from ptfast.training.fit import fit
+from ptfast.training.loop import accumulation
 
 
 def train_parameters(folder: Path, *words: str) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import Callback
 from ptfast.run import Run
 from ptfast.training.fit import fit
-from ptfast.training.loss_window import Look, LossWindow
+from ptfast.training.loop.loss_window import Look, LossWindow
 
 EXPLODING = ("steps=100", "model=custom", "model._target_=toys.Exploding", "saving.every=100steps")
 BLOBS = ("data=custom", "data._target_=toys.blobs", "batch_size=10", "log_every=5", "schedule=constant")

@@ -24,8 +24,8 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.models.mlp import Mlp
 from ptfast.training.fit import fit
+from ptfast.training.loop.votes import LOOK_S
 from ptfast.training.stages.data_stage import eval_batch_size
-from ptfast.training.votes import LOOK_S
 
 
 def test_twenty_steps_are_those_of_a_loop_written_by_hand(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_lines_are_logged_when_they_are_due(in_tmp: Path) -> None:
 def test_looking_up_often_changes_no_figure(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*SMALL, "steps=20", "model.dropout=0.2")
     assert train(*words, "run.dir=a") == 0
-    monkeypatch.setattr("ptfast.training.votes.LOOK_S", LOOK_S * 1e-9)
+    monkeypatch.setattr("ptfast.training.loop.votes.LOOK_S", LOOK_S * 1e-9)
     assert train(*words, "run.dir=b") == 0
     assert records(Path("a")) == records(Path("b"))
     assert same_bits(weights(Path("a")), weights(Path("b")))

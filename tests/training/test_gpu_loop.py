@@ -15,8 +15,8 @@ from toys import Lines
 from ptfast.core.protocols import Callback
 from ptfast.core.tensors import arrivals
 from ptfast.training.fit import fit
-from ptfast.training.loss_window import Look, LossWindow
-from ptfast.training.step import Trainer
+from ptfast.training.loop.loss_window import Look, LossWindow
+from ptfast.training.loop.step import Trainer
 
 SETTINGS = {
     "fp32": ("optimizer=sgd_cifar", "precision=fp32"),

@@ -15,8 +15,8 @@ from toys import Holed, Lines
 from ptfast.core.protocols import Callback
 from ptfast.optim.build_optimizer import start_momentum
 from ptfast.run import Run
-from ptfast.training import updates
 from ptfast.training.fit import fit
+from ptfast.training.loop import updates
 
 HERE = "test_skipped_statistics"
 BAD = [1, 4, 5, 9]

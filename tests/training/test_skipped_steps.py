@@ -20,11 +20,11 @@ from ptfast.core.resolved import Progress
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.optim.build_optimizer import apply_lr
 from ptfast.run import Run
-from ptfast.training import updates
 from ptfast.training.build import build
 from ptfast.training.fit import fit
-from ptfast.training.gradient_exchange import OneRank
-from ptfast.training.step import Trainer
+from ptfast.training.loop import updates
+from ptfast.training.loop.gradient_exchange import OneRank
+from ptfast.training.loop.step import Trainer
 
 DATA = ("data=custom", "data._target_=toys.Holed", "data.val=0", "batch_size=10", "dataloader=plain")
 WORDS = (*DATA, "steps=12", "log_every=2", "saving.every=5steps", "model=custom", "schedule=onecycle")

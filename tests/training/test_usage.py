@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptfast.training import loss_window
+from ptfast.training.loop import loss_window
 
 
 def test_a_share_of_busy_time_is_one_of_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:

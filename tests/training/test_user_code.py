@@ -17,7 +17,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.run import Run
 from ptfast.tasks import build_task
-from ptfast.training.first_step import FirstStep, with_output_check
+from ptfast.training.loop.first_step import FirstStep, with_output_check
 from ptfast.training.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")

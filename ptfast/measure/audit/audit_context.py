@@ -33,8 +33,8 @@ from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.build import build
+from ptfast.training.loop.step import Trainer
 from ptfast.training.stages.data_stage import build_choice, load_data
-from ptfast.training.step import Trainer
 from ptfast.training.user_code import naming_user_code
 
 LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0

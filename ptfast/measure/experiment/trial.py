@@ -43,8 +43,8 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.rewrites.model_rewrites import FusedRMSNorm, find_rms_norms
 from ptfast.training.build import build
 from ptfast.training.fit import try_out
-from ptfast.training.loss_window import sum_and_read
-from ptfast.training.step import Trainer
+from ptfast.training.loop.loss_window import sum_and_read
+from ptfast.training.loop.step import Trainer
 
 Place = tuple[int, int, int]
 """A process's rank, the number of ranks, and the port where they meet."""

@@ -28,9 +28,9 @@ from ptfast.report.terminal.display import build_display, say, table
 from ptfast.run import Run
 from ptfast.techniques.schedule.scheduled_run import LrSchedule
 from ptfast.training.build import build
-from ptfast.training.loss_window import sum_and_read
-from ptfast.training.step import Trainer
-from ptfast.training.updates import ScaledUpdate
+from ptfast.training.loop.loss_window import sum_and_read
+from ptfast.training.loop.step import Trainer
+from ptfast.training.loop.updates import ScaledUpdate
 
 CURVE_ROWS, CURVE_WIDTH = 16, 40
 """Size of the curve in a terminal."""

@@ -16,9 +16,9 @@ from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.torch_internals import backward
 from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import kept_conversions
-from ptfast.training.first_step import FirstStep
-from ptfast.training.gradient_exchange import OneRank
-from ptfast.training.loss_window import LossWindow
+from ptfast.training.loop.first_step import FirstStep
+from ptfast.training.loop.gradient_exchange import OneRank
+from ptfast.training.loop.loss_window import LossWindow
 
 _nothing: AbstractContextManager[Any] = nullcontext()
 

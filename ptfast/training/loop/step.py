@@ -14,12 +14,12 @@ from ptfast.core.tensors.trees import copied
 from ptfast.optim.build_optimizer import apply_lr
 from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
-from ptfast.training.accumulation import Accumulator
-from ptfast.training.first_step import FirstStep
-from ptfast.training.gradient_exchange import build_exchange
-from ptfast.training.loss_window import LossWindow
+from ptfast.training.loop.accumulation import Accumulator
+from ptfast.training.loop.first_step import FirstStep
+from ptfast.training.loop.gradient_exchange import build_exchange
+from ptfast.training.loop.loss_window import LossWindow
+from ptfast.training.loop.updates import build_update
 from ptfast.training.stopping import Stopped
-from ptfast.training.updates import build_update
 
 
 def _nothing(*arguments: Any) -> None:

@@ -24,8 +24,8 @@ from ptfast.profiling.not_finite import explain
 from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
-from ptfast.training.first_step import FirstStep
-from ptfast.training.updates import CheckedUpdate, PlainUpdate
+from ptfast.training.loop.first_step import FirstStep
+from ptfast.training.loop.plain_update import PlainUpdate
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
@@ -233,7 +233,7 @@ class LossWindow:
             found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
-        first = max(skipped_in_a_row, 1) == step and not isinstance(self.update, CheckedUpdate)
+        first = max(skipped_in_a_row, 1) == step and not self.update.explains_skips
         if first and (error := self._first_look.not_finite()) is not None:
             return error
         hint = (

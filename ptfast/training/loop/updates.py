@@ -1,4 +1,4 @@
-"""From gradients to new weights: clip, check, unscale and step, and skip a step that cannot be taken."""
+"""Updates that may skip a step, and that of a task which takes its own steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,48 +19,15 @@ from ptfast.core.tensors.dtensors import is_sharded, local_part
 from ptfast.core.tensors.kept_buffers import KeptBuffers
 from ptfast.optim.build_optimizer import build_step
 from ptfast.run import Run
-from ptfast.training.gradient_exchange import OneRank
+from ptfast.training.loop.gradient_exchange import OneRank
+from ptfast.training.loop.loss_window import LossWindow
+from ptfast.training.loop.plain_update import PlainUpdate
 from ptfast.training.user_code import UserPart
-
-if TYPE_CHECKING:
-    from ptfast.training.loss_window import LossWindow
 
 READ_AT_ONCE = ("cpu",)
 """Devices whose numbers the host reads without a wait."""
 OPTIMIZER_NAME = "optimizer"
 """The key of a parameter group that names which of a task's own optimizers steps it."""
-
-
-class PlainUpdate:
-    """Clips the gradients and takes the optimizer's step."""
-
-    skipped: Tensor | None = None
-    """True if the last step was skipped, 0-d, on the device; None if the host knows that it was taken."""
-    counts: tuple[Tensor | int, ...] = ()
-    """Steps skipped in a row, before the last step, and in all; the same on all ranks."""
-    schedule_lag = 0
-    """Skipped steps by which the schedule is behind in the step to come."""
-    limit, cause = math.inf, ""
-    """Skipped steps in a row that end the run, and why steps are skipped."""
-
-    def __init__(self, run: Run, step: Callable[[], object] | None = None) -> None:
-        self._run, self._step = run, step or build_step(run.optimizer)
-
-    def prepare(self) -> None:
-        """Keep what a skipped step must not change; called before its forward pass."""
-
-    def step(self, batch: StepBatch) -> None:
-        """Update the weights from their gradients, or skip the step."""
-        if self._run.clip is not None:
-            self._run.clip()
-        self._step()
-
-    def restore_skipped(self, batch: StepBatch) -> None:
-        """Take back the losses and statistics of the last step if it was skipped."""
-
-    def unscaled(self, norm: Tensor) -> Tensor:
-        """The norm of gradients as they are before `step`, without a loss scale."""
-        return norm
 
 
 class SkippingUpdate(PlainUpdate):
@@ -153,6 +120,7 @@ class CheckedUpdate(SkippingUpdate):
     """
 
     cause = "loss or gradients were not finite"
+    explains_skips = True
 
     def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
         optimizer, device = run.optimizer, run.device

@@ -1,0 +1,1 @@
+"""The hot loop: a step and its parts."""
