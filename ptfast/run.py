@@ -83,6 +83,8 @@ class Run:
     compilation: Compilation | None = None
     freezing: Freezing | None = None
     """None if the same parameters train throughout."""
+    freezes_statistics: bool = False
+    """BatchNorm in frozen layers keeps its running statistics."""
     train_loader: Loader = field(init=False)
     eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
     """By split."""

@@ -53,8 +53,10 @@ class Optimizer(TargetSection):
     """Norms and biases (parameters of at most one dimension) have weight decay."""
     layer_decay: Part | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
-    backbone_from: Annotated[Duration, InUnit("epochs")] | None = None
-    """Length of training after which all below the last layer begins to train, such as `1epochs`."""
+    freeze_backbone: Annotated[Duration, InUnit("epochs")] | None = None
+    """How long all below the last layer is frozen, such as `1epochs`; null for not at all."""
+    freeze_backbone_stats: bool = False
+    """Keep the running statistics of BatchNorm, and normalize by them, in every layer that is frozen."""
     groups: list[ParameterGroup] = Field(default_factory=list)
     """Settings of parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -100,7 +102,7 @@ def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
 def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse optimizers and freezing that do not work on sharded weights."""
     path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
-    backbone = optimizer.backbone_from
+    backbone = optimizer.freeze_backbone
     waits = backbone is not None and bool(backbone.value)
     ends = [end for group in optimizer.groups for end in (group.trains_from, group.trains_until)]
     # Parameters that are frozen throughout, by an end at 0, never switch.
@@ -117,7 +119,7 @@ def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Ptf
         what = "parallel=fsdp shards weights once, by what trains at the start"
         key, hint = "optimizer.groups", "Freeze throughout with trains_until: 0, or use parallel=ddp"
         if waits:
-            key, hint = "optimizer.backbone_from", "Set it to null, or use parallel=ddp"
+            key, hint = "optimizer.freeze_backbone", "Set it to null, or use parallel=ddp"
         yield ConfigError("C011", what, key=key, value=backbone, suggestion=hint)
 
 

@@ -277,8 +277,8 @@ PARAMETERS: tuple[Technique, ...] = (
     ),
     _groups(
         name="head before backbone",
-        on=("optimizer.backbone_from=30%",),
-        off=("optimizer.backbone_from=null",),
+        on=("optimizer.freeze_backbone=30%",),
+        off=("optimizer.freeze_backbone=null",),
         why="The head trains alone, without backward below; once it fits, its errors disturb the rest less.",
         claim="1 % more accurate than fine-tuning at once, and 10 % on data that shifted since training.",
         source="Kumar, Raghunathan, Jones, Ma, Liang 2022, arXiv:2202.10054.",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
+from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.optim import Optimizer, ParameterGroup
 from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.muon import Muon
@@ -46,7 +47,7 @@ class Grouping:
     """Settings of the parameters of a model, by plain name.
 
     A rate is that of the optimizer, times `layer_decay` for every layer above (`layer_depths`), times an
-    entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `backbone_from` and entries before it. A
+    entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `freeze_backbone` and entries before it. A
     parameter that several modules share may be matched by any of its names.
 
     Args:
@@ -59,9 +60,9 @@ class Grouping:
     """
 
     def __init__(self, model: nn.Module, section: Optimizer, dropped: Collection[str] = ()) -> None:
-        self._model, self._backbone_from = model, section.backbone_from
+        self._model, self._freeze_backbone = model, section.freeze_backbone
         decay_1d, layer_decay, groups = section.decay_1d, section.layer_decay, section.groups
-        by_layer = {"layer_decay": layer_decay, "backbone_from": section.backbone_from}
+        by_layer = {"layer_decay": layer_decay, "freeze_backbone": section.freeze_backbone}
         of_layers = {key: value for key, value in by_layer.items() if value is not None}
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -77,8 +78,8 @@ class Grouping:
             notes.append("no decay on norms and biases")
         if layer_decay is not None:
             notes.append(f"lr x {layer_decay:g} per layer, {deepest + 1} layers")
-        if section.backbone_from is not None:
-            notes.append(f"all below the last layer from {section.backbone_from}")
+        if section.freeze_backbone is not None:
+            notes.append(f"all below the last layer from {section.freeze_backbone}")
         self._asked: dict[str, RequestedGroup] = {}
         matches = [0] * len(groups)
         for name, parameter in model.named_parameters():
@@ -86,8 +87,8 @@ class Grouping:
             asked = RequestedGroup(
                 lr_scale=scale, weight_decay=None if decay_1d or parameter.ndim > 1 else 0.0
             )
-            if section.backbone_from is not None and depths[name] < deepest:
-                asked = replace(asked, trains_from=section.backbone_from)
+            if section.freeze_backbone is not None and depths[name] < deepest:
+                asked = replace(asked, trains_from=section.freeze_backbone)
             for index, entry in enumerate(groups):
                 if any(fnmatchcase(other, entry.match) for other in names[id(parameter)]):
                     matches[index] += 1
@@ -158,8 +159,8 @@ class Grouping:
             if asked.trains_until is None and not asked.trains_from.value:
                 others = True
                 continue
-            waits = asked.trains_from == self._backbone_from and asked.trains_until is None
-            key = "optimizer.backbone_from" if waits else "optimizer.groups"
+            waits = asked.trains_from == self._freeze_backbone and asked.trains_until is None
+            key = "optimizer.freeze_backbone" if waits else "optimizer.groups"
             first, last = steps_of(key, asked.trains_from), math.inf
             if asked.trains_until is not None:
                 last = steps_of(key, asked.trains_until)
@@ -259,6 +260,15 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     return {name: depth - lowest for name, depth in depths.items()}
 
 
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Let BatchNorm in modules whose parameters are all frozen normalize by its statistics, and keep them."""
+    for module in model.modules():
+        parameters = [*module.parameters()]
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            for norm in (part for part in module.modules() if isinstance(part, BatchNorm)):
+                norm.eval()
+
+
 @dataclass(frozen=True)
 class Window:
     """Parameters that train in steps `first` (counted from 0) up to, not including, `last`."""
@@ -273,7 +283,7 @@ class Freezing:
     """Parameters that train in a part of the run only.
 
     A frozen parameter needs no gradient: it is not updated or decayed, its momentum stays, and backward ends
-    where nothing below trains. Running statistics of BatchNorm are still updated.
+    where nothing below trains. Running statistics of BatchNorm stay only under `keep_frozen_statistics`.
 
     Args:
         others: there are parameters that always train; without any, C011 for a step in which none does.

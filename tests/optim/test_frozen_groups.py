@@ -10,8 +10,11 @@ import torch
 from running import build_run, records, same_bits, summary, train, training_state, weights
 from test_groups import SMALL
 
+from ptfast.config.checks.validate import validate
+from ptfast.config.compose import compose
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import Callback
+from ptfast.optim.parameter_groups import keep_frozen_statistics
 from ptfast.training.fit import fit
 
 
@@ -59,6 +62,70 @@ def test_batch_norm_of_a_frozen_layer_goes_on_measuring(in_tmp: Path) -> None:
     fit(run)
     same = {name for name, value in norm.state_dict().items() if torch.equal(value, before[name])}
     assert same == {"weight", "bias"}
+
+
+class Statistics(Callback):
+    """Notes after every step the running means of each BatchNorm, and those in evaluation mode."""
+
+    def __init__(self) -> None:
+        self.means: list[dict[str, torch.Tensor]] = []
+        self.kept: list[set[str]] = []
+
+    def on_step(self, run: Any, step: int) -> None:
+        norms = {name: m for name, m in run.model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+        self.means.append({name: norm.running_mean.clone() for name, norm in norms.items()})
+        self.kept.append({name for name, norm in norms.items() if not norm.training})
+
+
+@pytest.mark.parametrize("keeps", ["true", "false"])
+def test_frozen_layers_keep_their_statistics_if_asked(in_tmp: Path, keeps: str) -> None:
+    words = ("model=resnet_digits", "model.width=4", "steps=4", "batch_size=64", "gradients.accumulate=2")
+    words = (*words, "optimizer.freeze_backbone=2steps", "eval.every=1steps")
+    run = build_run(in_tmp / "a", *words, f"optimizer.freeze_backbone_stats={keeps}")
+    run.callbacks.append(notes := Statistics())
+    before = {name: run.model.get_submodule(name).running_mean.clone() for name in _norms(run.model)}
+    assert fit(run) == "finished"
+    frozen = set(before) if keeps == "true" else set()
+    assert [len(kept) for kept in notes.kept] == [len(frozen)] * 2 + [0, 0]
+    for name, mean in before.items():
+        assert torch.equal(mean, notes.means[1][name]) is (keeps == "true")
+        assert not torch.equal(notes.means[1][name], notes.means[3][name])
+
+
+def _norms(model: torch.nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)]
+
+
+def test_a_norm_without_parameters_belongs_to_the_layers_around_it() -> None:
+    block = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2, affine=False))
+    model = torch.nn.Sequential(block, torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 2))
+    block.requires_grad_(False)
+    keep_frozen_statistics(model)
+    assert (block[1].training, model[1].training, block[0].training) == (False, True, True)
+
+
+def test_kept_statistics_are_resumed_across_the_unfreeze(in_tmp: Path) -> None:
+    words = ("model=resnet_digits", "model.width=4", "steps=5", "batch_size=64", "saving.every=1steps")
+    words = (
+        *words,
+        "saving.keep=9",
+        "optimizer.freeze_backbone=3steps",
+        "optimizer.freeze_backbone_stats=true",
+    )
+    assert train(*words, "run.dir=whole") == 0
+    for step in (2, 3):
+        assert train(*words, f"run.resume=whole/saved/step-{step}", f"run.dir=from{step}") == 0
+        assert same_bits(weights(Path(f"from{step}")), weights(Path("whole")))
+
+
+def test_the_former_name_of_a_key_is_answered_with_the_new_one(in_tmp: Path) -> None:
+    with pytest.raises(ConfigError, match=r"renamed: use optimizer\.freeze_backbone") as caught:
+        build_run(in_tmp / "a", *SMALL, "optimizer.backbone_from=2steps")
+    assert (caught.value.code, caught.value.key) == ("C002", "optimizer.backbone_from")
+    # The configs of earlier runs name it.
+    assert validate(
+        {**compose().tree, "optimizer": {**compose().tree["optimizer"], "backbone_from": None}}, str
+    )
 
 
 def test_backward_ends_where_the_front_is_frozen(in_tmp: Path) -> None:
@@ -110,7 +177,7 @@ def test_all_below_the_last_layer_waits(in_tmp: Path) -> None:
     by_name = '[{match: "layers.1.*", trains_from: 2steps}, {match: "layers.3.*", trains_from: 2steps}]'
     runs = [
         build_run(in_tmp / key, *SMALL, "steps=4", f"optimizer.{key}={value}")
-        for key, value in (("backbone_from", "50%"), ("groups", by_name))
+        for key, value in (("freeze_backbone", "50%"), ("groups", by_name))
     ]
     notes = Notes()
     runs[0].callbacks.append(notes)
@@ -118,5 +185,5 @@ def test_all_below_the_last_layer_waits(in_tmp: Path) -> None:
     assert notes.trained == [{"layers.5.weight", "layers.5.bias"}] * 2 + [{*notes.weights[0]}] * 2
     assert same_bits(*(run.model.state_dict() for run in runs))
     with pytest.raises(ConfigError, match="is no step of 4") as caught:
-        build_run(in_tmp / "late", *SMALL, "steps=4", "optimizer.backbone_from=9steps")
-    assert caught.value.key == "optimizer.backbone_from"
+        build_run(in_tmp / "late", *SMALL, "steps=4", "optimizer.freeze_backbone=9steps")
+    assert caught.value.key == "optimizer.freeze_backbone"

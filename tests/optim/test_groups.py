@@ -184,7 +184,7 @@ def test_layer_decay_scales_a_vision_transformer_as_timm_does() -> None:
 
 
 def test_layers_that_are_not_there() -> None:
-    for asked in ({"layer_decay": 0.5}, {"backbone_from": Duration(1, "epochs")}):
+    for asked in ({"layer_decay": 0.5}, {"freeze_backbone": Duration(1, "epochs")}):
         with pytest.raises(ConfigError, match="one layer only") as caught:
             Grouping(nn.Sequential(nn.Linear(2, 2)), asking(**asked))
         assert caught.value.key == f"optimizer.{next(iter(asked))}"

@@ -55,6 +55,7 @@ def validate(
     return config
 
 
+RENAMED = {"optimizer.backbone_from": "optimizer.freeze_backbone"}  # today's names by former ones
 # What other programs call keys that have another name, or another place, here.
 ELSEWHERE = {
     "lr": "optimizer.lr",
@@ -96,6 +97,11 @@ class _Checker:
 
     def check(self) -> Config | None:
         """The config, or None where `problems` says why not."""
+        for former, name in RENAMED.items():
+            section, _, key = former.rpartition(".")
+            # The config of an earlier run names every key; null is the default of each that was renamed.
+            if (value := self.tree.get(section, {}).pop(key, None)) is not None:
+                self.problems.append(ConfigError("C002", f"renamed: use {name}", key=former, value=value))
         prepared = self._given(self.tree)
         for name, field in Config.model_fields.items():
             section, given = section_of(field.annotation), prepared.get(name)

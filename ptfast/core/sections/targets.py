@@ -196,8 +196,7 @@ def is_torch_scheduler(found: Any) -> bool:
 
 def steps_on_metric(found: Any) -> bool:
     """Return True for a scheduler class whose `step` requires a metric, as that of ReduceLROnPlateau."""
-    step = getattr(found, "step", None) if inspect.isclass(found) else None
-    takes = [] if step is None else [*keywords(step).values()][1:]
+    takes = [*keywords(getattr(found, "step", None)).values()][1:] if inspect.isclass(found) else []
     required = [parameter.name for parameter in takes if parameter.default is parameter.empty]
     return len(required) == 1 and "epoch" not in required[0]
 

@@ -176,7 +176,7 @@ class TorchScheduler(Shape):
         """Rate and momentum of each step."""
         if num_steps in self._known:
             return self._known[num_steps]
-        optimizer = _optimizer_of_one_weight(self.lr)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr, momentum=MOMENTUM)
         (group,) = optimizer.param_groups
         figures: list[tuple[float, float]] = []
         with warnings.catch_warnings():
@@ -203,8 +203,8 @@ class MetricScheduler(Shape):
     """
 
     def __init__(self, target: Target, lr: float, mode: str) -> None:
-        self._lr, optimizer = lr, _optimizer_of_one_weight(lr)
-        (self._group,) = optimizer.param_groups
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=MOMENTUM)
+        self._lr, (self._group,) = lr, optimizer.param_groups
         if issubclass(target.resolve(), torch.optim.lr_scheduler.ReduceLROnPlateau):
             if (asked := target.kwargs.get("mode", mode)) != mode:
                 what = f"contradicts the metric that stop.metric names, whose mode is {mode}"
@@ -234,10 +234,6 @@ class MetricScheduler(Shape):
         """Load what `state_dict` gave."""
         self._scheduler.load_state_dict(state["scheduler"])
         self._group["lr"] = state["lr"]
-
-
-def _optimizer_of_one_weight(lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=MOMENTUM)
 
 
 def _curve(table: list[float]) -> Curve:

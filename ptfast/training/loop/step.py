@@ -12,6 +12,7 @@ from ptfast.core.protocols import StepBatch, hooks, takes_own_steps
 from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.trees import copied
 from ptfast.optim.build_optimizer import apply_lr
+from ptfast.optim.parameter_groups import keep_frozen_statistics
 from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.training.loop.accumulation import Accumulator
@@ -50,6 +51,8 @@ class Trainer:
         """
         run, progress = self.run, self.run.progress
         run.forward.train()
+        if run.freezes_statistics:
+            keep_frozen_statistics(run.model)
         self.on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         self.update_average = run.ema.update if run.ema is not None else _nothing
         self.window.inspected_step = last_step - 1
@@ -122,6 +125,8 @@ class Trainer:
             return batches
         sums = window.sums()
         run.forward.train()
+        if run.freezes_statistics:
+            keep_frozen_statistics(run.model)
         try:
             with buffers_kept(run.model):
                 self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples))

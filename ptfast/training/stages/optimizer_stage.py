@@ -41,6 +41,7 @@ def add_optimizer(run: PartialRun) -> None:
     run.clip = build_clipper(
         run.config.gradients, run.model.parameters(), head=head_of(run.model), by_group=grouping.clip_norms()
     )
+    run.freezes_statistics = section.freeze_backbone_stats
     run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
     run.groups_note = grouping.note
 

@@ -164,7 +164,7 @@ def test_ranks_take_up_what_one_process_has_saved(two_ranks: dict[str, Any]) -> 
         ({"gradients__clip_adaptive": 0.1}, "gradients.clip_adaptive"),
         ({"parallel": {**FSDP, "float8_gather": True}}, "parallel.float8_gather"),
         ({"optimizer__groups": [{"match": "*", "trains_from": "2steps"}]}, "optimizer.groups"),
-        ({"optimizer__backbone_from": "2steps"}, "optimizer.backbone_from"),
+        ({"optimizer__freeze_backbone": "2steps"}, "optimizer.freeze_backbone"),
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: Tree, key: str) -> None:
