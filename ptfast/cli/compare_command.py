@@ -13,12 +13,12 @@ from urllib.parse import quote
 
 from ptfast.cli.arguments import write_out
 from ptfast.cli.run_ranking import (
-    SEED,
+    REPEATS,
     SPLITS,
     Ranking,
     Variant,
     figure_of,
-    group_seeds,
+    group_repeats,
     rank_runs,
     short_labels,
 )
@@ -85,10 +85,10 @@ def _find_runs(path: Path, depth: int) -> Iterator[Path]:
 
 
 def show(ranking: Ranking) -> None:
-    """Print the variants of a ranking that have several seeds, and its runs."""
+    """Print the variants of a ranking that have several seeds or folds, and its runs."""
     better = "highest" if ranking.mode == "max" else "lowest"
-    if variants := group_seeds(ranking):
-        _print(ranking, f"means over seeds by {ranking.metric}, {better} first", variants)
+    if variants := group_repeats(ranking):
+        _print(ranking, f"means over {ranking.repeats} by {ranking.metric}, {better} first", variants)
         print()
     links = [_report(run).absolute().as_uri() for run in ranking.runs]
     _print(ranking, f"{len(ranking.runs)} runs by {ranking.metric}, {better} first", links=links)
@@ -115,13 +115,13 @@ def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, 
         for run, value, label in zip(runs, ranking.values, ranking.labels, strict=True)
     ]
     columns = {"#": [str(place) if row.values else "" for place, row in enumerate(rows, 1)]}
-    keys = [key for key in ranking.keys if not variants or key != SEED]
+    keys = [key for key in ranking.keys if not variants or key not in REPEATS]
     columns |= {key: [row.label.get(key, "-") for row in rows] for key in keys}
     columns[metric] = [_cell(row.runs[0], metric, row.average) for row in rows]
     if variants:
-        widths = [variant.half_width for variant in variants]
-        columns["±95%"] = ["-" if width is None else _cell(runs[0], metric, width) for width in widths]
-        columns["seeds"] = [str(len(variant.values)) for variant in variants]
+        spreads = [_cell(runs[0], metric, row.spread(ranking.repeats)) for row in variants]
+        columns["±95%" if ranking.repeats == "seeds" else "std"] = spreads
+        columns[ranking.repeats] = [str(len(variant.values)) for variant in variants]
     for name in (ranking.loss, *COLUMNS):
         if name == metric:
             continue
@@ -182,10 +182,10 @@ def _render(ranking: Ranking, folder: Path, to_target: str) -> str:
     """The page as it lies in `folder`; `to_target` is a table of it."""
     runs = ranking.runs
     body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first") + to_target
-    if variants := group_seeds(ranking):
+    if variants := group_repeats(ranking):
         columns = columns_of(ranking, variants)
-        body += f"<h2>Means over seeds</h2>{html_table([*columns], [*zip(*columns.values(), strict=True)])}"
-        body += "<h2>Runs</h2>"
+        means = html_table([*columns], [*zip(*columns.values(), strict=True)])
+        body += f"<h2>Means over {ranking.repeats}</h2>{means}<h2>Runs</h2>"
     columns = columns_of(ranking)
     links = [quote(Path(os.path.relpath(_report(run).absolute(), folder)).as_posix()) for run in runs]
     colors = [line_color(index) for index in range(len(runs))]

@@ -18,7 +18,7 @@ from ptfast.report.html.run_report import headline
 SPLITS = ("best", "val", "test", "train")
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
-SEED = "seed"
+REPEATS = ("seed", "data.fold")
 
 Label = Mapping[str, str]
 """Values, as text, of the keys in which runs differ."""
@@ -43,6 +43,11 @@ class Ranking:
         return list(dict.fromkeys(key for label in self.labels for key in label))
 
     @property
+    def repeats(self) -> str:
+        """What repeats its variants: `seeds`, `folds`, both or nothing."""
+        return " and ".join(f"{key.rpartition('.')[2]}s" for key in REPEATS if key in self.keys)
+
+    @property
     def loss(self) -> str:
         """The loss of the split that ranks the runs."""
         split, dot, _ = self.metric.partition(".")
@@ -51,7 +56,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs that differ in their seeds alone."""
+    """Runs that differ in `REPEATS` alone."""
 
     label: Label
     runs: list[RunFiles]
@@ -63,13 +68,15 @@ class Variant:
         """The mean of the metric; None if no run has it."""
         return statistics.fmean(self.values) if self.values else None
 
-    @property
-    def half_width(self) -> float | None:
-        """Half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
-        count = len(self.values)
-        if count < 2:
+    def spread(self, repeats: str) -> float | None:
+        """Half of the 95 % interval of a mean over seeds, by Student's t, or else the standard deviation.
+
+        Folds share training data, so their mean has no such interval. None for fewer than two values.
+        """
+        if (count := len(self.values)) < 2:
             return None
-        return t_quantile(0.975, count - 1) * statistics.stdev(self.values) / count**0.5
+        deviation = statistics.stdev(self.values)
+        return t_quantile(0.975, count - 1) * deviation / count**0.5 if repeats == "seeds" else deviation
 
 
 def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto") -> Ranking:
@@ -99,13 +106,13 @@ def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto"
     )
 
 
-def group_seeds(ranking: Ranking) -> list[Variant]:
-    """The variants, best first, if at least one was trained with several seeds; else none."""
-    if SEED not in ranking.keys:
+def group_repeats(ranking: Ranking) -> list[Variant]:
+    """The variants, best first, if at least one was trained with several seeds or folds; else none."""
+    if not ranking.repeats:
         return []
     variants: dict[tuple[tuple[str, str], ...], Variant] = {}
     for run, value, label in zip(ranking.runs, ranking.values, ranking.labels, strict=True):
-        own = {key: text for key, text in label.items() if key != SEED}
+        own = {key: text for key, text in label.items() if key not in REPEATS}
         variant = variants.setdefault(tuple(own.items()), Variant(own, [], []))
         variant.runs.append(run)
         if value is not None:

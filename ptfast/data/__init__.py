@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
-from ptfast.core.sections.coerce import InUnit
-from ptfast.core.sections.section import Count, TargetSection
+from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
+from ptfast.core.sections.section import Count, Natural, TargetSection
 from ptfast.core.sections.targets import Target
+
+Amount = Annotated[Duration, InUnit("samples", ("percent", "samples"))]
+SPLIT_KEYS = ("split", "group", "folds", "fold", "fraction", "overfit")
+"""Keys that go to a dataset of the user's where it takes them itself, such as torchvision's `split`."""
 
 
 class DataSection(TargetSection):
     """The dataset, and the share of it that is held out."""
 
-    val: Annotated[Duration, InUnit("samples", ("percent", "samples"))] = Duration(10, "percent")
+    val: Amount = Duration(10, "percent")
     """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
+    split: Literal["auto", "stratified", "random", "grouped"] = "auto"
+    """Hold out the same share of each class, samples at random, or whole groups; `auto` goes by the data."""
+    group: str | None = None
+    """What stays in one split: a column, an attribute of the dataset, or a pattern in the path of a file."""
+    folds: Annotated[int, Range(2)] | None = None
+    """Parts for cross-validation, of which `fold` is held out in place of `val`."""
+    fold: Natural | None = None
+    """The part that is held out, counted from 0."""
+    fraction: Annotated[Amount, POSITIVE] | None = None
+    """The share of the training samples that is used, of each class the same: `10%` or `500samples`."""
+    overfit: Count | None = None
+    """Batches that are trained on and evaluated, to see the loss fall: neither shuffled nor augmented."""
     normalize: bool = True
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
     collate: Target | None = None

@@ -32,12 +32,13 @@ from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.sample_form import AS_GIVEN, InputOptions
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
+from ptfast.data.sampling.cut_splits import cut_splits
 from ptfast.data.sampling.sample_orders import checked_weights
-from ptfast.data.sampling.sampler import Indices, split_indices
+from ptfast.data.sampling.splits import NO_RULES, SplitRules
 from ptfast.data.sources.image_files import HeldImages, ImageFiles, ImageSource
 from ptfast.data.sources.ragged_text import TextSource
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.transforms.normalize import Statistics, statistics
+from ptfast.data.transforms.normalize import statistics
 
 _LABELS_OF = {
     "classification": ("classification", "regression", "multilabel"),
@@ -66,7 +67,7 @@ def build_data(
     normalize: bool = True,
     shuffle_buffer: int | None = None,
     known: DataInfo | None = None,
-    measured: Statistics | None = None,
+    trained: DataInfo | None = None,
     choose: Callable[..., Choice] | None = None,
     crops: bool = False,
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
@@ -75,6 +76,7 @@ def build_data(
     collate: Collate | None = None,
     whole: bool = False,
     options: InputOptions = AS_GIVEN,
+    rules: SplitRules = NO_RULES,
 ) -> Data:
     """The splits of a run and the facts about them.
 
@@ -82,10 +84,11 @@ def build_data(
         source: what an option of the group `data` constructs, or any torch dataset.
         val: training samples to hold out if the source has no validation split; `seed` decides which.
         task: `auto`, or the task to train for.
-        normalize: compute the statistics that the loaders normalise by, unless they are `measured` already.
+        normalize: compute the statistics that the loaders normalise by, unless a run has `trained` by them.
         shuffle_buffer: samples among which the next is drawn, for data that is read in its own order.
         known: the facts of the data that a model was trained on (vocabulary, statistics, classes), by which
             this data is read.
+        trained: the facts of this very data, as a run has saved them.
         choose: chooses the loader, given the training split and the others; for kinds that hold decoded data
             in memory, it is decoded here. None leaves samples where they are.
         crops: hold training images at their original size, for random crops.
@@ -95,6 +98,7 @@ def build_data(
         collate: a user's function that makes batches; None for the dataset's own, or torch's.
         whole: evaluate all samples of data without held-out splits, unless it is that of the training.
         options: what else decides how samples of a user's dataset are read.
+        rules: how the training samples are cut.
 
     Raises:
         ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
@@ -102,7 +106,10 @@ def build_data(
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
     name = source.name if isinstance(source, DataSet) else type(source).__name__
-    splits = _load(source, val, seed, task, known, collate, options)
+    if rules.split == "auto" and (before := known or trained) is not None:
+        # Runs that do not say how were split at random.
+        rules = replace(rules, split=before.extra.get("split", "random"))
+    splits = _load(source, val, seed, task, known, collate, options, rules)
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = _with_masks(splits, ignore_index)
@@ -112,7 +119,7 @@ def build_data(
     if is_new:
         splits, kept = _as_held_out(splits, source, seed, task), None
     else:
-        splits, kept = _hold_out(splits, val, seed)
+        splits, kept = cut_splits(splits, source, val, seed, rules)
     choice, files = None, splits.train
     skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
     if shuffle_buffer is not None:
@@ -129,7 +136,7 @@ def build_data(
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
     if known is not None:
         info = as_known(known, info)
-    extra = dict(info.extra)
+    extra = {**info.extra, "split": rules.split}
     normalize = normalize and known is None and "normalize" not in extra
     # Streams are not read for statistics: their images are scaled to 0 to 1.
     has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
@@ -140,8 +147,8 @@ def build_data(
                 raise unfit_samples(unfit)
         key_of = splits.cache_key
         # Statistics depend on which samples are held out.
-        key = (lambda: f"{key_of()} {val} {seed}") if key_of is not None else None
-        found = measured or once(lambda: statistics(files, key, train))
+        key = (lambda: f"{key_of()} {val} {seed} {rules}") if key_of is not None else None
+        found = (trained and trained.extra.get("normalize")) or once(lambda: statistics(files, key, train))
         extra["normalize"] = found
     if info.input_shape is not None:
         extra["input_shape"] = list(info.input_shape)
@@ -163,7 +170,7 @@ def build_data(
         warning=splits.warning,
         choice=choice,
         unreadable=(lambda: [file for each in skipping for file in each.unreadable()]) if skipping else None,
-        order=files.order,
+        order=files.order if rules.overfit is None else lambda seed, epoch: np.arange(num_train or 0),
         kept=kept,
         holder=holder,
     )
@@ -180,6 +187,7 @@ def _load(
     known: DataInfo | None,
     collate: Collate | None,
     options: InputOptions,
+    rules: SplitRules,
 ) -> Splits:
     """The splits of a built-in dataset or of a user's, as they are read."""
     if isinstance(source, DataSet):
@@ -188,7 +196,7 @@ def _load(
             hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
             raise ConfigError("C011", what, key=collate.key, suggestion=hint)
         if isinstance(source, ReadsAsKnown):
-            source.task = task
+            source.task, source.rules = task, rules
             if known is not None:
                 source.known, source.max_length = known, known.context_length or source.max_length
         return source.load(val=val, seed=seed)
@@ -200,6 +208,7 @@ def _load(
 def _as_held_out(splits: Splits, source: Any, seed: int, task: str) -> Splits:
     """Splits of data that was not trained on: without held-out ones, all samples are evaluated."""
     if getattr(source, "cuts_itself", False):
+        source.rules = NO_RULES
         splits = _with_classes(_for_task(source.load(val=Duration(0, "percent"), seed=seed), task))
     if splits.val is not None or splits.test is not None:
         return splits
@@ -330,23 +339,6 @@ def _draw_among(source: Source, size: int) -> None:
 def _ignores_labels(source: Source) -> bool:
     targets = getattr(source, "targets", None)
     return source.ignores_labels or (targets is not None and bool((targets == IGNORE_INDEX).any()))
-
-
-def _hold_out(splits: Splits, val: Duration, seed: int) -> tuple[Splits, Indices | None]:
-    """The splits with a validation split, and the training samples that are kept; None for all."""
-    if splits.val is not None or val.value == 0:
-        return splits, None
-    if isinstance(splits.train, IterableSource):
-        # The default is a share; a number of samples was asked for by the user.
-        if val.unit == "percent":
-            note = "; ".join(filter(None, [splits.note, "nothing is held out of iterable data"]))
-            return replace(splits, note=note), None
-        hint = "Use data.val=0, or a map-style dataset"
-        raise ConfigError("C011", "iterable data cannot be split", key="data.val", value=val, suggestion=hint)
-    labels = splits.train.known_labels() if splits.info.task == "classification" else None
-    classes = labels.numpy() if labels is not None and labels.dim() == 1 else None
-    train, held = split_indices(len(splits.train), val, seed, classes)
-    return replace(splits, train=splits.train.take(train), val=splits.train.take(held)), train
 
 
 def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +19,7 @@ from ptfast.data.label_checks import differing_names
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Indices
+from ptfast.data.sampling.splits import NO_RULES
 from ptfast.data.streams.iterable import IterableSource
 
 Source = MapSource | IterableSource
@@ -58,6 +59,8 @@ class Splits:
     """Its fingerprint; None to ask the sources."""
     cache_key: Callable[[], str] | None = None
     """Identifies the inputs, to cache their statistics by; None for no cache."""
+    groups: Sequence[Any] | None = None
+    """Of the training samples: the column that `data.group` names; None without it."""
 
     @classmethod
     def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Splits:
@@ -94,6 +97,8 @@ class ReadsAsKnown:
     """The task that the config names."""
     max_length = 0
     """Tokens that are kept of a text."""
+    rules = NO_RULES
+    """How the training samples are cut."""
 
     def complete(self, found: dict[str, _Found]) -> dict[str, _Found]:
         """The splits that were found; evaluation needs no `train` and reads the first of the others."""

@@ -110,7 +110,7 @@ def evaluations(
         data = load_data(config, known=saved.info, whole=whole)
         print(f"ptfast: data: {data.note}", file=sys.stderr)
     else:
-        data = load_data(config, measured=saved.info.extra.get("normalize"))
+        data = load_data(config, trained=saved.info)
         if changed := check_same_data(saved.info, data.info, trains=False):
             what = "has changed since training, so samples held out now may have been trained on"
             print(f"ptfast: warning: data: {what}: {changed}", file=sys.stderr)

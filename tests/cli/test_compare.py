@@ -13,7 +13,7 @@ import pytest
 
 from ptfast.cli import command_line, compare_command
 from ptfast.cli.compare_command import columns_of, show
-from ptfast.cli.run_ranking import group_seeds, rank_runs
+from ptfast.cli.run_ranking import group_repeats, rank_runs
 from ptfast.core.errors import ConfigError, MachineError
 
 
@@ -175,11 +175,11 @@ def test_seeds_of_a_variant_give_a_mean_and_its_interval(
     }
     accuracies |= {f"seed={seed} schedule=cosine": 0.9 + seed / 100 for seed in range(3)}
     ranking = rank_runs(write_sweep(tmp_path / "sweeps/x", accuracies))
-    best, other = group_seeds(ranking)
+    best, other = group_repeats(ranking)
     assert (best.label, len(best.values)) == ({"schedule": "cosine"}, 3)
     # Student's t for 2 and for 1 degrees of freedom, as tables have it.
-    assert best.half_width == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-3)
-    assert other.half_width == pytest.approx(12.706 * 0.02 / 2, rel=1e-3)
+    assert best.spread("seeds") == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-3)
+    assert other.spread("seeds") == pytest.approx(12.706 * 0.02 / 2, rel=1e-3)
     assert compare([tmp_path]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert " ".join(lines[0]) == "means over seeds by best.accuracy, highest first"

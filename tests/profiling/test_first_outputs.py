@@ -16,7 +16,7 @@ from unsteady import Linear
 from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.data.loaders import build_loaders
-from ptfast.data.sampling.sampler import split_indices
+from ptfast.data.sampling.splits import SplitRules
 from ptfast.training import evaluate
 from ptfast.training.evaluate import ViewAveraged
 from ptfast.training.loop.step import Trainer
@@ -40,7 +40,7 @@ def everything_said(capsys: pytest.CaptureFixture[str]) -> str:
 
 def held_out() -> tuple[torch.Tensor, torch.Tensor]:
     data = blobs()
-    places = torch.from_numpy(split_indices(len(data), Duration(10, "samples"), 0)[1])
+    places = torch.from_numpy(SplitRules().cut(len(data), Duration(10, "samples"), 0)["val"])
     return data.tensors[0][places], data.tensors[1][places]
 
 

@@ -19,7 +19,7 @@ from toys import (
 from ptfast.core.durations import Duration
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import Callback
-from ptfast.data.sampling.sampler import split_indices
+from ptfast.data.sampling.splits import SplitRules
 from ptfast.optim.build_optimizer import start_momentum
 from ptfast.run import Run
 from ptfast.training.fit import fit
@@ -152,7 +152,7 @@ def test_samples_that_are_not_finite_are_named(
 ) -> None:
     Path("holed.py").write_text(HOLED)
     # Held-out samples leave gaps, and numbers are those of the whole.
-    training = split_indices(50, Duration(20, "percent"), seed=0)[0]
+    training = SplitRules().cut(50, Duration(20, "percent"), seed=0)["train"]
     words = ("data=custom", "data._target_=holed.Holed", f"data.place={training[33]}", "data.val=20%")
     words = (*words, "model.hidden=[4]", "model=mlp", "batch_size=8", "epochs=2", f"dataloader={loader}")
     assert train(*words, "log_every=2") == 3

@@ -11,6 +11,7 @@ from ptfast.config.schema import Config, RunOptions
 from ptfast.core import devices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown
 from ptfast.core.sections.section import Place, Rule, Section, Unused, call_with
+from ptfast.data.transforms import AugmentSection
 
 _MAX_NAME_CHARS = 100
 _NAME = re.compile(r"\w[\w.+=@,\- ]*")
@@ -29,6 +30,8 @@ def across_keys(config: Config, place: Place) -> tuple[Config, list[PtfastError]
         else:
             what, hint = f"contradicts epochs={config.epochs}", "Give one of the two"
             found.append(ConfigError("C011", what, key="steps", value=config.steps, suggestion=hint))
+    if config.data.overfit is not None:
+        config = config.model_copy(update={"augment": AugmentSection(targets=config.augment.targets)})
     facts = dict(config)
 
     def broken(rules: Iterable[Rule]) -> Iterator[PtfastError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,8 @@ from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, nearest, not_set, together
 from ptfast.core.sections.section import GATHERED, Place, Section
-from ptfast.core.sections.targets import Target, locate, parse_target, parse_value
+from ptfast.core.sections.targets import Target, keywords, locate, parse_target, parse_value
+from ptfast.data import SPLIT_KEYS
 
 REQUIRED = "???"
 TASKS = ("auto", *protocols.TASKS)
@@ -144,6 +146,11 @@ class _Checker:
         """A section's fixed keys, with its target's keywords gathered under `target`."""
         fields = section.model_fields
         fixed = [key for key in fields if key not in GATHERED]
+        if name == "data" and self.locate is not None:
+            with contextlib.suppress(PtfastError):  # which checking the target reports
+                taken = {*SPLIT_KEYS} & {*keywords(self.locate(str(given.get("_target_"))))}
+                taken = {key for key in taken if given.get(key) not in (None, fields[key].default)}
+                fixed = [key for key in fixed if key not in taken]
         prepared = {key: value for key, value in given.items() if key in fixed}
         rest = {key: value for key, value in given.items() if key not in fixed}
         if fields["target"].is_required() or rest.get("_target_") is not None:

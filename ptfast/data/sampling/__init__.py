@@ -69,6 +69,20 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
         yield ConfigError("C011", what, key="sampling", value=value, suggestion=f"{hint}, or the buffer null")
 
 
+def one_way_of_splitting(data: DataSection) -> Iterator[PtfastError]:
+    """Refuse keys about held-out samples that contradict each other."""
+    if data.fold is not None and data.fold >= (data.folds or 0):
+        what = f"folds are counted from 0 to {data.folds - 1}" if data.folds else "there are no folds"
+        yield ConfigError("C005", what, key="data.fold", value=data.fold, suggestion="Set data.folds=5, say")
+    if data.folds is not None and data.val != DataSection.model_fields["val"].default:
+        what = f"contradicts data.folds={data.folds}, which holds out a fold"
+        yield ConfigError("C011", what, key="data.val", value=data.val, suggestion="Leave out one of the two")
+    if data.split != "auto" and (data.split == "grouped") != (data.group is not None):
+        what = f"does not go with data.group={data.group or 'null'}"
+        hint = "Set data.split=grouped data.group=COLUMN, or neither"
+        yield ConfigError("C011", what, key="data.split", value=data.split, suggestion=hint)
+
+
 _LINES = (
     "data=text_file",
     "data.path={text}",
@@ -167,7 +181,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 FAMILY = Family(
     name="batching",
-    rules=(one_way_of_batching, one_order),
+    rules=(one_way_of_batching, one_order, one_way_of_splitting),
     unused=(
         Unused(
             ("batching.multiple", "batching.padding"),

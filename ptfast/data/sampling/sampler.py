@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptfast.core.batch_plan import BatchPlan
-from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.errors import DataError
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.next_epoch import NextEpoch
 
@@ -42,40 +41,6 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
 def micro_batch_bounds(num_samples: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
     """Cut `num_samples` evenly into `micro_batches` runs (start, stop); some empty if there are too few."""
     return tuple(pairwise(m * num_samples // micro_batches for m in range(micro_batches + 1)))
-
-
-def held_out(size: int, val: Duration) -> int:
-    """How many of `size` samples `data.val` holds out."""
-    if val.value == 0:
-        return 0
-    if val.unit == "percent":
-        count = max(1, round(size * val.value / 100))
-    elif val.unit == "samples":
-        count = int(val.value)
-    else:
-        hint = "Use a share such as 10%, a number of samples such as 500samples, or 0"
-        raise ConfigError("C005", "not an amount of samples", key="data.val", value=val, suggestion=hint)
-    if count >= size:
-        what = f"holds out {count:,} of {size:,} training samples, which leaves none to train on"
-        hint = "Hold out less, or use data.val=0 for none"
-        raise DataError("D006", what, key="data.val", value=val, suggestion=hint)
-    return count
-
-
-def split_indices(
-    size: int, val: Duration, seed: int, classes: NDArray[np.integer] | None = None
-) -> tuple[Indices, Indices]:
-    """Indices (train, val), each ascending; val is empty for `data.val=0`.
-
-    If the `classes` of the samples are known, each keeps a sample in train as far as possible.
-    """
-    count = held_out(size, val)
-    order = np.argsort(counter_draws.bits(seed, 0, np.arange(size), counter_draws.SPLIT), kind="stable")
-    if classes is not None and count:
-        # The last of each class goes to the end. This changes nothing unless val would hold all of a class.
-        last = size - 1 - np.unique(classes[order[::-1]], return_index=True)[1]
-        order = np.concatenate([np.delete(order, last), order[np.sort(last)]])
-    return np.sort(order[count:]), np.sort(order[:count])
 
 
 def smallest_micro_batch(batches: set[int], micro_batches: int) -> int:

@@ -86,7 +86,9 @@ class HfDataset(ReadsAsKnown):
         else:
             shape, sources = self._images(splits, targets, str(column))
             info = DataInfo(kind="image", input_shape=shape, in_channels=shape[0], **facts)
-        return Splits.of(info, sources, note, classes_from="a column of ClassLabel")
+        group = self.rules.group
+        groups = splits["train"][group] if group in splits["train"].column_names else None
+        return Splits.of(info, sources, note, classes_from="a column of ClassLabel", groups=groups)
 
     def _columns(self, train: Any) -> dict[str, str | None]:
         """The columns of text, image and label; of inputs one may be None."""

@@ -97,6 +97,7 @@ class ImageList(ReadsAsKnown):
             notes += [note] * bool(note)
             paths[split] = self._paths(rows[split], image)
         facts, targets = self._targets(rows, labels)
+        groups = rows["train"].columns.get(self.rules.group or "")
         if self.on_corrupt == "skip" and facts["task"] != "classification":
             what, hint = "needs classes: other labels have no ignored value", "Use data.on_corrupt=error"
             raise ConfigError("C011", what, key="data.on_corrupt", value="skip", suggestion=hint)
@@ -106,7 +107,7 @@ class ImageList(ReadsAsKnown):
         }
         shape = set_shapes(sources)
         info = DataInfo(kind="image", input_shape=shape, in_channels=shape[0], **facts)
-        return Splits.of(info, sources, "; ".join(notes))
+        return Splits.of(info, sources, "; ".join(notes), groups=groups)
 
     def _columns(self, rows: Rows) -> tuple[str, Sequence[str]]:
         """The columns of the image and of the labels: those named, or found by their names or places."""

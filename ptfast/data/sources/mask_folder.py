@@ -72,6 +72,7 @@ class MaskedImages(ImageSource):
 
     def __init__(self, pairs: list[Pair], image_size: int | None) -> None:
         self.pairs, self.image_size = pairs, image_size
+        self.paths = [str(image) for image, _ in pairs]
         self._numbers = np.arange(len(pairs))
 
     def contents(self) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ptfast.core.durations import Duration
@@ -12,8 +11,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.map_source import TensorSource
-from ptfast.data.sampling.sampler import split_indices
-from ptfast.data.tables.columns import read_splits
+from ptfast.data.tables.columns import Rows, read_splits
 from ptfast.data.tables.preparation import MISSING, Preparation
 from ptfast.data.tables.target_column import read_targets
 
@@ -59,16 +57,15 @@ class Table(ReadsAsKnown):
         rows["train"].check("data.categorical", *self.categorical)
         for each in rows.values():
             each.check("data.target", self.target)
-        if "val" not in rows and val.value:
-            # The preparation must not see the rows that are held out.
-            classes = np.unique(list(map(str, rows["train"].columns[self.target])), return_inverse=True)[1]
-            kept, held = split_indices(len(rows["train"].numbers), val, seed, classes)
-            rows |= {"train": rows["train"].take(kept.tolist()), "val": rows["train"].take(held.tolist())}
+        # The preparation must not see the rows that are held out.
+        rows |= self._cut(rows, val, seed)
         notes = list[str]()
         if self.known is not None:
             preparation = Preparation.from_facts(self.known.extra["table"]["columns"])
         else:
-            names = [n for n in rows["train"].columns if n != self.target and n not in self.ignore]
+            names = [
+                n for n in rows["train"].columns if n not in (self.target, self.rules.group, *self.ignore)
+            ]
             preparation, notes = Preparation.fit(rows["train"].columns, names, self.categorical)
             if not preparation.width:
                 why = "; ".join(notes) or "all are ignored"
@@ -98,3 +95,13 @@ class Table(ReadsAsKnown):
         counts = f"{len(preparation.numbers)} numeric and {len(preparation.categories)} categorical columns"
         sources = {split: TensorSource(torch.from_numpy(inputs[split]), targets[split]) for split in rows}
         return Splits.of(info, sources, "; ".join([counts, *notes]))
+
+    def _cut(self, rows: dict[str, Rows], val: Duration, seed: int) -> dict[str, Rows]:
+        """The training rows, and those that are held out of them."""
+        train, group = rows["train"], self.rules.group
+        facts, targets = read_targets({"train": train}, self.target, task=self.task, known=self.known)
+        classes = targets["train"].numpy() if facts["task"] == "classification" else None
+        train.check("data.group", *filter(None, [group]))
+        groups = None if group is None else train.columns[group]
+        parts = self.rules.cut(len(train.numbers), None if "val" in rows else val, seed, classes, groups)
+        return {split: train.take(places.tolist()) for split, places in parts.items()}

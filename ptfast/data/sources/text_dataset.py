@@ -29,9 +29,11 @@ from ptfast.data.label_checks import describe_text_labels
 from ptfast.data.map_source import MapSource
 from ptfast.data.packs.pack_reader import Manifest, open_pack
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Indices, held_out
+from ptfast.data.sampling.sampler import Indices
+from ptfast.data.sampling.splits import held_out
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
 from ptfast.data.sources.text_files import SUFFIXES, Table, read_table
+from ptfast.data.tables.columns import read_columns
 from ptfast.data.tables.records import read_text
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
@@ -83,7 +85,9 @@ class TextTsv(ReadsAsKnown):
             size = sum(map(len, sources.values()))
             notes.append(f"{num_cut:,} of {size:,} texts are cut after {self.max_length} tokens")
         info.extra["columns"] = rows["train"].text_names
-        return Splits.of(info, sources, "; ".join(notes))
+        group, path = self.rules.group, self._files()["train"]
+        groups = read_columns(path).columns.get(group) if group is not None else None
+        return Splits.of(info, sources, "; ".join(notes), groups=groups)
 
     def _rows(self) -> tuple[dict[str, Table], list[str]]:
         """Texts and labels of each split, and a note for each set of columns that they come from."""
@@ -153,6 +157,7 @@ class TextFile(ReadsAsKnown):
         self.documents = documents
 
     def load(self, *, val: Duration, seed: int) -> Splits:
+        self.rules.reject("a text has no samples to choose from", "folds", "group", "fraction")
         manifest = open_pack(self.path, "data.path") if self.path.is_dir() else None
         if manifest is not None:
             tokenizer, encoded, text_bytes = self._read_packed(manifest)

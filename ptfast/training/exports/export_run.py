@@ -214,7 +214,7 @@ def export_run(
 
 def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
     """Some held-out inputs as they are stored, or training inputs where none are; and whether as images."""
-    data = load_data(saved.config, measured=saved.info.extra.get("normalize"))
+    data = load_data(saved.config, trained=saved.info)
     source = data.val or data.test or data.train
     if isinstance(source, IterableSource):
         batch = source.collate(source.collate.pairs([source.first[0]] * 2, [0, 0]))

@@ -20,6 +20,7 @@ from ptfast.core.protocols import IGNORE_INDEX, DataInfo
 from ptfast.core.resolved import Resolved, resolved_or
 from ptfast.core.sections.given import is_ours
 from ptfast.core.sections.targets import Target, built, keywords, signature, takes
+from ptfast.data import SPLIT_KEYS
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.label_checks import missing_classes
@@ -33,6 +34,7 @@ from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
 from ptfast.data.sampling.sampler import Sharding
+from ptfast.data.sampling.splits import SplitRules
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import build_mix
@@ -54,7 +56,7 @@ def load_data(
 ) -> Data:
     """Load the splits that the config names, and the facts about them; statistics on the first of `ranks`.
 
-    `choose` is from `build_choice`; `saved` are facts of the trained run, as keywords of `build_data`.
+    `choose` is from `build_choice`; `saved` are facts of a trained run, as keywords of `build_data`.
     """
     section, ignored = config.data, config.task.options.get("ignore_index")
     ranks = ranks or Ranks()
@@ -76,6 +78,9 @@ def load_data(
             collate = Collate(named.build(), key="data.collate", value=named.path)
     elif (of_task := collate_of(config.task.name)) is not None:
         collate = Collate(of_task, key="task", value=config.task.name)
+    rules = SplitRules(**{key: getattr(section, key) for key in SPLIT_KEYS})
+    if rules.overfit is not None:
+        rules = replace(rules, overfit=rules.overfit * config.batch_size)
     data = build_data(
         source,
         val=section.val,
@@ -90,6 +95,7 @@ def load_data(
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         collate=collate,
         options=InputOptions(*_forward_names(config.model.target), image_size),
+        rules=rules,
         **saved,
     )
     return pack_or_pad(data, config.batching, config.seed)
@@ -115,8 +121,7 @@ def load_splits(run: PartialRun) -> None:
     if run.data is None:
         with run.display.status("loading the data"):
             choice = build_choice(run.config, run.micro_batches, run.device, run.before, run.ranks.num_ranks)
-            measured = info.extra.get("normalize") if info is not None else None
-            run.data = load_data(run.config, run.ranks, choice, measured=measured)
+            run.data = load_data(run.config, run.ranks, choice, trained=info)
     run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
     _warn_of_missing_classes(run, run.data)
     if run.data.warning:
@@ -126,18 +131,18 @@ def load_splits(run: PartialRun) -> None:
 
 
 def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
-    """Name the classes that a held-out split lacks: its metrics do not show how the model does on them."""
+    """Name the classes that a held-out split lacks, and those that only such a split has."""
     known = {
         split: labels
         for split, source in data.sources.items()
         if data.info.task == "classification" and isinstance(source, MapSource)
         if (labels := source.known_labels()) is not None and labels.dim() == 1
     }
-    trained = known.pop("train", None)
-    for split, held in known.items():
-        if trained is not None and (missing := missing_classes(trained, held, data.info.class_names)):
-            classes = f"class{'es' * (len(missing) > 1)} {name_some(missing)}"
-            run.display.warn(f"data: {split} has no sample of {classes}, which train has")
+    for split in (name for name in known if name != "train" and "train" in known):
+        for one, other in ((split, "train"), ("train", split)):
+            if missing := missing_classes(known[other], known[one], data.info.class_names):
+                classes = f"class{'es' * (len(missing) > 1)} {name_some(missing)}"
+                run.display.warn(f"data: {one} has no sample of {classes}, which {other} has")
 
 
 def choose_task(run: PartialRun) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ptfast.core.batch_plan import BatchPlan, constant
-from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.data.sampling.sampler import (
     Sampler,
@@ -16,7 +15,6 @@ from ptfast.data.sampling.sampler import (
     micro_batch_bounds,
     permutation,
     smallest_micro_batch,
-    split_indices,
 )
 
 
@@ -119,26 +117,3 @@ def test_the_smallest_micro_batch(size: int, batch_size: int, micro_batches: int
     assert smallest_micro_batch(s.plan.all_sizes(), micro_batches) == smallest
     seen = [share.num_samples for step in range(s.plan.steps_per_epoch) for share in s.step(step)[0]]
     assert min(n for n in seen if n) == smallest
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_split_keeps_a_sample_of_each_class_in_train(seed: int):
-    # 60 % are held out: without care, train has none of the rare classes in most draws.
-    classes = np.array([0] * 40 + [1] * 2 + [2] + [3] * 2)
-    train, val = split_indices(45, Duration(60, "percent"), seed, classes)
-    assert sorted([*train, *val]) == list(range(45))
-    assert len(val) == 27
-    assert set(classes[train]) == {0, 1, 2, 3}
-    # Where each class keeps a sample anyway, the split is what it is without classes.
-    common = np.arange(45) % 3
-    for with_classes, plain in zip(
-        split_indices(45, Duration(60, "percent"), seed, common),
-        split_indices(45, Duration(60, "percent"), seed),
-        strict=True,
-    ):
-        assert np.array_equal(with_classes, plain)
-
-
-def test_more_classes_than_training_samples_are_split_all_the_same():
-    train, val = split_indices(10, Duration(80, "percent"), 0, np.arange(10))
-    assert (len(train), len(val)) == (2, 8)

@@ -1,0 +1,158 @@
+"""Which samples are trained on and which are held out: a function of the seed and of the samples alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptfast.core.durations import Duration
+from ptfast.core.errors import ConfigError, DataError
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.sampler import Indices
+
+
+@dataclass(frozen=True)
+class SplitRules:
+    """How the samples of `train` are cut, by the keys of the section `data` that have these names."""
+
+    split: Literal["auto", "stratified", "random", "grouped"] = "auto"
+    group: str | None = None
+    folds: int | None = None
+    fold: int | None = None
+    fraction: Duration | None = None
+    overfit: int | None = None
+    """In samples."""
+
+    def reject(self, what: str, *names: str) -> None:
+        """Raise ConfigError C011, for the reason `what`, if one of the keys `names` is set."""
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                hint = f"Leave out data.{name}"
+                raise ConfigError("C011", what, key=f"data.{name}", value=value, suggestion=hint)
+
+    def cut(
+        self, size: int, val: Duration | None, seed: int, classes: Any = None, groups: Any = None
+    ) -> dict[str, Indices]:
+        """The samples of `train`, and of `val` where it is held out, each ascending.
+
+        `val` is None where the data has such a split; `classes` and `groups` are of the samples, if known.
+        Raises C011 for keys that do not fit, D005 without a group, D006 for an empty split or class.
+        """
+        if val is None:
+            self.reject("this data has a val split of its own, so none is cut out of train", "folds", "group")
+        if self.split == "stratified" and classes is None:
+            self.reject("this data has no classes that are known beforehand", "split")
+        train, held = np.arange(size), np.arange(0)
+        if val is not None and (self.folds or val.value):
+            order = np.argsort(counter_draws.bits(seed, 0, train, counter_draws.SPLIT), kind="stable")
+            held = np.sort(self._held(order, val, classes, groups))
+        train = self._fraction(np.delete(train, held), seed, classes)
+        return {"train": train, "val": held} if len(held) else {"train": train}
+
+    def _held(self, order: Indices, val: Duration, classes: Any, groups: Any) -> Indices:
+        """The samples that are held out, out of all of them in a random `order`."""
+        size, units = len(order), "samples"
+        if groups is not None:
+            names = [str(group) for group in np.asarray(groups, object).tolist()]
+            if len(names) != size or {"", "None", "nan"} & {*names}:
+                what = f"does not name a group for each of the {size:,} samples"
+                raise DataError("D005", what, key="data.group", value=self.group)
+            # Numbered in a random order: that of their first samples.
+            numbers = {name: number for number, name in enumerate(dict.fromkeys(names[i] for i in order))}
+            groups = np.array([numbers[name] for name in names])
+            size, units = len(numbers), "groups"
+        strata = None if self.split == "random" else classes
+        if self.folds is None:
+            count = held_out(len(order), val)
+            if groups is not None:
+                return _some_groups(count, groups, val)
+            if strata is not None:
+                return _in_proportion(order, count, strata, keep=1)
+            if classes is not None:
+                # The last of each class is not held out, as far as possible, which seldom changes anything.
+                last = len(order) - 1 - np.unique(classes[order[::-1]], return_index=True)[1]
+                order = np.concatenate([np.delete(order, last), order[np.sort(last)]])
+            return order[:count]
+        if self.folds > size:
+            what, hint = f"cannot be made of {size:,} {units}", f"Use data.folds={size} or fewer"
+            raise DataError("D006", what, key="data.folds", value=self.folds, suggestion=hint)
+        if groups is not None:
+            return np.flatnonzero(_group_folds(self.folds, groups) == (self.fold or 0))
+        if strata is not None:
+            codes, sizes = np.unique(strata, return_inverse=True, return_counts=True)[1:]
+            order = order[np.argsort(codes[order], kind="stable")]
+            # The only sample of a class is always trained on.
+            order = order[sizes[codes[order]] > 1]
+        return order[self.fold or 0 :: self.folds]
+
+    def _fraction(self, train: Indices, seed: int, classes: Any) -> Indices:
+        """The samples of `train` that `data.fraction` keeps, some of every class."""
+        if (amount := self.fraction) is None:
+            return train
+        labels = np.zeros(len(train), int) if classes is None else classes[train]
+        size, least = len(train), len(np.unique(labels))
+        count = round(size * amount.value / 100) if amount.unit == "percent" else int(amount.value)
+        if not least <= count <= size:
+            what = f"keeps {count:,} of {size:,} training samples of {least:,} class{'es' * (least > 1)}"
+            hint = f"Keep {least:,} to {size:,} samples"
+            raise DataError("D006", what, key="data.fraction", value=amount, suggestion=hint)
+        order = np.argsort(counter_draws.bits(seed, 1, train, counter_draws.SPLIT), kind="stable")
+        return train[np.sort(_in_proportion(order, count, labels, keep=0))]
+
+
+NO_RULES = SplitRules()
+
+
+def held_out(size: int, val: Duration) -> int:
+    """How many of `size` samples `data.val` holds out."""
+    if val.value == 0:
+        return 0
+    count = max(1, round(size * val.value / 100)) if val.unit == "percent" else int(val.value)
+    if count >= size:
+        what = f"holds out {count:,} of {size:,} training samples, which leaves none to train on"
+        hint = "Hold out less, or use data.val=0 for none"
+        raise DataError("D006", what, key="data.val", value=val, suggestion=hint)
+    return count
+
+
+def _group_folds(folds: int, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The fold of each sample: the largest group first, each group into the smallest fold so far."""
+    sizes = np.bincount(groups)
+    of_group, loads = np.zeros_like(sizes), np.zeros(folds, np.int64)
+    for group in np.argsort(-sizes, kind="stable"):
+        of_group[group] = loads.argmin()
+        loads[of_group[group]] += sizes[group]
+    return of_group[groups]
+
+
+def _some_groups(count: int, groups: NDArray[np.int64], val: Duration) -> Indices:
+    """The samples of the first groups, as close to `count` as they come; larger ones are the last resort."""
+    sizes = np.bincount(groups)
+    order = np.argsort(sizes > count, kind="stable")
+    number = 1 + np.abs(np.cumsum(sizes[order]) - count).argmin()
+    held = np.flatnonzero(np.isin(groups, order[:number]))
+    if number == len(order) or len(held) > 2 * count:
+        what = f"holds out {count:,} samples, and the smallest of {len(order):,} groups has {sizes.min():,}"
+        raise DataError(
+            "D006", what, key="data.val", value=val, suggestion="Hold out more, in smaller groups"
+        )
+    return held
+
+
+def _in_proportion(order: Indices, count: int, classes: Any, keep: int) -> Indices:
+    """`count` samples, of each class in proportion: if it fits, one at least and all but `keep` at most."""
+    codes, sizes = np.unique(classes, return_inverse=True, return_counts=True)[1:]
+    most = sizes - keep if (sizes - keep).sum() >= count else sizes
+    shares = sizes * (count / len(order))
+    taken = np.clip(np.floor(shares).astype(np.int64), np.minimum(most, 1), most)
+    while missing := count - int(taken.sum()):
+        # One sample at a time, from or to the class that is furthest from its share.
+        change = 1 if missing > 0 else -1
+        may = taken < most if missing > 0 else taken > int((taken > 1).any())
+        taken[np.argmax(np.where(may, change * (shares - taken), -np.inf))] += change
+    by_class = order[np.argsort(codes[order], kind="stable")]
+    ranks = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[codes[by_class]]
+    return by_class[ranks < taken[codes[by_class]]]
