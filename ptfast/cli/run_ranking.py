@@ -18,7 +18,8 @@ from ptfast.report.html.run_report import headline
 SPLITS = ("best", "val", "test", "train")
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
 """Sections that say where a run lies and how it was started, not what it computes."""
-REPEATS = ("seed", "data.fold")
+SEED = "seed"
+REPEATS = (SEED, "data.fold")
 
 Label = Mapping[str, str]
 """Values, as text, of the keys in which runs differ."""

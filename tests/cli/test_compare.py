@@ -188,6 +188,17 @@ def test_seeds_of_a_variant_give_a_mean_and_its_interval(
     assert " ".join(lines[3]).endswith("2 finished, 1 failed")
 
 
+def test_folds_of_a_variant_give_a_mean_and_its_deviation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies = {f"data.fold={fold}": accuracy for fold, accuracy in enumerate([0.9, 0.92, 0.94, 0.91])}
+    show(rank_runs(write_sweep(tmp_path / "sweeps/x", accuracies)))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(lines[0]) == "means over folds by best.accuracy, highest first"
+    assert lines[1][:4] == ["#", "best.accuracy", "std", "folds"]
+    assert lines[2][:4] == ["1", "91.75%", "1.71%", "4"]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_gets_whole_words_and_links(
     runs: list[Path], width: int, monkeypatch: pytest.MonkeyPatch
