@@ -119,7 +119,7 @@ def images() -> None:
     from ptfast.data.transforms.augment_plan import build_augment
 
     crops = {"crop_padding": 4, "flip": True}
-    colours = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4}
+    colors = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4}
     figures = {"mean": [125.0, 123.0, 114.0], "std": [63.0, 62.0, 67.0]}
     info = DataInfo(kind="image", task="classification", num_classes=10, input_shape=(3, 32, 32))
     info = replace(info, in_channels=3, extra={"normalize": figures})
@@ -131,8 +131,8 @@ def images() -> None:
         (True, "the same with cutout", {**crops, "cutout": 8}),
         (False, "crop and flip of bytes", crops),
         (False, "the same with cutout", {**crops, "cutout": 8}),
-        (False, "with colours", {**crops, **colours}),
-        (False, "with colours and cutout", {**crops, **colours, "cutout": 8}),
+        (False, "with colors", {**crops, **colors}),
+        (False, "with colors and cutout", {**crops, **colors, "cutout": 8}),
     ):
         device_loader.READY_SHARE = 0.125 if ready else 0.0
         augment = build_augment(changes, info, images=True, task_name="classification", normalize=True)

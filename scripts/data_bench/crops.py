@@ -40,7 +40,7 @@ def build(folder: Path) -> list[Row]:
 
     return [
         Row("DataLoader, torchvision v1 on PIL images", one_by_one(data, by_pil())),
-        Row("DataLoader, torchvision v2 on tensors", one_by_one(data, _by_v2())),
+        Row("DataLoader, torchvision v2 on tensors", one_by_one(data, by_v2())),
         Row("plain, float32 normalised", epochs(data, "plain", crop_flip)),
         Row("memory, float32 normalised", epochs(data, "memory", crop_flip)),
         Row("memory, uint8 for the device to normalise", bytes_only),
@@ -76,7 +76,7 @@ def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 
-    sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
+    sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
     loading = ReaderOptions(torch.device("cpu"), channels_last=True, kind=kind)
     changes = build_augment(augment, data.info, images=True, task_name="auto", normalize=True)
     built = build_train_loader(data, sharding, loading, seed=0, augment=changes)
@@ -123,13 +123,15 @@ def by_pil(*more: Any) -> Callable[[np.ndarray], Any]:
     return lambda pixels: transform(Image.fromarray(pixels))
 
 
-def _by_v2() -> Callable[[np.ndarray], Any]:
+def by_v2(*more: Any) -> Callable[[np.ndarray], Any]:
+    """Crop, flip and `more`, on tensors."""
     from torchvision.transforms import v2 as T
 
     transform = T.Compose(
         [
             T.RandomCrop(32, padding=4),
             T.RandomHorizontalFlip(),
+            *more,
             T.ToDtype(torch.float32, scale=True),
             T.Normalize([m / 255 for m in MEAN], [s / 255 for s in STD]),
         ]

@@ -73,7 +73,7 @@ def unused_keys(config: Config, place: Place) -> Iterator[str]:
             section: Section = attrgetter(section_name)(config) if section_name else config
             value = getattr(section, name)
             if place(key) == COMMAND_LINE and value != type(section).model_fields[name].get_default():
-                otherwise = unused.otherwise.format(**facts)
+                otherwise = unused.otherwise.format(**facts).replace("=None", "=null")
                 yield f"{key}={shown(value)} ({COMMAND_LINE}): means nothing {otherwise}. Use {unused.remedy}"
 
 

@@ -147,7 +147,7 @@ class Technique:
     on: tuple[str, ...] = ()
     """Overrides that switch it on; none for what is always on."""
     off: tuple[str, ...] = ()
-    """Overrides that switch it off; by default those of `on` with true and false exchanged."""
+    """Overrides that switch it off; by default those of `on` with true and false exchanged, and numbers 0."""
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
     claim: str
@@ -179,6 +179,7 @@ class Technique:
         if not self.off:
             other = {"true": "false", "false": "true"}
             words = [word.rpartition("=") for word in self.on]
+            other |= {value: "0" for _, _, value in words if value.replace(".", "").isdigit()}
             off = tuple(f"{key}={other[value]}" for key, _, value in words if value in other)
             object.__setattr__(self, "off", off)
 

@@ -148,9 +148,9 @@ TECHNIQUES: tuple[Technique, ...] = (
         name="one kernel for a batch of images",
         kind="exact",
         on=("dataloader.fused=true",),
-        why="Bytes on the device are read once, cropped, mirrored, recoloured, cut out and normalised in "
+        why="Bytes on the device are read once, cropped, mirrored, recolored, cut out and normalised in "
         "registers, and written once in the model's type.",
-        claim="One kernel, or two with colours, for some tens; no figure by others is known.",
+        claim="One kernel, or two with colors, for some tens; no figure by others is known.",
         source="Tillet, Kung, Cox 2019, 'Triton', MAPL.",
         avoid="Runs of seconds: the kernel is compiled when data is first on this machine's device.",
         audit="Tens of short kernels between two steps, in a trace of data that lives on the device.",
@@ -231,13 +231,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         avoid="The disk is fast at random reads, or shards are sorted by class: the order is less random.",
         audit="Samples of tar shards on a network disk are read in an order drawn over all of them.",
         trial=(
-            "data=webdataset",
-            "data.shards={shards}",
-            "data.val_shards={shards}",
-            "model=mlp",
-            "model.hidden=[16]",
-            "batch_size=10",
-            "optimizer.lr=0.01",
+            *("data=webdataset", "data.shards={shards}", "data.val_shards={shards}", "batch_size=10"),
+            *("model=mlp", "model.hidden=[16]", "optimizer.lr=0.01"),
         ),
     ),
     Technique(

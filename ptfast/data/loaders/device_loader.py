@@ -189,7 +189,7 @@ class DeviceBatches(ChunkedBatches):
     augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
     images.
 
-    Images that are only cropped, mirrored or have a square cut out are normalised and cast before the first
+    Images that are only cropped, mirrored or have a box hidden are normalised and cast before the first
     step where there is room: each pixel stays the same, wherever it is moved. A batch is then one gather.
 
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches;
@@ -225,12 +225,13 @@ class DeviceBatches(ChunkedBatches):
         padded = partial(
             ResidentImages, padding=augment.crop_padding, reflect=augment.reflects, flips=bool(augment.flip)
         )
-        changed = augment.bends or augment.colours or augment.resized_crop is not None
+        filters = augment.changes - {"color", "erased"} or augment.resized_crop is not None
         ready_bytes = pixel_bytes * width * (2 if augment.flip else 1)
-        self._ready = source.images and not changed and ready_bytes <= READY_SHARE * free
-        if self._ready and augment.cutout:
-            colour = torch.tensor(augment.fill or [0] * inputs.shape[3], dtype=torch.uint8)
-            fill = prepare.inputs(colour.view(1, 1, 1, -1)).flatten().tolist()
+        moved_alone = source.images and not filters and "color" not in augment.changes
+        self._ready = moved_alone and ready_bytes <= READY_SHARE * free
+        if self._ready and "erased" in augment.changes:
+            color = torch.tensor(augment.fill or [0] * inputs.shape[3], dtype=torch.uint8)
+            fill = prepare.inputs(color.view(1, 1, 1, -1)).flatten().tolist()
             self._augment = augment.model_copy(update={"fill": tuple(fill)})
         if source.images:
             ready = prepare.laid_out if self._ready else None
@@ -241,9 +242,8 @@ class DeviceBatches(ChunkedBatches):
         self._kernel: Callable[..., Tensor] | None = None
         self.unfused = ""
         """Why there is no kernel, if there should be one."""
-        # What is resized or bent takes tens of operators before the first of these.
-        shapes = augment.resized_crop is not None or augment.bends
-        if prepare.fuses and not shapes and (augment.cutout or not self._ready):
+        # Images that are resized, moved or filtered take tens of operators before the first of these.
+        if prepare.fuses and not filters and ("erased" in augment.changes or not self._ready):
             self._kernel = self._build_kernel(inputs.shape[3], min(len(inputs), TRIED))
         self._epoch, self._epochs = -1, NextEpoch(self._plan_epoch)
         self.ahead = [self._epochs]
@@ -263,7 +263,8 @@ class DeviceBatches(ChunkedBatches):
             plan, move = self._epochs(first), self._prepare.move
             self._plan, self._first, self._epoch = plan, first, epoch
             self._index, corners = move(as_tensor(plan.indices)), [move(as_tensor(x)) for x in plan.corners]
-            self._drawn = {name: move(as_tensor(value)) for name, value in plan.drawn.items()}
+            drawn = {name: as_tensor(value) for name, value in plan.drawn.items()}
+            self._drawn = {name: each if name == "policy" else move(each) for name, each in drawn.items()}
             self._places = self._mask_places = tuple(corners)
             if self._augment.resized_crop is None:
                 if isinstance(self._inputs, ResidentImages):

@@ -17,10 +17,12 @@ FACTOR_1 = 0xBF58476D1CE4E5B9
 FACTOR_2 = 0x94D049BB133111EB
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
 CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
-NEARBY = 25
+NEARBY, HUE, GRAYSCALE, BLUR, BLUR_SIGMA, ERASING = range(25, 31)
 """Streams: what a draw is for. Draws of different streams are independent."""
 BOX = 64
 """Stream of a box's top; the next ones, up to 85, are for its left and the sizes that are tried."""
+ERASED, POLICY = 96, 128
+"""The first streams of a hidden box, as of `BOX`, and of the operations of a policy."""
 
 
 def finalise(bits: int) -> int:

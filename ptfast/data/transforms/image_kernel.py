@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
-"""Gathering, mirroring, colours, cutout and normalising of a batch of images as one kernel, by Triton."""
+"""Gathering, mirroring, recoloring, erasing and normalising of a batch of images as one kernel, by Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ptfast.data.transforms.augment_plan import Augment, grey_weights
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.image_operations import grey_weights
 
 _BITS = tl.constexpr(16)
 _HALF = tl.constexpr(1 << 15)
@@ -51,9 +52,9 @@ def _sum_grey(
 
 @triton.jit
 def _change(
-    out, source, starts, flipped, greys, factors, corners, constants, weights,
-    of_image, of_row, of_pixel, of_channel, to_pixel, to_channel, num_pixels, width, side,
-    CHANNELS: tl.constexpr, FLIPS: tl.constexpr, COLOURS: tl.constexpr, CUTS: tl.constexpr,
+    out, source, starts, flipped, greys, factors, boxes, constants, weights,
+    of_image, of_row, of_pixel, of_channel, to_pixel, to_channel, num_pixels, width,
+    CHANNELS: tl.constexpr, FLIPS: tl.constexpr, COLORS: tl.constexpr, CUTS: tl.constexpr,
     NORMALISES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0)
@@ -65,18 +66,19 @@ def _change(
         column = tl.where(tl.load(flipped + image) > 0, width - 1 - x, x)
     pixels = _place(source, starts, of_image) + y * of_row + column * of_pixel
     target = out + image.to(tl.int64) * num_pixels * CHANNELS + place * to_pixel
-    if COLOURS:
+    if COLORS:
         own, grey = tl.load(factors + 3 * image), tl.load(factors + 3 * image + 1)
         light = tl.load(greys + image) * tl.load(factors + 3 * image + 2)
         count = tl.cast(num_pixels, tl.int64)
         mean = ((light + count * _SHIFT) // count - _SHIFT).to(tl.int32)
         offset = _grey(pixels, weights, of_channel, inside, CHANNELS) * grey + mean + _HALF
     if CUTS:
-        down, across = y - tl.load(corners + 2 * image), x - tl.load(corners + 2 * image + 1)
-        hidden = (down >= 0) & (down < side) & (across >= 0) & (across < side)
+        box = boxes + 4 * image
+        hidden = (y >= tl.load(box)) & (y < tl.load(box + 1))
+        hidden &= (x >= tl.load(box + 2)) & (x < tl.load(box + 3))
     for channel in tl.static_range(CHANNELS):
         value = tl.load(pixels + channel * of_channel, mask=inside, other=0)
-        if COLOURS:
+        if COLORS:
             value = tl.minimum(tl.maximum((value.to(tl.int32) * own + offset) >> _BITS, 0), 255)
         value = value.to(tl.float32)
         if CUTS:
@@ -105,7 +107,6 @@ def build_kernel(
     weights = torch.tensor(grey_weights(channels), dtype=torch.int32, device=device)
     return partial(
         change_images,
-        side=augment.cutout,
         constants=constants,
         weights=weights,
         normalises=figures is not None,
@@ -120,7 +121,6 @@ def change_images(
     flipped: Tensor | None = None,
     *,
     drawn: dict[str, Tensor],
-    side: int,
     constants: Tensor,
     weights: Tensor,
     normalises: bool,
@@ -129,32 +129,32 @@ def change_images(
 ) -> Tensor:
     """Images as the model takes them, (batch, channels, height, width), with the bits of single operators.
 
-    Every byte is read once, or twice where colours change, and every result written once.
+    Every byte is read once, or twice where colors change, and every result written once.
 
     Args:
         crops: (places, height, width, channels), of any strides; `starts` are the places of the batch's
             images, int64, and `flipped` is 1 for those to be mirrored.
-        drawn: `colour` and `cutout` of `Augment.draw_changes`.
+        drawn: `color` and `erased` of `Augment.draw_changes`.
         constants: mean, factor and fill of each channel, float32.
 
-    Cost: one kernel, and one more for colours, which need the mean grey of an image first.
+    Cost: one kernel, and one more for colors, which need the mean grey of an image first.
     """
     _, height, width, channels = crops.shape
     batch, size = len(starts), (height * width, width)
     out = torch.empty(
         (batch, channels, height, width), dtype=dtype, device=crops.device, memory_format=layout
     )
-    colour, cutout = drawn.get("colour"), drawn.get("cutout")
+    color, erased = drawn.get("color"), drawn.get("erased")
     block = min(1024, triton.next_power_of_2(height * width))
     how: Any = {"CHANNELS": channels, "BLOCK": block}
-    greys = weights  # the kernel does not read them without colours
-    if colour is not None:
+    greys = weights  # the kernel does not read them without colors
+    if color is not None:
         greys = torch.empty(batch, dtype=torch.int64, device=crops.device)
         _sum_grey[batch,](greys, crops, starts, weights, *crops.stride(), *size, **how)
-    given = [weights if each is None else each for each in (flipped, greys, colour, cutout)]
-    how |= {"FLIPS": flipped is not None, "COLOURS": colour is not None, "CUTS": cutout is not None}
+    given = [weights if each is None else each for each in (flipped, greys, color, erased)]
+    how |= {"FLIPS": flipped is not None, "COLORS": color is not None, "CUTS": erased is not None}
     strides = (*crops.stride(), out.stride(3), out.stride(1))
     _change[batch, triton.cdiv(height * width, block)](
-        out, crops, starts, *given, constants, weights, *strides, *size, side, NORMALISES=normalises, **how
+        out, crops, starts, *given, constants, weights, *strides, *size, NORMALISES=normalises, **how
     )
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo, Mixed
 from ptfast.data.sampling import counter_draws
+from ptfast.data.transforms.image_operations import inside, sent
 
 BETA_POINTS = 4097
 """Points at which half a Beta distribution is tabulated; between them its error is below 1e-6."""
@@ -89,7 +90,7 @@ class Mix:
             what = f"inputs of type {inputs.dtype} cannot be mixed"
             raise ConfigError("C011", what, key="augment", suggestion="Use augment=none")
         draw = self.draw(step, micro_batch, inputs.shape)
-        partners, shares = _sent(draw.partners, inputs.device), _sent(draw.shares, inputs.device)
+        partners, shares = sent(draw.partners, inputs.device), sent(draw.shares, inputs.device)
         mixed = Mixed(targets, targets.index_select(0, partners), shares)
         if self.masks and self.cutmix:
             mixed = self._pasted(mixed, draw)
@@ -101,22 +102,17 @@ class Mix:
         stored = inputs.permute(0, 2, 3, 1).flatten(2) if channels else inputs
         pairs = stored.index_select(0, partners)
         for weights in self._weights(draw, inputs.shape, channels):
-            weight = _sent(weights, inputs.device).to(inputs.dtype)
+            weight = sent(weights, inputs.device).to(inputs.dtype)
             torch.lerp(stored, pairs, weight, out=pairs)
         return (pairs.unflatten(2, (-1, channels)).permute(0, 3, 1, 2) if channels else pairs), mixed
 
     def _pasted(self, mixed: Mixed, draw: Draw) -> Mixed:
         """Targets with the patches of their partners in them, where patches are pasted."""
         targets, partners, shares = mixed
-        top, bottom, left, right = _sent(draw.boxes, targets.device)[:, :, None, None]
-        cuts = _sent(draw.cuts, targets.device)
-        down = torch.arange(targets.shape[-2], device=targets.device)[:, None]
-        across = torch.arange(targets.shape[-1], device=targets.device)
-        inside = (top <= down) & (down < bottom) & (left <= across) & (across < right)
-        inside = (inside & cuts[:, None, None]).view(
-            len(targets), *[1] * (targets.dim() - 3), *inside.shape[1:]
-        )
-        return Mixed(torch.where(inside, partners, targets), partners, shares.where(~cuts, 1.0))
+        cuts = sent(draw.cuts, targets.device)
+        patches = inside(sent(draw.boxes, targets.device), targets.shape[-2:]) & cuts[:, None, None]
+        patches = patches.view(len(targets), *[1] * (targets.dim() - 3), *patches.shape[1:])
+        return Mixed(torch.where(patches, partners, targets), partners, shares.where(~cuts, 1.0))
 
     def _weights(self, draw: Draw, shape: torch.Size, channels: int) -> Iterator[NDArray[np.float32]]:
         """Weights of the partners, in columns, then in rows: their product would be as large as a channel."""
@@ -153,12 +149,6 @@ def _lower_half(alpha: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]
     density = (1 - x if alpha <= 1 else 4 * x * (1 - x)) ** (alpha - 1)
     masses = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
     return points, masses / (2 * masses[-1])
-
-
-def _sent(values: NDArray[Any], device: torch.device) -> Tensor:
-    """`values` on the device, without the host waiting for it."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def build_mix(mixup: float, cutmix: float, seed: int, *, info: DataInfo, task: Any) -> Mix | None:

@@ -30,6 +30,7 @@ def draw_boxes(
     widths: Sizes,
     scale: tuple[float, float],
     ratio: tuple[float, float],
+    first_stream: int = counter_draws.BOX,
 ) -> Boxes:
     """A box for each image, drawn as torchvision's RandomResizedCrop draws it, for all of them at once.
 
@@ -46,7 +47,7 @@ def draw_boxes(
     open_ = np.arange(len(indices))
     low, high = np.log(ratio)
     for attempt in range(ATTEMPTS):
-        stream = counter_draws.BOX + 2 + 2 * attempt
+        stream = first_stream + 2 + 2 * attempt
         area = scale[0] + (scale[1] - scale[0]) * counter_draws.uniform(seed, epoch, indices[open_], stream)
         area *= heights[open_] * widths[open_]
         shape = np.exp(low + (high - low) * counter_draws.uniform(seed, epoch, indices[open_], stream + 1))
@@ -58,7 +59,7 @@ def draw_boxes(
     height, width = heights[open_], widths[open_]
     box_heights[open_] = np.minimum(height, np.rint(width / ratio[0])).clip(1)
     box_widths[open_] = np.minimum(width, np.rint(height * ratio[1])).clip(1)
-    down, across = (counter_draws.uniform(seed, epoch, indices, counter_draws.BOX + i) for i in (0, 1))
+    down, across = (counter_draws.uniform(seed, epoch, indices, first_stream + i) for i in (0, 1))
     tops, lefts = np.floor(down * (heights - box_heights + 1)), np.floor(across * (widths - box_widths + 1))
     tops[open_], lefts[open_] = (height - box_heights[open_]) // 2, (width - box_widths[open_]) // 2
     return np.stack([tops / heights, lefts / widths, box_heights / heights, box_widths / widths], 1)

@@ -69,7 +69,6 @@ TECHNIQUES: tuple[Technique, ...] = (
     _evaluation(
         name="test-time shift",
         on=("eval.shift=1",),
-        off=("eval.shift=0",),
         why="Strided networks see a moved image differently; several views save epochs at equal accuracy.",
         claim="Part of airbench's 94 % on CIFAR-10, with the flip. Evaluations take three times the passes.",
         source="Jordan 2024, arXiv:2404.00498; KellerJordan/cifar10-airbench.",

@@ -16,7 +16,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Share
-from ptfast.data.transforms import augment_plan as P
+from ptfast.data.transforms import image_operations as P
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.row_windows import MemoryBatches, augmented
 
@@ -119,7 +119,7 @@ def test_colours_of_other_images_than_rgb(channels: int) -> None:
 
 def test_factors_of_one_change_nothing() -> None:
     one = np.ones(12)
-    assert torch.equal(P.recolour(images(), torch.from_numpy(P.colours(one, one, one))), images())
+    assert torch.equal(P.recolor(images(), torch.from_numpy(P.color_factors(one, one, one))), images())
 
 
 # Turns, shifts and sizes.
@@ -169,7 +169,9 @@ def test_turns_are_those_of_torchvision(degrees: float, scale: float, shift_y: i
 
     source = images(3)
     one = np.ones(3)
-    coefficients = P.bends(math.radians(degrees) * one, scale * one, shift_y * one, shift_x * one, SHAPE)
+    coefficients = P.affine_coefficients(
+        math.radians(degrees) * one, scale * one, shift_y * one, shift_x * one, SHAPE
+    )
     expected = V.affine(
         source.permute(0, 3, 1, 2),
         angle=degrees,
@@ -178,7 +180,7 @@ def test_turns_are_those_of_torchvision(degrees: float, scale: float, shift_y: i
         shear=[0.0, 0.0],
         interpolation=InterpolationMode.BILINEAR,
     ).permute(0, 2, 3, 1)
-    got = P.bend(source, torch.from_numpy(coefficients))
+    got = P.affine(source, torch.from_numpy(coefficients))
     assert int((got.int() - expected.int()).abs().max()) <= 1
 
 
