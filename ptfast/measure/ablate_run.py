@@ -27,8 +27,8 @@ from ptfast.report.terminal.display import say, table
 LEAST_S = 30.0
 """A shorter budget is refused at once."""
 BEST, PICTURE = "best.yaml", "ablate.png"
-CHEAPER_STEPS = ("batching", "optimizer")
-"""Families whose techniques change the training but can make a step cheaper."""
+CHEAPER_STEPS = "batching"
+"""The family whose techniques change the training but can make a step cheaper."""
 COMPILES = "it compiles: add --compile"
 
 
@@ -166,8 +166,8 @@ def _unfit(
         return COMPILES
     if technique.family == "evaluation":
         return "it acts in evaluation, not in training"
-    if technique.kind == "training" and technique.family not in CHEAPER_STEPS and not is_named:
-        return "it changes how fast the loss falls, not what a step costs: ptfast race"
+    if technique.kind == "training" and technique.family != CHEAPER_STEPS and not is_named:
+        return "it changes how fast the loss falls: ptfast race"
     return ""
 
 
@@ -209,7 +209,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             noun = "run lies" if doubted == 1 else "runs lie"
             say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")
     if any(finding.is_apart for finding, _ in ablation.measured):
-        say("beside: measured with the pick, not in the plan; on a CPU, an optimizer by its share of a step")
+        say("beside: measured with the pick, not in the plan")
     if any(finding.verdict_text.endswith("per step") for finding, _ in ablation.measured):
         say("faster per step: ptfast race measures if the same loss is reached sooner")
     if again := ablation.laboratory.num_again:

@@ -28,14 +28,7 @@ from ptfast.measure.experiment.plan import (
 from ptfast.measure.experiment.trial import WARM_S, WARM_STEPS
 from ptfast.measure.experiment.verdicts import Effect, judge
 from ptfast.measure.experiment.warm_parent import LEAST_TURNS, Request
-from ptfast.measure.worth import (
-    Confirmation,
-    Worth,
-    does_as,
-    estimate_optimizers,
-    in_blocks,
-    optimizer_log_odds,
-)
+from ptfast.measure.worth import Confirmation, Worth, does_as
 from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
@@ -46,8 +39,6 @@ POOR_FIT = 2.0
 GAIN = 0.005
 """Smallest expected gain of a switch that is picked."""
 LEAST_BLOCKS = 3
-OPTIMIZER_S, NUM_PICKS = 0.8, 3
-"""Seconds that measure an optimizer's share of a step, and how many runs measure the share of the pick's."""
 NOTHING = "it changes nothing here"
 REFUSED = "it cannot be set beside the pick"
 SEED = 0
@@ -60,8 +51,6 @@ class Ablation:
         self.laboratory, self.arguments = laboratory, list(arguments)
         self.findings: list[Worth] = []
         self.apart: list[Worth] = []
-        self.log_odds: list[float] = []
-        """Of the share of a step that the pick's optimizer takes, one for each run beside others."""
         self.process_sd: float | None = None
         """How much two processes of one config differ, as a part."""
         self.factors: list[Factor] = []
@@ -111,8 +100,8 @@ class Ablation:
             # Other switches act differently at a lower precision, which the pick would not have.
             is_reduced = finding.technique.kind == "reduced" and not self._is_allowed(finding.technique)
             finding.is_apart = not finding.why and (finding.is_outside or is_reduced)
-        # What may be picked comes first, optimizers last: the budget may not reach all. A block with workers
-        # takes long: what they have fetched before a turn is used up first.
+        # What may be picked comes first: the budget may not reach all. A block with workers takes long: what
+        # they have fetched before a turn is used up first.
         self.apart = [finding for finding in self.findings if finding.is_apart]
         self.apart.sort(
             key=lambda each: (each.technique.kind in ("training", "reduced"), each.starts_workers)
@@ -145,7 +134,7 @@ class Ablation:
     def run(self) -> None:
         """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
         start_s = self.laboratory.left_s
-        apart_s = min(APART * start_s, 2 * self._seconds_of(*self._blocks_apart))
+        apart_s = min(APART * start_s, 2 * self._apart_s)
         self._measure_plan(CONFIRM * start_s + apart_s)
         self._measure_apart(start_s)
         self._confirm()
@@ -167,7 +156,7 @@ class Ablation:
         if not self.factors:
             return
         laboratory, enough = self.laboratory, blocks_to_tell_apart(self.factors)
-        once_s = self._seconds_of(*(each for each in self._blocks_apart if not each[0].sets_optimizer))
+        once_s = self._apart_s
 
         def words_of(run: Run) -> list[str]:
             levels = zip(self._members, run, strict=True)
@@ -207,41 +196,26 @@ class Ablation:
 
         The first round may use time reserved for the confirmation; later ones leave its part of `start_s`.
         """
-        bases = {True: self.picked, False: self.picked}
-
-        def is_refused(finding: Worth) -> bool:
-            beside = [*bases[finding.sets_optimizer], finding.technique]
-            return _tree_or_none(self._words(beside)) is None
-
-        if any(is_refused(finding) for finding in self.apart if finding.sets_optimizer):
-            # Not every optimizer takes the step kernel of the pick.
-            bases[True] = [technique for technique in self.picked if technique.family != "optimizer"]
-        for finding in filter(is_refused, self.apart):
-            finding.why = REFUSED
-        chunks, picks = self._blocks_apart, list[TrialResult]()
-        once_s = self._seconds_of(*chunks)
-        kept_s, left_in_round = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s), len(chunks)
+        for finding in self.apart:
+            if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
+                finding.why = REFUSED
+        waiting = [each for each in self.apart if not each.why]
+        chunks = [waiting[start : start + 3] for start in range(0, len(waiting), 3)]
+        once_s, left_in_round = self._apart_s, len(chunks)
+        kept_s = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s)
         while chunks:
             if left_in_round == 0:
                 kept_s = max(kept_s, CONFIRM * start_s)
             chunk, left_in_round = chunks.pop(0), left_in_round - 1
-            if self.laboratory.left_s - self._seconds_of(chunk) < kept_s:
+            if self.laboratory.left_s - self._seconds_of_a_block < kept_s:
                 continue
-            base = bases[chunk[0].sets_optimizer]
-            words = [self._words([*base, each.technique]) for each in chunk]
+            words = [self._words([*self.picked, each.technique]) for each in chunk]
             with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
-                if self._by_share(chunk):
-                    if not picks:
-                        picks = self.laboratory.look([self._words(base)] * NUM_PICKS, timed_s=OPTIMIZER_S)
-                        self.log_odds = [value for each in picks for value in optimizer_log_odds(each)]
-                    pick, found = picks[0], self.laboratory.look(words, timed_s=OPTIMIZER_S)
-                else:
-                    pick, *found = self.laboratory.measure([self._words(base), *words])
+                pick, *found = self.laboratory.measure([self._words(self.picked), *words])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, pick)
                 if measured.time is not None and pick.time is not None:
-                    share = optimizer_log_odds(measured) if finding.sets_optimizer else []
-                    finding.beside += share or [pick.time - measured.time]
+                    finding.beside.append(pick.time - measured.time)
             if chunk := [each for each in chunk if not each.why]:
                 chunks.append(chunk)
         more_s = (once_s + kept_s) / (CONFIRM + APART) - start_s
@@ -257,8 +231,8 @@ class Ablation:
         ]
         if gains:
             best, effect = max(gains, key=lambda gain: gain[1].interval()[0])
-            group, base = best.technique.alternatives, bases[best.sets_optimizer]
-            kept = [each for each in base if group is None or each.alternatives != group]
+            group = best.technique.alternatives
+            kept = [each for each in self.picked if group is None or each.alternatives != group]
             self.picked = [*kept, best.technique]
             best.expected = effect.log_ratio
 
@@ -309,12 +283,8 @@ class Ablation:
         else:
             sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_pick)) / dof)
         self.process_sd = math.sqrt(2) * sd or None
-        beside = [finding for finding in self.apart if finding.beside]
-        optimizers = [finding for finding in beside if finding.sets_optimizer and self.log_odds]
-        if optimizers:
-            estimate_optimizers(optimizers, self.log_odds, sd, dof)
-        for finding in beside if sd else ():
-            if finding not in optimizers:
+        for finding in self.apart if sd else ():
+            if finding.beside:
                 se = sd * math.sqrt(2 / len(finding.beside))
                 finding.effect = Effect(statistics.fmean(finding.beside), se, dof)
         verdicts = judge([finding.effect for finding in self.findings])
@@ -378,24 +348,13 @@ class Ablation:
         return any(map(self._is_given, reduced if technique.kind == "reduced" else [technique]))
 
     @property
-    def _blocks_apart(self) -> list[list[Worth]]:
-        """What is measured beside the pick, by block; the pick takes one of four places, except by share."""
-        return in_blocks([each for each in self.apart if not each.why], 4 if self._tells_shares else 3)
-
-    def _seconds_of(self, *blocks: Sequence[Worth]) -> float:
-        """The time that blocks of techniques take beside the pick."""
-        shares = [len(block) for block in blocks if self._by_share(block)]
-        num_looks = sum(shares) + NUM_PICKS * bool(shares and not self.log_odds)
-        block_s = max(self._block_s, 1.1 * self.laboratory.block_s)
-        return num_looks * (self._look_s + 1.3 * OPTIMIZER_S) + (len(blocks) - len(shares)) * block_s
-
-    def _by_share(self, chunk: Sequence[Worth]) -> bool:
-        """Return True for optimizers, if this run tells which part of a step they take."""
-        return chunk[0].sets_optimizer and self._tells_shares
+    def _apart_s(self) -> float:
+        """The time to measure once what stays out of the plan: the pick takes a fourth of each block."""
+        return math.ceil(sum(not each.why for each in self.apart) / 3) * self._seconds_of_a_block
 
     @property
-    def _tells_shares(self) -> bool:
-        return bool(self.plain and self.plain.facts.get("tells_shares"))
+    def _seconds_of_a_block(self) -> float:
+        return max(self._block_s, 1.1 * self.laboratory.block_s)
 
     def _status(self, text: str) -> AbstractContextManager[None]:
         return terminal_display().status(text, self.laboratory.left_s)

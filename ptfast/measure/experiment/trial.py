@@ -171,8 +171,6 @@ class Segments:
             "resolved": asdict(run.resolved),
             "batch_size": run.batch_size,
             "num_train": run.info.num_train,
-            # A GPU's clock times the phases of few steps, and a task's own step is a single phase.
-            "tells_shares": self._is_alone and not takes_own_steps(run.task),
             "meets": [need for need, is_met in needs.items() if is_met],
             "built_bytes": peak_memory_bytes(run.device.type),
         }
@@ -240,8 +238,6 @@ class Segments:
             "waiting": mean_over_ranks(spent_s["data"], run) / wall_s,
             "system": cores_of_others(before, after, own_s, wall_s),
         }
-        if self.facts["tells_shares"]:
-            result["optimizer"] = spent_s["optimizer"] / wall_s
         self._rest()
         return result
 
