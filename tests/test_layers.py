@@ -36,7 +36,7 @@ WHOLE_CONFIG = {
 """The only places that take the whole config, and why; all others take their own section, or values."""
 
 # Importing these takes seconds; a config error or `--help` must not wait for them.
-HEAVY = {"torch", "torchvision", "torchmetrics", "matplotlib", "transformers"}
+HEAVY = {"torch", "torchvision", "torchmetrics", "transformers"}
 LIGHT = (
     "__main__",
     "config/",

@@ -20,13 +20,12 @@ from ptfast.core.sections.section import Need, Technique
 from ptfast.core.units import duration, num_bytes
 from ptfast.measure.ablation import SEED, Ablation
 from ptfast.measure.experiment.laboratory import Laboratory
-from ptfast.measure.experiment.verdicts import Effect
-from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.report.terminal.display import say, table
 
 LEAST_S = 30.0
 """A shorter budget is refused at once."""
-BEST, PICTURE = "best.yaml", "ablate.png"
+BEST = "best.yaml"
 CHEAPER_STEPS = "batching"
 """The family whose techniques change the training but can make a step cheaper."""
 COMPILES = "it compiles: add --compile"
@@ -78,8 +77,6 @@ def ablate(
     command = redact(["ptfast", "ablate", *arguments, "--budget", f"{budget_s:g}s"])
     facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **_receipt(ablation)}
     folder, name = write_figures("ablate", out, config, facts), label(config)
-    if ablation.measured:
-        draw(folder / PICTURE, ablation, f"{name}: what each technique is worth")
     if (confirmed := ablation.confirmed) is not None:
         names = ", ".join(technique.name for technique in ablation.picked)
         how = f"As it was given: {names or 'plain'} came to {confirmed.over_given} of it."
@@ -235,29 +232,3 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     say(f"over the config as given: {confirmed.over_given}")
     if not ablation.best_words:
         say("the config as given is no slower, so best.yaml holds that")
-
-
-def draw(path: Path, ablation: Ablation, title: str) -> None:
-    """Write a PNG of every effect with its interval, the pick's confirmed speed below them."""
-    rows: list[tuple[str, Effect, str]] = []
-    for finding, effect in ablation.measured:
-        clear = finding.verdict in ("faster", "slower")
-        rows.append((finding.technique.name, effect, "C0" if clear else "0.6"))
-    if ablation.confirmed is not None:
-        rows.append(("the pick, confirmed", ablation.confirmed.over_plain, "C2"))
-    with picture(path, title, 8, 1.4 + 0.26 * (len(ablation.measured) + 2)) as figure:
-        axes = figure.add_subplot()
-        for place, (_, effect, color) in enumerate(reversed(rows)):
-            axes.plot(effect.interval(), [place, place], color=color, lw=2, solid_capstyle="butt")
-            axes.plot(effect.ratio, place, "o", color=color, ms=5)
-        axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)])
-        axes.axvline(1.0, color="0.4", lw=0.8)
-        axes.set_xscale("log")
-        ticks = [0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0]
-        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], minor=False)
-        axes.minorticks_off()
-        bounds = [bound for _, effect, _ in rows for bound in effect.interval()]
-        axes.set_xlim(max(min(bounds) * 0.97, 0.3), min(max(bounds) * 1.03, 4.0))
-        axes.set_xlabel("speed with it over speed without it, 95 % interval; grey: no clear difference")
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)

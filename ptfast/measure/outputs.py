@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
 from ptfast.config.overrides import Argument
@@ -23,9 +23,6 @@ from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError
 from ptfast.core.machine import die_with_parent
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RECEIPT = "measure.json"
 """File of all figures of a command, in its folder."""
@@ -85,19 +82,6 @@ def write_recipe(
     """Write a recipe of the arguments with what was found, and show how to train with it."""
     called = write_overlay(file, arguments, found, comment, flag)
     say(f"wrote {file}; train with it: ptfast train +recipe={called}")
-
-
-@contextlib.contextmanager
-def picture(file: Path, title: str, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on, of so many inches; written as a PNG afterwards, whole or not at all."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    yield figure
-    partial = file.with_suffix(".partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(file)
 
 
 def run_ptfast(

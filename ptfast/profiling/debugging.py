@@ -5,34 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, NumericsError
-from ptfast.core.machine import held_memory_bytes, peak_memory_bytes
 from ptfast.core.run_directory import write_text
 from ptfast.core.tensors.trees import tree_leaves, tree_map
-from ptfast.profiling.step_phases import PHASES, Phases, SavedKinds, saved_for_backward, watched
+from ptfast.profiling.step_phases import PHASES, Phases, watched
 from ptfast.run import Run
 
-Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"]
-TorchCheck = Literal["none", "gradcheck", "gradgradcheck"]
-TRACE, PROFILE = "trace.json", "profile.txt"
-"""Files in the run directory: all events, and the table of torch.profiler."""
-MEMORY, SNAPSHOT = "memory.txt", "memory.pickle"
-"""Files in the run directory: a table and, on a GPU, a snapshot for pytorch.org/memory_viz."""
+Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"]
+TRACE, PROFILE, SNAPSHOT = "trace.json", "profile.txt", "memory.pickle"
+"""Files in the run directory: all events, the table of torch.profiler, and for pytorch.org/memory_viz."""
 TOP = 10
-"""Operators, or kinds of tensors, that the terminal shows."""
-SAMPLE_S = 0.001
-"""Sampling interval of memory."""
+"""Operators that the terminal shows."""
 NUM_SAMPLES, NUM_DIRECTIONS = 4, 3
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Lengths of a finite difference, relative to the weights. Short ones are exact until rounding shows. Which
@@ -50,7 +41,6 @@ def debugging(
     wait: int = 0,
     warmup: int = 0,
     active: int = 1,
-    torch_check: TorchCheck = "none",
     operators: bool = False,
 ) -> Iterator[None]:
     """A context in which training is checked or recorded as `mode` says.
@@ -58,18 +48,15 @@ def debugging(
     `anomaly` stops at the first backward function that returns NaN and names it; the traceback of its forward
     call goes to standard error. Cost: steps take several times as long.
 
-    `profiler` records operators in some steps: a trace for chrome://tracing or ui.perfetto.dev, and a table.
-    Cost: those steps take up to twice as long, others are unaffected.
+    `profiler` records operators and memory in some steps: a trace for chrome://tracing or ui.perfetto.dev, a
+    table, and on a GPU a snapshot of its memory for pytorch.org/memory_viz. Cost: those steps take up to
+    twice as long, others are unaffected.
 
     `nvtx` marks the phases of every step for NVIDIA's Nsight Systems; `operators` also marks every operator
     of forward and backward. Cost: some microseconds for each mark.
 
     `gradcheck` compares the gradient of the loss with finite differences before training starts, in float64
-    on a few samples. Cost: some thirty forward passes of those samples. `torch_check` adds torch's checks.
-
-    `memory` reports how much memory the phases of some steps take, and what the forward pass keeps for the
-    backward pass; on a GPU it also writes a snapshot for pytorch.org/memory_viz. Cost: a thread that samples
-    every millisecond, and a Python call for every tensor that is kept.
+    on a few samples. Cost: some thirty forward passes of those samples.
     """
     if mode == "anomaly":
         try:
@@ -84,17 +71,14 @@ def debugging(
         yield
         return
     steps_left, needed = run.total_steps - run.progress.step, wait + warmup + active
-    if mode in ("profiler", "memory") and steps_left < needed:
-        what = f"only {steps_left} steps are left to train, and debug={mode} takes {needed}"
+    if mode == "profiler" and steps_left < needed:
+        what = f"only {steps_left} steps are left to train, and debug=profiler takes {needed}"
         hint = "Lower debug.wait, debug.warmup or debug.active, or train longer"
         raise ConfigError("C011", what, key="debug", value=mode, suggestion=hint)
     if mode == "gradcheck":
         with run.display.status("checking gradients"):
             error = check_gradients(run)
-            if torch_check != "none":
-                check_by_torch(run, twice=torch_check == "gradgradcheck")
-        passed = f"; torch's {torch_check} passes" if torch_check != "none" else ""
-        run.display.note(f"gradcheck: gradients match the loss to a relative error of {error:.1e}{passed}")
+        run.display.note(f"gradcheck: gradients match the loss to a relative error of {error:.1e}")
         yield
     elif mode == "nvtx":
         phases = Phases(torch.cuda.nvtx.range_push, lambda _: torch.cuda.nvtx.range_pop())
@@ -102,38 +86,44 @@ def debugging(
             yield
     elif not run.ranks.is_first:
         yield
-    elif mode == "profiler":
-        with _profiled(run, wait=wait, warmup=warmup, active=active):
-            yield
     else:
-        memory = _Memory(run, wait + warmup, active)
-        with watched(run, memory), contextlib.closing(memory):
+        with _profiled(run, wait=wait, warmup=warmup, active=active):
             yield
 
 
 @contextmanager
 def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]:
-    """Record operators in steps `wait + warmup` to `wait + warmup + active` of what is trained inside."""
+    """Record operators and memory in steps `wait + warmup` to `wait + warmup + active` of what is trained."""
     # The profiler's library writes to standard error when it starts, stops, and finds no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch import profiler
 
-    activities = [profiler.ProfilerActivity.CPU]
-    if run.device.type == "cuda":
+    activities, on_gpu = [profiler.ProfilerActivity.CPU], run.device.type == "cuda"
+    if on_gpu:
         activities.append(profiler.ProfilerActivity.CUDA)
+    begin = run.progress.step + wait + warmup
 
     def write(profile: Any) -> None:
         averages = profile.key_averages()
-        sort_by = "self_device_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
+        sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         profile.export_chrome_trace(str(run.folder / TRACE))
         write_text(run.folder / PROFILE, averages.table(sort_by=sort_by, row_limit=100))
         lines.extend(_top_operators(averages, sort_by, active))
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(str(run.folder / SNAPSHOT))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def look(step: int) -> None:
+        if on_gpu and step == begin:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
 
     class ProfiledSteps(Phases):
         def on_step(self, run: Any, step: int) -> None:
+            look(step)
             profile.step()
 
     lines: list[str] = []
+    look(run.progress.step)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")
         schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
@@ -141,7 +131,9 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
     phases = ProfiledSteps(
         lambda name: opened.enter_context(profiler.record_function(name)), lambda _: opened.close()
     )
-    recording = profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    recording = profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=write, profile_memory=True
+    )
     with recording as profile, watched(run, phases):
         yield
     for line in lines:
@@ -161,84 +153,6 @@ def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
         time, calls = getattr(event, sort_by), f"{event.count / active:6g} calls"
         lines.append(f"  {time / total:4.0%}  {time / active / 1000:9.3f} ms a step  {calls}  {event.key}")
     return lines
-
-
-class _Memory(Phases):
-    """Samples the peak memory of each phase, and what forward keeps for backward, in some steps."""
-
-    def __init__(self, run: Run, wait: int, active: int) -> None:
-        super().__init__(self._enter, self._leave)
-        self.run, self.first, self.last = run, run.progress.step + wait, run.progress.step + wait + active
-        self.peaks: Counter[str] = Counter()
-        self.saved: SavedKinds = {}
-        self.saving = saved_for_backward(run.model, self.saved)
-        self.kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
-        self.sampling = False
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._sample, daemon=True)
-        self.on_step(run, run.progress.step)
-
-    def on_step(self, run: Any, step: int) -> None:
-        if self.sampling and step >= self.last:
-            self.close()
-        if step == self.first and not self.ended.is_set():
-            self.sampling = True
-            if self.run.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-            self.thread.start()
-
-    def _enter(self, name: str) -> None:
-        if self.sampling and name == "forward":
-            self.saved.clear()
-            self.saving.__enter__()
-
-    def _leave(self, name: str) -> None:
-        if not self.sampling:
-            return
-        self._note(name)
-        if name == "forward":
-            self.saving.__exit__(None, None, None)
-            kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
-            for dtype, shape, size in self.saved.values():
-                kinds[dtype, shape] += size
-            self.kinds = max(self.kinds, kinds, key=Counter.total)
-
-    def _sample(self) -> None:
-        while not self.ended.wait(SAMPLE_S):
-            if (name := self.name) is not None:
-                self._note(name)
-
-    def _note(self, name: str) -> None:
-        if self.run.device.type == "cuda":
-            used_bytes = torch.cuda.memory_allocated(self.run.device)
-        else:
-            # Not every system reports what a process holds now.
-            used_bytes = held_memory_bytes("cpu") or peak_memory_bytes("cpu")
-        self.peaks[name] = max(self.peaks[name], used_bytes)
-
-    def close(self) -> None:
-        """Stop sampling, and write and show the results. Safe to call twice."""
-        if not self.sampling:
-            return
-        self.sampling = False
-        self.ended.set()
-        self.thread.join()
-        lines = [f"memory: peaks of {self.last - self.first} steps, by phase"]
-        lines += [f"  {self.peaks[name] / 2**20:9,.1f} MiB  {name}" for name in PHASES]
-        kept_bytes = self.kinds.total()
-        lines.append(f"  {kept_bytes / 2**20:9,.1f} MiB  kept for backward by one micro-batch, most by")
-        rows = []
-        for (dtype, shape), size in self.kinds.most_common():
-            kind = f"{str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape)) or 'scalar'}"
-            rows.append(f"  {size / 2**20:9,.1f} MiB  {kind}")
-        folder: Path = self.run.folder
-        write_text(folder / MEMORY, "\n".join(lines + rows) + "\n")
-        if self.run.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            rows.append(f"  {SNAPSHOT} is for pytorch.org/memory_viz")
-        for line in lines + rows[:TOP]:
-            self.run.display.note(line)
 
 
 def check_gradients(run: Run) -> float:
@@ -266,27 +180,6 @@ def check_gradients(run: Run) -> float:
     largest = f"relative error {max(errors):.1e}, worst in {name} ({worst:.1e})"
     what = f"the gradient does not match the loss: {largest}"
     raise NumericsError("N002", what, key="debug", value="gradcheck", suggestion=WRONG_GRADIENT)
-
-
-def check_by_torch(run: Run, *, twice: bool) -> None:
-    """Check the derivative of the loss by each parameter with torch's own functions, in float64.
-
-    A direction through all parameters at once may hide a small error in one. `twice` also checks second
-    derivatives, which gradient penalties need. Models that always compute in float32 are too coarse for this.
-
-    Cost: about three forward and backward passes of 4 samples for every parameter, second derivatives twice.
-    Source: torch.autograd.gradcheck and gradgradcheck, in their fast mode.
-    """
-    loss, _, parameters = _float64_loss(run)
-    checks = {"gradcheck": torch.autograd.gradcheck, "gradgradcheck": torch.autograd.gradgradcheck}
-    for name, check in list(checks.items())[: 2 if twice else 1]:
-        try:
-            # Parameters are perturbed in place, so the loss need not be given them.
-            check(lambda *_: loss(), parameters, fast_mode=True, check_undefined_grad=False)
-        except RuntimeError as error:
-            said = " ".join(str(error).split())
-            what = f"torch's {name} fails: {said[:300]}"
-            raise NumericsError("N002", what, key="debug.torch_check", suggestion=WRONG_GRADIENT) from error
 
 
 def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tuple[Tensor, ...]]:

@@ -12,16 +12,14 @@ from ptfast.core.sections.section import Count, Family, Natural, Section, Techni
 class Debug(Section):
     """Looks at a run that slow it down and change nothing in it."""
 
-    mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck", "memory"] = "none"
-    """The aid: NaN, operators, marks for Nsight Systems, the gradient of the loss, or memory."""
+    mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"] = "none"
+    """The aid: NaN, operators and memory, marks for Nsight Systems, or the gradient of the loss."""
     wait: Natural = 5
-    """Steps before `profiler` and `memory` start."""
+    """Steps before `profiler` starts."""
     warmup: Natural = 2
     """Further steps, in which `profiler` runs without recording."""
     active: Count = 5
-    """Steps that `profiler` and `memory` look at."""
-    torch_check: Literal["none", "gradcheck", "gradgradcheck"] = "none"
-    """Torch's own checks that `gradcheck` makes too: of first derivatives, or of first and second ones."""
+    """Steps that `profiler` looks at."""
     operators: bool = False
     """Let `nvtx` mark every operator too, not the phases of a step alone."""
 
@@ -43,7 +41,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         source="PyTorch Performance Tuning Guide, 'Disable debugging APIs'.",
         avoid="The loss turns NaN, or time is lost somewhere unknown: debug=anomaly, debug=profiler.",
         audit="set_detect_anomaly(True), emit_nvtx, a profiler or gradcheck left in a training script.",
-        about=("debug/anomaly", "debug/profiler", "debug/nvtx", "debug/gradcheck", "debug/memory"),
+        about=("debug/anomaly", "debug/profiler", "debug/nvtx", "debug/gradcheck"),
     ),
 )
 
@@ -51,8 +49,7 @@ FAMILY = Family(
     name="debug",
     machine_rules=(marks_for_a_gpu,),
     unused=(
-        Unused.unless("debug.mode", ("profiler", "memory"), "debug.wait", "debug.warmup", "debug.active"),
-        Unused.unless("debug.mode", ("gradcheck",), "debug.torch_check"),
+        Unused.unless("debug.mode", ("profiler",), "debug.wait", "debug.warmup", "debug.active"),
         Unused.unless("debug.mode", ("nvtx",), "debug.operators"),
     ),
     free_keys=("debug",),

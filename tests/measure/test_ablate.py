@@ -92,12 +92,6 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Planted]:
     return kind
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the picture, which takes longer than all else; others look at it."""
-    monkeypatch.setattr(ablate_run, "draw", lambda *given: None)
-
-
 def ablated(folder: Path, *words: str, only: str = ONLY, budget: str = "4m") -> dict[str, Any]:
     assert run(["ablate", *WORDS, *words, "--only", only, "--budget", budget, "--out", str(folder)]) == 0
     return json.loads((folder / "measure.json").read_text())
@@ -124,14 +118,12 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     assert "ptfast race" in shown
     assert "processes of one config differ by" in shown
     assert "over plain: predicted 1.5" in shown
-    assert (in_tmp / "out/ablate.png").read_bytes().startswith(b"\x89PNG")
     _, best = read_config(["+recipe=./out/best.yaml"])
     assert (best.optimizer.target.kwargs["fused"], best.rewrites.channels_last) == ("auto", True)
     assert (best.precision.mode, best.model.target.kwargs["width"]) == ("fp32", 4)
     assert len(receipt["weights"]) == 4 * len(receipt["plan"])
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Planted], in_tmp: Path) -> None:
     planted.speeds = {"backend.hold_memory=true": 0.998, "rewrites.bias_before_norm=false": 0.9}
     only = "held-memory,no-bias-before-batch-norm,denormals-flushed-to-zero,channels-last"
@@ -144,7 +136,6 @@ def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Pla
     assert set(receipt["pick"]) == {"held memory", "denormals flushed to zero"}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_an_optimizer_is_measured_where_it_is_named(planted: type[Planted], in_tmp: Path) -> None:
     planted.speeds = {"optimizer.foreach=true": 1.3, "optimizer=lamb": 0.8}
     receipt = ablated(in_tmp / "out", only="channels-last,lamb")
@@ -155,12 +146,10 @@ def test_an_optimizer_is_measured_where_it_is_named(planted: type[Planted], in_t
     assert [each["why"] for each in found] == ["", "it cannot be set beside the pick"]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_lower_precision_where_the_config_has_some(planted: type[Planted], in_tmp: Path) -> None:
     assert "bfloat16 autocast" in ablated(in_tmp / "out", "preset=fast")["pick"]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_switch_that_fails_alone_leaves_the_plan_with_its_reason(
     planted: type[Planted], in_tmp: Path, capsys: Capture
 ) -> None:
@@ -169,7 +158,6 @@ def test_a_switch_that_fails_alone_leaves_the_plan_with_its_reason(
     assert "not measured (it is not to be had): channels last" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_config_as_given_may_be_the_best(planted: type[Planted], in_tmp: Path) -> None:
     planted.given_speed = 3.0
     assert ablated(in_tmp / "out", "seed=7")["best"] == []
@@ -205,7 +193,6 @@ def test_a_budget_that_is_too_small_is_refused_before_it_is_spent(
     assert not (in_tmp / "out").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_budget_that_is_told_reaches_what_was_missed(planted: type[Planted], in_tmp: Path) -> None:
     only = "fused-optimizer-step,channels-last,gradient-accumulation,lars,lamb,nadam,radam,novograd,adam"
     findings = ablated(in_tmp / "short", only=only, budget="50s")["findings"]

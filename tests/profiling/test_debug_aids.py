@@ -17,7 +17,7 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, NumericsError
-from ptfast.profiling.debugging import TOLERANCE, check_by_torch, check_gradients, debugging
+from ptfast.profiling.debugging import TOLERANCE, check_gradients, debugging
 from ptfast.profiling.step_phases import PHASES, Phases, watched
 from ptfast.run import Run
 from ptfast.training.fit import fit
@@ -37,31 +37,6 @@ class Cube(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * x**2
-
-
-class OnceSquare(torch.autograd.Function):
-    """x squared, whose gradient is right but stands still, so that its own derivative is wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.detach())
-        return x**2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2 * ctx.saved_tensors[0].detach()
-
-
-class Squared(nn.Module):
-    """A linear layer, squared."""
-
-    def __init__(self, num_classes: int, once: bool) -> None:
-        super().__init__()
-        self.layer, self.once = nn.Linear(64, num_classes), once
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.layer(images.flatten(1))
-        return OnceSquare.apply(x) if self.once else x**2
 
 
 class Net(nn.Module):
@@ -111,28 +86,22 @@ def test_off_leaves_the_run_as_it_is(run: Run) -> None:
 def test_runs_are_the_same_with_each_of_them(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SMALL, "model.dropout=0.1", "debug.wait=1", "debug.warmup=1", "debug.active=2")
     assert train(*words, "run.dir=none") == 0
-    for mode in ("profiler", "gradcheck", "memory"):
+    for mode in ("profiler", "gradcheck"):
         capsys.readouterr()
-        beside = ("debug.torch_check=gradgradcheck",) if mode == "gradcheck" else ()
-        assert train(*words, f"debug={mode}", *beside, f"run.dir={mode}") == 0
+        assert train(*words, f"debug={mode}", f"run.dir={mode}") == 0
         assert same_bits(weights(Path("none")), weights(Path(mode)))
         out = capsys.readouterr().out
         assert f"warning: debug={mode} is on" in out
         if mode == "gradcheck":
             assert "gradcheck: gradients match the loss" in out
-            assert "torch's gradgradcheck passes" in out
-    assert "memory: peaks of 2 steps" in out
-    table = Path("memory/memory.txt").read_text()
-    peaks = [float(line.split()[0].replace(",", "")) for line in table.splitlines()[1:5]]
-    assert all(peak > 50 for peak in peaks)
-    # Each of the two hidden activations of a micro-batch of 16: 8 float32 each.
-    assert "float32 16x8" in table
     trace = json.loads(Path("profiler/trace.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("data") == 2
     assert names.count("forward") == names.count("backward") == 4
     assert "aten::addmm" in names
-    assert "aten::addmm" in Path("profiler/profile.txt").read_text()
+    table = Path("profiler/profile.txt").read_text()
+    assert "aten::addmm" in table
+    assert "CPU Mem" in table
 
 
 def test_a_run_may_be_resumed_with_another(in_tmp: Path) -> None:
@@ -145,10 +114,12 @@ def test_a_run_may_be_resumed_with_another(in_tmp: Path) -> None:
     assert same_bits(weights(Path("whole")), weights(Path("resumed")))
 
 
-@pytest.mark.parametrize("mode", ["profiler", "memory"])
-def test_too_few_steps_to_look_at(run: Run, mode: Any) -> None:
+def test_too_few_steps_to_look_at(run: Run) -> None:
     said = "only 6 steps are left to train, and"
-    with pytest.raises(ConfigError, match=said) as caught, debugging(mode, run, wait=4, warmup=1, active=2):
+    with (
+        pytest.raises(ConfigError, match=said) as caught,
+        debugging("profiler", run, wait=4, warmup=1, active=2),
+    ):
         pass
     assert caught.value.code == "C011"
 
@@ -160,22 +131,6 @@ def test_gradcheck_lets_right_gradients_pass(in_tmp: Path) -> None:
     assert check_gradients(run) < TOLERANCE
     assert same_bits(before, dict(run.model.state_dict()))
     assert all(parameter.grad is None for parameter in run.model.parameters())
-
-
-def test_torchs_checks_find_wrong_second_derivatives(in_tmp: Path) -> None:
-    model = ("model=custom", "model._target_=test_debug_aids.Squared", "steps=2")
-    for once in (False, True):
-        run = build_run(in_tmp / f"{once}", *model, f"model.once={once}")
-        check_by_torch(run, twice=False)
-        if once:
-            with pytest.raises(NumericsError, match=r"gradgradcheck fails: .*numerical") as caught:
-                check_by_torch(run, twice=True)
-            assert caught.value.code == "N002"
-        else:
-            check_by_torch(run, twice=True)
-    broken = build_run(in_tmp / "run", *model[:1], "model._target_=test_debug_aids.Net", "steps=2")
-    with pytest.raises(NumericsError, match=r"torch's gradcheck fails: .*numerical"):
-        check_by_torch(broken, twice=False)
 
 
 def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

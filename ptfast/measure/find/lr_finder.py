@@ -21,7 +21,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.launch.launcher import resolve_num_ranks
-from ptfast.measure.outputs import check_outputs, label, picture, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, say, table
@@ -63,7 +63,7 @@ def find_lr(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Run the test and the trials, show the curve, write picture, figures and, if asked for, a recipe.
+    """Run the test and the trials, show the curve, write figures and, if asked for, a recipe.
 
     Args:
         lowest, highest: learning rates of the first and the last step.
@@ -80,7 +80,7 @@ def find_lr(
     facts = measure(config, lowest=lowest, highest=highest, num_steps=num_steps, trial_steps=trial_steps)
     name, chosen = label(config), facts["chosen"]
     _show(facts)
-    folder = write_figures("find-lr", out, config, facts, "lr.json")
+    write_figures("find-lr", out, config, facts, "lr.json")
     if chosen is None:
         what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss fall"
         hint = "widen the range with --from, --to and --steps"
@@ -89,7 +89,6 @@ def find_lr(
             hint = "clip gradients (gradients=clip), or begin lower with --to"
         say(f"ptfast: {what}. Look at labels, loss and inputs, {hint}", sys.stderr)
         return EXIT_FINDINGS
-    draw(folder / "lr.png", facts, f"{name}: {facts['ended']}")
     if write is not None:
         # A rate for a reference batch is scaled to the batch again.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
@@ -303,25 +302,3 @@ def _show(facts: dict[str, Any]) -> None:
     say(f"{len(lrs)} steps of {facts['batch_size']} samples: {facts['ended']}")
     if (chosen := facts["chosen"]) is not None:
         say(f"\nchosen {chosen:.2g} by {len(facts['trials'])} trials; as configured: {facts['lr']:.2g}")
-
-
-def draw(path: Path, facts: dict[str, Any], title: str) -> None:
-    """Write a PNG of the loss over the learning rate, with the trials."""
-    with picture(path, title, 8, 4.5) as figure:
-        axes = figure.add_subplot()
-        lrs, losses, smoothed, chosen = facts["lrs"], facts["losses"], facts["smoothed"], facts["chosen"]
-        axes.plot(lrs, losses, ".", color="0.75", markersize=4, label="loss of a step")
-        axes.plot(lrs[: len(smoothed)], smoothed, color="C0", lw=2, label="smoothed")
-        trials = [(lr, loss) for lr, loss in facts["trials"] if loss is not None]
-        after = f"after {facts['trial_steps']} steps at it"
-        axes.plot(*zip(*trials, strict=True), "ks", markersize=5, label=after)
-        axes.axvline(chosen, color="k", lw=1.6, label=f"chosen: {chosen:.2g}")
-        axes.set_xscale("log")
-        spread = max(smoothed) - min(smoothed)
-        # Diverging losses would flatten the rest.
-        lowest = min([*losses[: len(smoothed)], *(loss for _, loss in trials)])
-        axes.set_ylim(lowest - 0.05 * spread, max(smoothed) + 0.25 * spread)
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=9, loc="lower left")
