@@ -33,7 +33,7 @@ from ptfast.core.machine import (
     processor_time_of,
     processor_time_s,
 )
-from ptfast.core.protocols import StepBatch, takes_own_steps
+from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
