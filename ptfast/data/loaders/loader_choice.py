@@ -129,7 +129,7 @@ def _of_stream(
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind == "plain":
         return Choice(kind, before or "as the config says", 0)
-    shared = train.shared_by != "none"
+    shared = train.shared_by != "none" or train.shares_batches
     count = count_workers(workers)
     if workers == "auto":
         count = train.readers_at_most(count, num_ranks) if shared else min(count, 1)
@@ -137,7 +137,8 @@ def _of_stream(
     if kind == "workers":
         return Choice(kind, before or "as the config says", count)
     if shared and count:
-        return Choice("workers", "the dataset shares itself out", count)
+        reason = "workers share the batches" if train.shares_batches else "the dataset shares itself out"
+        return Choice("workers", reason, count)
     return Choice("plain", "iterable data is read in order", 0)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import tarfile
+import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,11 +14,11 @@ import numpy as np
 import torch
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError
+from ptfast.core.errors import DataError, cannot_write, summary_of
 from ptfast.core.machine import cache_folder
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.map_source import TensorSource
-from ptfast.data.streams.download import fetch_archive, unpack
+from ptfast.data.streams.shard_cache import locked
 
 
 class _Version(NamedTuple):
@@ -100,10 +103,8 @@ class Cifar:
         return Splits.of(info, sources)
 
     def _folder(self, version: _Version) -> Path:
-        files = (version.meta, *version.train, version.test)
-        for folder in (self.root, self.root / version.folder):
-            if all((folder / name).is_file() for name in files):
-                return folder
+        if (found := self._found(version)) is not None:
+            return found
         hint = (
             f"Set data.root to the extracted folder {version.folder}, "
             "or use data=imagefolder data.root=FOLDER for class folders of images"
@@ -115,9 +116,40 @@ class Cifar:
         if self.root.exists() and not self.root.is_dir():
             what = "is a file, not a folder"
             raise DataError("D001", what, key="data.root", value=self.root, suggestion=hint)
-        archive = fetch_archive(_URL + version.archive, version.md5, self.root, hint, self.download)
-        unpack(archive, self.root)
-        return self.root / version.folder
+        try:
+            with locked(self.root):
+                return self._found(version) or self._fetch(version, archive, hint)
+        except OSError as error:
+            raise cannot_write(error, str(self.root), suggestion=hint) from None
+
+    def _found(self, version: _Version) -> Path | None:
+        files = (version.meta, *version.train, version.test)
+        folders = (self.root, self.root / version.folder)
+        return next((each for each in folders if all((each / name).is_file() for name in files)), None)
+
+    def _fetch(self, version: _Version, archive: Path, hint: str) -> Path:
+        """Download the archive unless an intact one is there, and unpack it."""
+
+        def is_intact() -> bool:
+            content = archive.read_bytes() if archive.is_file() else b""
+            return hashlib.md5(content, usedforsecurity=False).hexdigest() == version.md5
+
+        what, partial = "is damaged (wrong checksum)", archive.with_suffix(".partial")
+        try:
+            if self.download and not is_intact():
+                with urllib.request.urlopen(_URL + version.archive, timeout=20) as source:
+                    partial.write_bytes(source.read())
+                partial.replace(archive)
+            if is_intact():
+                with tarfile.open(archive) as tar:
+                    # All are checked before the first is unpacked; the filter shortens absolute paths.
+                    if any(tarfile.data_filter(each, str(self.root)).name != each.name for each in tar):
+                        raise tarfile.TarError("holds an absolute path")
+                    tar.extractall(self.root, filter="data")
+                return self.root / version.folder
+        except (OSError, EOFError, tarfile.TarError) as error:
+            what = f"cannot be downloaded and unpacked: {summary_of(error)}"
+        raise DataError("D007", what, key=str(archive), suggestion=hint)
 
 
 class _ArrayUnpickler(pickle.Unpickler):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import ByteSize, TypeAdapter
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.machine import spare_cores
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, describe_part
@@ -24,8 +25,9 @@ from ptfast.data.label_checks import number_names
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
-from ptfast.data.streams.remote_shards import is_url, open_shards
-from ptfast.data.streams.shard_index import Label, Shard
+from ptfast.data.streams.shard_cache import ShardCache, is_url
+from ptfast.data.streams.shard_index import Label, Shard, index_shard
+from ptfast.data.streams.shard_stream import Shards, ShardStream
 from ptfast.data.streams.tar_headers import InTar
 
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
@@ -34,9 +36,10 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 class WebDataset:
     """Images and labels in tar shards, on local disks or at URLs.
 
-    Reading the headers shows where each sample lies. So the data has a length and epochs, and is shuffled,
-    shared out over ranks and workers and resumed like any other. With `data.shuffle_buffer` shards are read
-    nearly in their order, which slow and network disks need.
+    Reading the headers of local shards shows where each sample lies. So the data has a length and epochs, and
+    is shuffled, shared out over ranks and workers and resumed like any other. With `data.shuffle_buffer`
+    shards are read nearly in their order, which slow and network disks need. Shards at URLs are a stream:
+    they are fetched as training comes to them, and need `steps` and `classes`.
 
     Args:
         shards: of the training data: a pattern such as `DIR/train-{000..146}.tar` or `DIR/*.tar`, a folder,
@@ -45,8 +48,12 @@ class WebDataset:
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
         on_corrupt: `error`, or `skip` to leave out images that cannot be decoded.
+        classes: how many there are, or the list of their names; for shards at URLs.
+        cache: the most disk that copies of shards at URLs may take, such as `20GB`.
 
     Raises:
+        ConfigError: C005 for a cache that is no size; C011 for one that is too small, C016 without `classes`,
+            by `load`.
         DataError: D001 for shards that are not there, D002 for one without samples, D003 for labels of two
             kinds, D004 for classes that only held-out data has and for captions, D005 for a shard that is no
             tar, or truncated; by `load`.
@@ -61,17 +68,36 @@ class WebDataset:
         test_shards: str | list[str] | None = None,
         image_size: Count | None = None,
         on_corrupt: OnCorrupt = "error",
+        classes: int | list[str] | None = None,
+        cache: str | int = "20GB",
     ) -> None:
-        self.image_size = image_size
+        self.image_size, self.classes, self.cache = image_size, classes, cache
+        try:
+            self.cache_bytes: int = TypeAdapter(ByteSize).validate_python(cache)
+        except ValueError:
+            raise ConfigError("C005", "is no size such as 20GB", key="data.cache", value=cache) from None
         self.on_corrupt: OnCorrupt = on_corrupt
         wanted = {"train": shards, "val": val_shards, "test": test_shards}
         self.patterns = {split: pattern for split, pattern in wanted.items() if pattern is not None}
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        shards, hidden = dict[str, list[tuple[Path, Shard]]](), list[str]()
+        places, hidden = dict[str, list[str]](), list[str]()
         for split, pattern in self.patterns.items():
             key = "data.shards" if split == "train" else f"data.{split}_shards"
-            shards[split] = open_shards(expand(pattern, key, hidden))
+            places[split] = expand(pattern, key, hidden)
+        if any(is_url(place) for found in places.values() for place in found):
+            urls = {
+                split: [each if is_url(each) else Path(each).absolute().as_uri() for each in found]
+                for split, found in places.items()
+            }
+            return self._stream(urls, seed)
+        if self.classes is not None:
+            what, hint = "is for shards at URLs: labels of local ones show them", "Leave it out"
+            raise ConfigError("C011", what, key="data.classes", value=self.classes, suggestion=hint)
+        shards = {
+            split: [(Path(place), index_shard(Path(place))) for place in found]
+            for split, found in places.items()
+        }
         names, targets = _number_labels(shards)
         threads = spare_cores(16)
         sources = {
@@ -86,7 +112,7 @@ class WebDataset:
 
         def contents() -> Contents:
             return {
-                f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard[:-1])
+                f"{split}/{path.name}": describe_part(len(shard.offsets), "samples", *shard[:-2])
                 for split, found in shards.items()
                 for path, shard in found
             }
@@ -96,6 +122,31 @@ class WebDataset:
             return f"{changes} {self.image_size}"
 
         return Splits.of(info, sources, note, contents=contents, cache_key=cache_key)
+
+    def _stream(self, places: dict[str, list[str]], seed: int) -> Splits:
+        """Splits of which any is at URLs."""
+        if self.classes is None:
+            what = "is needed, because labels at URLs are not read beforehand"
+            hint = "Set data.classes=1000, or the list of their names"
+            raise ConfigError("C016", what, key="data.classes", suggestion=hint)
+        names = None if isinstance(self.classes, int) else tuple(self.classes)
+        sources = {
+            split: ShardStream(
+                Shards(found, ShardCache(self.cache_bytes), seed),
+                self.classes,
+                self.image_size,
+                self.on_corrupt,
+            )
+            for split, found in places.items()
+        }
+        shape = tuple(sources["train"].first_image().shape)
+        for source in sources.values():
+            source.shape = shape
+        info = image_info((shape[2], *shape[:2]), class_names=names)
+        info = replace(info, num_classes=len(names) if names else self.classes)
+        num_shards = sum(map(len, places.values()))
+        note = f"in {num_shards} shards that are fetched as they are read, {self.cache} at a time"
+        return Splits.of(info, sources, note)
 
 
 class ShardedImages(ImageFiles):

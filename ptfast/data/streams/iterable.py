@@ -17,8 +17,11 @@ from ptfast.data.loaders.collate import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all
+from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all, seeded
 from ptfast.data.sampling.held_generators import HeldState
+from ptfast.data.sampling.sampler import Share
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.row_windows import augmented
 
 Sharing = Literal["none", "readers", "ranks"]
 
@@ -61,6 +64,8 @@ class IterableSource(BaseSource):
     """
 
     ignores_labels = True
+    shares_batches = False
+    """Samples cost little until they are made a batch: processes that read all of them share the work."""
 
     def __init__(self, dataset: IterableDataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate_of(dataset, collate)
@@ -107,6 +112,17 @@ class IterableSource(BaseSource):
                 seed = counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several)
                 samples = shuffled(samples, self.shuffle_buffer, seed)
             yield from samples
+
+    def batch(self, samples: list[Any], share: Share, augment: Augment) -> Any:
+        """A raw batch of samples, which are those of `share`, augmented."""
+        collate, numbers = self.collate, share.indices.tolist()
+        seed = counter_draws.key(self.seed, share.epoch, counter_draws.GLOBAL, *numbers[:1])
+        with seeded(seed) if collate.is_own else contextlib.nullcontext():
+            raw = collate(collate.pairs(samples, numbers))
+        raw = self.label_check(raw, numbers)
+        if self.images:
+            raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
+        return augmented(augment, raw, share) if augment else raw
 
     def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
         """A context in which `get_worker_info()` describes `reader` to the dataset."""

@@ -38,12 +38,14 @@ class Shard(NamedTuple):
     """int64, or text if one of them is."""
     hidden: NDArray[np.int64]
     """The number of its members that are left out, as macOS adds them: 0-d."""
+    stamp: NDArray[np.int64]
+    """Its format, size and time of change."""
 
 
 def index_shard(path: Path) -> Shard:
     """The index of the shard at `path`; a cached one counts while size and time of change are the same.
 
-    Cost: 25 us a sample, 0.2 us if cached.
+    Cost: 115 us a sample, 0.2 us if cached.
     """
     try:
         found = path.stat()
@@ -52,17 +54,27 @@ def index_shard(path: Path) -> Shard:
         what = f"cannot be read: {error.strerror}"
         raise DataError("D001", what, key=str(path), suggestion="Leave it out, or put it back") from None
     stamp = np.array([_FORMAT, found.st_size, found.st_mtime_ns])
-    key = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
-    entry = cache_folder() / "shards" / f"{key}.npz"
-    cached = load_arrays(entry)
-    if {"stamp", *Shard._fields} <= cached.keys() and np.array_equal(cached["stamp"], stamp):
-        return Shard(*(cached[name] for name in Shard._fields))
-    shard = _read_shard(path)
-    save_arrays(entry, stamp=stamp, **shard._asdict())
+    kept = kept_index(path)
+    if kept is not None and np.array_equal(kept.stamp, stamp):
+        return kept
+    shard = _read_shard(path, stamp)
+    save_arrays(_entry(path), **shard._asdict())
     return shard
 
 
-def _read_shard(path: Path) -> Shard:
+def kept_index(path: Path) -> Shard | None:
+    """The index that the shard at `path` had, which may be removed by now; None if it was never read."""
+    kept = load_arrays(_entry(path))
+    fits = {*Shard._fields} <= kept.keys() and kept["stamp"][0] == _FORMAT
+    return Shard(*(kept[name] for name in Shard._fields)) if fits else None
+
+
+def _entry(path: Path) -> Path:
+    key = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
+    return cache_folder() / "shards" / f"{key}.npz"
+
+
+def _read_shard(path: Path, stamp: NDArray[np.int64]) -> Shard:
     rows: list[tuple[bytes, int, int, Label]] = []
     everything = list(members(path))
     shown = [member for member in everything if not is_hidden(member.name)]
@@ -86,6 +98,7 @@ def _read_shard(path: Path) -> Shard:
         np.array(sizes, np.int64),
         np.array(labels, np.int64) if numbers else np.array([str(label) for label in labels]),
         np.array(len(everything) - len(shown)),
+        stamp,
     )
 
 

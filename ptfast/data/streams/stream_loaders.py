@@ -44,6 +44,8 @@ def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions
         how = "read in order"
     elif shared:
         how = f"the dataset shares itself out over {readers} readers"
+    elif source.shares_batches:
+        how = f"{readers} readers share the batches of one order"
     else:
         how = "each reader goes through the whole stream: the dataset does not ask get_worker_info()"
     return workers, shared and readers > 1, f"{who}, {how}"
@@ -63,7 +65,7 @@ def build_stream_batches(
     If readers have parts of their own, the plan's `last` (`keep` or `drop`) applies to the end of each pass.
     """
     augment = augment or Augment()
-    if augment.resized_crop is not None:
+    if augment.resized_crop is not None and not source.shares_batches:
         what = "images of a stream are resized before they can be cropped"
         hint = "Crop them in the dataset, or use augment=crop_flip"
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)

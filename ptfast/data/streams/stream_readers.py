@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from ptfast.core.errors import DataError
-from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.counter_draws import OwnGenerators, seeded
+from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.data.sampling.sampler import Sharding, Share
 from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.row_windows import augmented
 
 
 class Mark(NamedTuple):
@@ -94,7 +91,8 @@ class StreamReader:
                 if number % reader.num_workers == reader.worker:
                     taken = [batch[place] for place in share.indices]
                     # Numbers continue over the passes.
-                    raw = self._collate(taken, 0, (first + share.indices).tolist())
+                    numbers = Share(0, first + share.indices, len(taken))
+                    raw = self.source.batch(taken, numbers, self.augment)
                     yield Item(raw, share.num_samples, now, digest)
         while True:
             yield END
@@ -118,27 +116,17 @@ class StreamReader:
             samples, number = self.source.read(epoch, reader), reader.index
             digest, left_to_check = Digest(), CHECKED if epoch == mark.epoch else 0
             while batch := self._take(samples, self.size):
-                numbers = [*range(number, number + len(batch) * reader.count, reader.count)]
+                numbers = number + reader.count * np.arange(len(batch))
                 number += len(batch) * reader.count
                 left_to_check -= 1
                 checksum = digest.add(batch) if left_to_check >= 0 else 0
-                yield Item(self._collate(batch, epoch, numbers), len(batch), digest=checksum)
+                raw = self.source.batch(batch, Share(epoch, numbers, len(batch)), self.augment)
+                yield Item(raw, len(batch), digest=checksum)
             yield END
 
     def _take(self, samples: Iterator[Any], number: int) -> list[Any]:
         with self._generators.in_place(), self.source.as_reader(self.reader):
             return list(islice(samples, number))
-
-    def _collate(self, samples: list[Any], epoch: int, numbers: list[int]) -> Any:
-        collate = self.source.collate
-        seed = counter_draws.key(self.source.seed, epoch, counter_draws.GLOBAL, *numbers[:1])
-        with seeded(seed) if collate.is_own else contextlib.nullcontext():
-            raw = collate(collate.pairs(samples, numbers))
-        raw = self.source.label_check(raw, numbers)
-        if self.source.images:
-            raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
-        share = Share(epoch, np.array(numbers), len(numbers))
-        return augmented(self.augment, raw, share) if self.augment else raw
 
 
 CHECKED = 16

@@ -31,7 +31,9 @@ from ptfast.core.run_directory import CONFIG, plain_json, versions
 from ptfast.core.tensors.dtensors import write_tensors
 from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, State, config_of, write_manifest, writing
 from ptfast.data.loaders.loading import Prepare
+from ptfast.data.sampling.sampler import Share
 from ptfast.data.streams.iterable import IterableSource
+from ptfast.data.transforms.augment_plan import Augment
 from ptfast.models.lora import merged
 from ptfast.profiling.first_outputs import unsteadiness
 from ptfast.tasks.supervised import output_of
@@ -217,7 +219,7 @@ def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
     data = load_data(saved.config, trained=saved.info)
     source = data.val or data.test or data.train
     if isinstance(source, IterableSource):
-        batch = source.collate(source.collate.pairs([source.first[0]] * 2, [0, 0]))
+        batch = source.batch([source.first[0]] * 2, Share(0, np.zeros(2, np.int64), 2), Augment())
     else:
         batch = source.fetch(np.arange(min(NUM_SAMPLES, len(source))))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
@@ -225,8 +227,6 @@ def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
     if not isinstance(inputs, Tensor):
         what = f"a graph has one tensor for its input, and this data gives {described(inputs)}"
         raise ConfigError("C011", what, key="data", value=saved.config.data.target.path)
-    if source.images and isinstance(source, IterableSource):
-        inputs = inputs.permute(0, 2, 3, 1).contiguous()
     return inputs, source.images
 
 

@@ -1,0 +1,198 @@
+"""Shards at URLs, copied while a run reads them into a folder of bounded size that all processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from threading import Thread
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from fsspec import Callback
+from fsspec.core import url_to_fs
+
+from ptfast.core.errors import (
+    ConfigError,
+    DataError,
+    PtfastError,
+    cannot_write,
+    hide_credentials,
+    import_extra,
+    summary_of,
+)
+from ptfast.core.machine import cache_folder
+from ptfast.core.units import num_bytes
+from ptfast.data.streams.shard_index import Shard, index_shard, kept_index
+
+_ATTEMPTS, _TIMEOUT_S = 5, 20
+_WAIT_S = 1.0
+"""After the first attempt; after each further one twice as long."""
+_ABANDONED_S = 600
+_ROOM = "Set PTFAST_CACHE to a folder that can be written and has room, or data.cache to less"
+_PACKAGES = {
+    **dict.fromkeys(("http", "https"), ("aiohttp", "http")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gs")),
+    "s3": ("s3fs", "s3"),
+    "hf": ("huggingface_hub", "hf"),
+}
+"""The package that a protocol needs besides fsspec, and the extra that brings it."""
+_prefetching: dict[Path, Thread] = {}
+
+
+def is_url(place: str) -> bool:
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", place) is not None
+
+
+@dataclass(frozen=True)
+class ShardCache:
+    """Local copies of shards, whole and checked; the least recently used go when `bound` bytes are reached.
+
+    fsspec fetches them. Its own caches are not used: they have no bound, and take what a killed process left
+    for a whole file.
+    """
+
+    bound: int
+
+    def path(self, url: str) -> Path:
+        """The place of the copy of a shard, the same for every user of the URL."""
+        # The whole query counts: a part that looks like a signature may name the file.
+        without_user = re.sub(r"(?<=://)[^/@]*@", "", url)
+        name = PurePosixPath(urlsplit(url).path).name or "shard.tar"
+        return cache_folder() / "urls" / hashlib.sha256(without_user.encode()).hexdigest()[:32] / name
+
+    def open(self, url: str) -> IO[bytes]:
+        """The copy of a shard, fetched if it is not there; what is open stays readable when it is removed."""
+        path = self.path(url)
+        while True:
+            try:
+                file = path.open("rb", buffering=0)
+            except FileNotFoundError:
+                self.fetch(url)
+                continue
+            os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
+            return file
+
+    def index(self, url: str) -> Shard:
+        """The index of a shard, which is fetched if it never was."""
+        return kept_index(self.path(url)) or self.fetch(url)
+
+    def prefetch(self, urls: Iterable[str]) -> None:
+        """Begin to fetch shards that are read next; whoever reads one meets the errors of its download."""
+        for url in urls:
+            path = self.path(url)
+            if not path.exists() and not ((thread := _prefetching.get(path)) and thread.is_alive()):
+                _prefetching[path] = Thread(target=self._prefetch, args=(url,), daemon=True)
+                _prefetching[path].start()
+
+    def _prefetch(self, url: str) -> None:
+        with contextlib.suppress(PtfastError):
+            self.fetch(url)
+
+    def fetch(self, url: str) -> Shard:
+        """Copy the shard at `url` unless its copy is there; return its index. One process at a time does it.
+
+        Raises:
+            PtfastError: D001, D005 or D007 if it does not come whole, C011 if it is larger than the cache,
+                E001 or E002 if it cannot be written, E004 for a package that is missing.
+        """
+        target = self.path(url)
+        unfinished = target.with_name(f"{target.name}.partial")
+        try:
+            with locked(target.parent):
+                if not target.is_file():
+                    self._receive(url, unfinished)
+                    unfinished.replace(target)
+                return index_shard(target)
+        except OSError as error:
+            raise cannot_write(error, str(target.parent), suggestion=_ROOM) from None
+        except DataError as error:
+            if error.key == str(target):
+                # A repaired shard is then fetched again.
+                target.unlink(missing_ok=True)
+                error = error.changed(key=hide_credentials(url))
+            raise error from None
+
+    def _receive(self, url: str, target: Path) -> None:
+        shown, why, attempt = hide_credentials(url), "", 0
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_WAIT_S * 2 ** (attempt - 1))
+            # Called when the size is known, and after each block.
+            callback = Callback(hooks={"room": partial(self._make_room, target, shown)})
+            try:
+                system, path = _file_system(url, shown)
+                system.get_file(path, str(target), callback=callback)
+                if callback.size in (None, size := target.stat().st_size):
+                    return
+                why = f"the connection broke off after {size:,} of {callback.size:,} bytes"
+            except PtfastError:
+                raise
+            except (FileNotFoundError, PermissionError, ImportError, ValueError) as error:
+                raise DataError("D001", f"cannot be fetched: {summary_of(error)}", key=shown) from None
+            # Each package that fsspec calls raises exceptions of its own.
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                status = getattr(error, "status", None)
+                why = f"the server answers {status}" if status else summary_of(error)
+                if isinstance(error, TimeoutError):
+                    why = f"the server sends nothing for {_TIMEOUT_S} s"
+                if status in (401, 403, 410):
+                    break
+        what = f"cannot be downloaded in {attempt + 1} attempts: {why}"
+        raise DataError(
+            "D007", what, key=shown, suggestion="Go on with run.resume=auto when it can be reached"
+        )
+
+    def _make_room(self, target: Path, shown: str, size: int | None, value: int, **_: Any) -> None:
+        """Remove the copies that were not read for longest, until `target` fits beside the others."""
+        used = size or value
+        if used > self.bound:
+            what = f"is smaller than the shard {shown}, which has {num_bytes(used)}"
+            raise ConfigError("C011", what, key="data.cache", value=num_bytes(self.bound))
+        removable = list[tuple[int, int, Path]]()
+        for path in target.parents[1].glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                used += found.st_size if path != target else 0
+                if path.suffix != ".partial" or time.time() - found.st_mtime > _ABANDONED_S:
+                    removable.append((found.st_atime_ns, found.st_size, path))
+        for _time, freed, path in sorted(removable):
+            if used <= self.bound:
+                break
+            path.unlink(missing_ok=True)
+            used -= freed
+
+
+def _file_system(url: str, shown: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path of the file in it."""
+    protocol, options = url.partition("://")[0].lower(), dict[str, Any]()
+    if protocol in _PACKAGES:
+        package = import_extra(*_PACKAGES[protocol], key=shown)
+        if package.__name__ == "aiohttp":
+            timeout = package.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+            # The length of a compressed answer is not that of the file.
+            options = {"client_kwargs": {"timeout": timeout}, "headers": {"Accept-Encoding": "identity"}}
+    system, path = url_to_fs(url, **options)
+    return system, str(path)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which is made if need be, among all processes and threads of the machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
