@@ -95,6 +95,7 @@ SPATIAL: dict[str, dict[str, Any]] = {
     "affine": {"rotation_degrees": 30, "translation": 0.2, "scaling": 0.3},
     "resized crop": {"resized_crop": (0.2, 0.9), "flip": True},
     "cutout": {"cutout": 9},
+    "erasing": {"erasing": 1.0},
     "all": {"crop_padding": 2, "flip": True, "rotation_degrees": 10, "cutout": 5},
 }
 LOADERS = {

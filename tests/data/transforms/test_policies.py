@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from running import build_run, train
 from test_augment import INDICES, images, on_host, share
-from test_masks import BUILD, info
+from test_masks import BUILD, LOADERS, batches, info
 from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
@@ -253,6 +253,16 @@ def test_masks_move_with_their_images_and_keep_their_labels_otherwise(policy: st
             assert torch.equal(torch.where(mask == 255, 0, mask), image[..., 0])
             moved += int(not torch.equal(mask, masks[0]))
     assert min(kept, moved) > 15
+
+
+def test_every_loader_moves_masks_alike() -> None:
+    wanted = {"policy": "rand", "rand_ops": 4, "rand_magnitude": 20}
+    whole = {kind: batches(build(), kind, wanted) for kind, build in LOADERS.items() if kind != "stream"}
+    for kind, found in whole.items():
+        for (pixels, masks), (others, theirs) in zip(whole["plain"], found, strict=True):
+            assert torch.equal(masks, theirs.to(masks.dtype)), kind
+            assert torch.equal(pixels, others), kind
+    assert all((masks == -100).any() and (masks != -100).any() for _, masks in whole["plain"])
 
 
 def test_an_erased_box_hides_the_labels() -> None:
