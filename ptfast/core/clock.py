@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 STARTED_VARIABLE = "PTFAST_STARTED"
 """Variable with the moment from which the wall time of a run counts, by the clock that nobody sets."""
-STEP = ("data", "transfer", "forward", "backward", "gradient_sync", "optimizer", "callbacks")
+STEP = ("data", "transfer", "forward", "teacher", "backward", "gradient_sync", "optimizer", "callbacks")
 """The phases of a training step."""
 CAUSES = (
     *("start_up", "warm_up", *STEP),

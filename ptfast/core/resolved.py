@@ -34,7 +34,7 @@ class Resolved:
     task_reason: str = ""
     """The labels' trait that implies it; empty if the config names the task."""
     class_weights: list[float] | None = None
-    """What `task.class_weights=balanced` became."""
+    teacher: str = ""
     device: str = ""
     """Its type."""
     num_ranks: int = 0

@@ -16,7 +16,7 @@ from ptfast.report.loggers import read_records
 
 ATTEMPTS_FILE = "attempts.jsonl"
 _PART_OF = {
-    **dict.fromkeys(("forward", "backward", "optimizer"), "training"),
+    **dict.fromkeys(("forward", "teacher", "backward", "optimizer"), "training"),
     **dict.fromkeys(("data", "transfer", "gradient_sync"), "waiting"),
     "warm_up": "start_up",
 }

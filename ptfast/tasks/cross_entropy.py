@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, did_you_mean, name_some
-from ptfast.core.protocols import IGNORE_INDEX, DataInfo
-from ptfast.core.sections.section import Fraction, NotNegative
+from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Mixed
+from ptfast.core.sections.section import Fraction, NotNegative, Part, Positive
 from ptfast.data.map_source import MapSource
 from ptfast.tasks.loss_functions import LossFunction, target_weights
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 Weights = list[NotNegative] | dict[str, NotNegative]
 """A weight for each class in the order of the classes, or by name; classes that are not named weigh 1."""
-_CHUNK = 256
-"""Samples read at once where their labels are not known."""
 
 
 class CrossEntropyTask(SupervisedTask):
@@ -42,6 +40,9 @@ class CrossEntropyTask(SupervisedTask):
         label_smoothing: Fraction = 0.0,
         class_weights: Literal["balanced"] | Weights | None = None,
         focal_gamma: NotNegative = 0.0,
+        teacher: str | None = None,
+        distill_weight: Part = 0.5,
+        temperature: Positive = 4.0,
     ) -> None:
         """Build the task.
 
@@ -50,27 +51,25 @@ class CrossEntropyTask(SupervisedTask):
             label_smoothing: share of the target spread evenly over all classes, in [0, 1); in training only.
             class_weights: weight of each class: a list, a mapping by name, or `balanced` by training samples.
             focal_gamma: the loss of a target of probability p counts (1 - p) ** gamma times.
+            teacher: run directory of a trained model, from whose outputs the model learns as well.
+            distill_weight: share of the loss against the teacher's outputs; the rest is against the targets.
+            temperature: outputs of teacher and student are divided by it in that loss.
         """
         super().__init__(info, loss)
-        check_own_loss(loss, class_weights=class_weights, focal_gamma=focal_gamma)
+        check_own_loss(loss, class_weights=class_weights, focal_gamma=focal_gamma, teacher=teacher)
         if label_smoothing and focal_gamma:
-            what = "the focal loss is of one class for each target, and label smoothing spreads it over all"
-            hint = "Set one of the two to 0"
-            raise ConfigError("C011", what, key="task.focal_gamma", value=focal_gamma, suggestion=hint)
+            raise ConfigError("C011", "cannot be combined with label_smoothing", key="task.focal_gamma")
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
+        self.teacher, self.distill_weight, self.temperature = teacher, distill_weight, temperature
         self.class_weights = read_weights(class_weights, info, "task.class_weights")
         if class_weights is not None or info.ignores_labels:
             self.counts_samples = False
-
-    def target_weights(self, targets: Tensor) -> Tensor:
-        """What each target counts in the mean of the losses: 0 if it is ignored, else its class's weight."""
-        return target_weights(targets, self.class_weights, self.ignore_index)
 
     def num_items(self, targets: Tensor) -> Any:
         # Rows of floats are the share of each class.
         if self.counts_samples or (targets.dim() == 2 and targets.is_floating_point()):
             return len(targets)
-        return self.target_weights(targets).sum()
+        return target_weights(targets, self.class_weights, self.ignore_index).sum()
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.cross_entropy(outputs, targets, reduction="sum", label_smoothing=self.label_smoothing)
@@ -94,19 +93,29 @@ class CrossEntropyTask(SupervisedTask):
         losses = losses * focus(loss_of(outputs, targets, reduction="none"), self.focal_gamma)
         return losses.sum() if reduction == "sum" else losses
 
+    def distilled(self, loss: Any, taught: Any, model: Any, data: Any) -> tuple[Tensor, Any]:
+        """The task's `loss`, with that against a teacher's outputs: Hinton et al. 2015, arXiv:1503.02531."""
+        outputs, learned = self.forward(model, data[0]), taught(data[0])
+        total, num_items = loss(lambda *_, **__: outputs, data)
+        targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
+        pair = (self.aligned(each, targets)[0][:, : self.num_classes] for each in (outputs, learned))
+        student, teacher = ((each.float() / self.temperature).log_softmax(1) for each in pair)
+        divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+        weights = target_weights(targets, self.class_weights, self.ignore_index).flatten()
+        divergence = (divergence * weights).sum() * self.temperature**2
+        return (1 - self.distill_weight) * total + self.distill_weight * divergence, num_items
+
 
 def focus(losses: Tensor, gamma: float) -> Tensor:
     """(1 - p) ** gamma for losses -log(p): the focal loss of Lin et al. 2017, arXiv:1708.02002."""
-    # At 0 the gradient is not finite for gamma < 1.
-    return (-torch.expm1(-losses)).clamp_min(1e-12) ** gamma
+    return (-torch.expm1(-losses)).clamp_min(1e-12) ** gamma  # at 0 the gradient may not be finite
 
 
 def check_own_loss(loss: LossFunction | None, **options: Any) -> None:
     """Reject options of a task's own loss where `task.loss` replaces it (C011)."""
     for name, value in options.items():
         if loss is not None and value:
-            what, hint = "changes the task's own loss, which task.loss replaces", "Give one of the two"
-            raise ConfigError("C011", what, key=f"task.{name}", value=value, suggestion=hint)
+            raise ConfigError("C011", "changes the loss that task.loss replaces", key=f"task.{name}")
 
 
 def read_weights(given: Any, info: DataInfo, key: str) -> Any:
@@ -141,7 +150,7 @@ def balanced_weights(source: MapSource, num_classes: int, ignore_index: int) -> 
     sample is read once. Source: King and Zeng 2001, as scikit-learn's `compute_class_weight`.
     """
     counts, known = torch.zeros(num_classes, dtype=torch.float64), source.known_labels()
-    parts = np.array_split(np.arange(len(source)), -(-len(source) // _CHUNK))
+    parts = np.array_split(np.arange(len(source)), -(-len(source) // 256))
     for labels in [known] if known is not None else (source.fetch(part)[1] for part in parts):
         labels = labels.long().flatten()
         counts += torch.bincount(labels[labels != ignore_index], minlength=num_classes)

@@ -24,6 +24,7 @@ from ptfast.profiling.operator_counting import StepCounter
 from ptfast.run import Cadence, Run
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.loop.updates import OPTIMIZER_NAME
+from ptfast.training.saved_model import add_teacher
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
 from ptfast.training.stages.machine_stage import build_seeder, cut_batch, seed_everything, set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
@@ -82,6 +83,7 @@ def build(
     cut_batch(run)
     load_splits(run)
     choose_task(run)
+    add_teacher(run)
     seed_everything(config.seed)
     build_plain_model(run)
     check_fits(run)

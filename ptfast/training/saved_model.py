@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,18 @@ from torch import Tensor
 from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_OK, ConfigError
+from ptfast.core.errors import EXIT_OK, ConfigError, DataError, PtfastError, SavedStateError
 from ptfast.core.plain_display import Display
 from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import plain_json
-from ptfast.core.tensors.saved_state import config_of, find_checkpoint, name_checkpoint, read_state
+from ptfast.core.tensors.saved_state import MANIFEST, config_of, find_checkpoint, name_checkpoint, read_state
 from ptfast.core.units import duration, listed
-from ptfast.data.dataset import check_same_data, read_info
+from ptfast.data.dataset import as_known, check_same_data, read_info
 from ptfast.data.loaders.loading import open_side_stream
 from ptfast.data.new_inputs import read_inputs
 from ptfast.report.terminal.display import is_terminal, say, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists
+from ptfast.tasks.cross_entropy import CrossEntropyTask
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.training.evaluate import averaged_over_views, evaluate
@@ -53,23 +56,26 @@ def saved_run(path: Path, words: Sequence[str] = (), *, checkpoint: str = "best"
         say(f"ptfast: {saved.checkpoint.label}", sys.stderr)
 
 
-def load_saved(config: Config, state_folder: Path) -> PartialRun:
+def load_saved(config: Config, state_folder: Path, student: PartialRun | None = None) -> PartialRun:
     """Build the model of a saved state, and the average of its weights if it has one. Needs no data.
 
     The model is on its device, in evaluation mode and holds its own weights; `ema` can put the average in.
-    S001 if the state is damaged, S002 if it is of another model.
+    S001 if the state is damaged, S002 if it is of another model. It computes as `student` does, if given.
     """
     state = read_state(state_folder)
     folder = config_of(state_folder).parent
     run = PartialRun(
         folder=folder,
-        device=resolve_device(config.device, Ranks()),
+        device=student.device if student else resolve_device(config.device, Ranks()),
         config=config,
         before=Resolved.read(folder, state.facts),
         state=state,
         checkpoint=Checkpoint(state_folder, name_checkpoint(state_folder, state.facts)),
     )
-    set_up_machine(run, trains=False)
+    if student is None:
+        set_up_machine(run, trains=False)
+    else:
+        run.precision, run.resolved = student.precision, Resolved()
     run.progress.step = int(state.facts["progress"]["step"])
     run.info = read_info(state.facts["info"])
     choose_task(run)
@@ -85,6 +91,38 @@ def load_saved(config: Config, state_folder: Path) -> PartialRun:
         run.ema.load_state_dict(state.training["ema"])
     run.model.eval()
     return run
+
+
+def add_teacher(run: PartialRun) -> None:
+    """Let the task learn from the run `task.teacher`, too; S003 if it has changed, D003 to D005 if unfit."""
+    task: Any = run.task
+    if not isinstance(task, CrossEntropyTask) or task.teacher is None:
+        return
+    folder = find_checkpoint(Path(task.teacher))
+    config = load_config(config_of(folder), trains=False)[1]
+    teacher = load_saved(config.model_copy(update={"backend": run.config.backend}), folder, run)
+    if teacher.ema is not None:
+        teacher.ema.copy_to_model()
+    run.resolved.teacher = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    theirs, ours = ({**vars(info), **info.extra} for info in (teacher.info, run.info))
+    try:
+        as_known(teacher.info, run.info)
+        for fact in ("num_classes", "tokenizer", "normalize"):
+            if theirs.get(fact) != ours.get(fact):
+                raise DataError("D004", f"the teacher was trained with another {fact} than this data has")
+        if run.before.teacher not in ("", run.resolved.teacher):
+            raise SavedStateError("S003", "its best checkpoint is not the one that this run began with")
+    except PtfastError as problem:
+        raise problem.changed(key="task.teacher", value=task.teacher) from None
+
+    def taught(inputs: Any) -> Any:
+        run.clock.to("teacher")
+        with torch.inference_mode():
+            outputs = task.forward(teacher.model, inputs)
+        run.clock.to("forward")
+        return outputs.clone()  # backward cannot keep a tensor of the inference mode
+
+    task.loss = partial(task.distilled, task.loss, taught)
 
 
 def evaluations(

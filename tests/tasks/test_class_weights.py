@@ -57,8 +57,16 @@ def test_weights_that_do_not_fit_the_classes_are_rejected(weights: Any, what: st
         ("task.class_weights=balance", "C004", "Did you mean balanced?"),
         ("task=regression task.class_weights=balanced", "C002", "unknown key"),
         ("task.pos_weight=balanced", "C002", "Did you mean task.class_weights?"),
-        ("task.focal_gamma=2 task.label_smoothing=0.1", "C011", "label smoothing spreads it over all"),
-        ("task.class_weights=balanced task.loss=torch.nn.CrossEntropyLoss", "C011", "task.loss replaces"),
+        (
+            "task.focal_gamma=2 task.label_smoothing=0.1",
+            "C011",
+            "cannot be combined with label_smoothing",
+        ),
+        (
+            "task.class_weights=balanced task.loss=torch.nn.CrossEntropyLoss",
+            "C011",
+            "changes the loss that task.loss replaces",
+        ),
         ("task.focal_gamma=-1", "C005", "must be at least 0"),
     ],
 )

@@ -1,0 +1,86 @@
+"""Distillation: a student that also learns the outputs of a trained run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_cases import CASES, WEIGHTS, Flat, classes
+from running import build_run, train, weights
+
+from ptfast.core.errors import DataError, PtfastError, SavedStateError
+from ptfast.training.fit import fit
+
+PLAIN = CASES["class weights"].run_words()
+ALONE = PLAIN[:-1]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teachers") / "teacher"
+    assert train(*ALONE, f"run.dir={folder}") == 0
+    return folder
+
+
+def plain(teacher: Path, temperature: float, share: float, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Weights after three steps of a loop in plain torch."""
+    model, taught = Flat(), torch.nn.Linear(4, 3)
+    taught.load_state_dict(weights(teacher))
+    inputs, targets = classes().tensors
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        soft = (taught(inputs).detach() / temperature).softmax(1)
+        each = F.kl_div((outputs / temperature).log_softmax(1), soft, reduction="none").sum(1)
+        distilled = (weight[targets] * each).sum() / weight[targets].sum() * temperature**2
+        ((1 - share) * F.cross_entropy(outputs, targets, weight) + share * distilled).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_student_learns_as_in_plain_torch(
+    tmp_path: Path, teacher: Path, accumulate: int, weighted: bool
+) -> None:
+    words = (*(PLAIN if weighted else ALONE), f"task.teacher={teacher}", "task.distill_weight=0.3")
+    run = build_run(tmp_path, *words, "task.temperature=2", f"gradients.accumulate={accumulate}")
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    fit(run)
+    expected = plain(teacher, 2.0, 0.3, WEIGHTS if weighted else torch.ones(3))
+    torch.testing.assert_close(weights(tmp_path), expected, rtol=1e-6, atol=1e-6)
+    assert run.clock.ledger()["teacher"] > 0
+    state = torch.load(tmp_path / "saved/last/model.pt", weights_only=True)
+    assert state.keys() == before.keys()
+
+
+def test_a_changed_or_missing_teacher_is_rejected_when_a_run_is_resumed(
+    tmp_path: Path, teacher: Path
+) -> None:
+    own = shutil.copytree(teacher, tmp_path / "teacher", symlinks=True)
+    words: tuple[str, ...] = (*ALONE, f"task.teacher={own}")
+    fit(build_run(tmp_path / "run", *words))
+    state: dict[str, Any] = {"state_folder": tmp_path / "run/saved/last"}
+    build_run(tmp_path / "run", *words, **state)
+    manifest = next((own / "saved").glob("step-*")) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()), indent=3))
+    with pytest.raises(SavedStateError, match="not the one that this run began with") as caught:
+        build_run(tmp_path / "run", *words, **state)
+    assert (caught.value.code, caught.value.key) == ("S003", "task.teacher")
+    shutil.rmtree(own)
+    with pytest.raises(PtfastError) as gone:
+        build_run(tmp_path / "run", *words, **state)
+    assert gone.value.code == "S004"
+
+
+def test_a_teacher_of_other_data_is_rejected(tmp_path: Path, teacher: Path) -> None:
+    words = ("data=digits", "model=mlp", "model.hidden=[4]", "steps=2", f"task.teacher={teacher}")
+    with pytest.raises(DataError) as caught:
+        build_run(tmp_path, *words)
+    assert caught.value.key == "task.teacher"
