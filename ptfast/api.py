@@ -162,7 +162,7 @@ def evaluate(
 
     Args:
         run: a run directory, a checkpoint in it, an export, or the result of `train`.
-        split: `val` or `test`; None for all besides `train`.
+        split: `val`, `test` or the name of an evaluation set; None for all besides `train`.
         checkpoint: `best`, which is the last one where none is kept as the best; `last`; or `step-N`.
         keys: as of `train`; other data (`data=`) is read by the vocabulary and classes of training.
     """

@@ -115,6 +115,7 @@ class Run:
     batch_size: int = field(init=False)
     cadence: Cadence = field(init=False)
     best_metric: str = field(init=False)
+    followed: tuple[str, str] = field(init=False)
     best_mode: str = field(init=False)
     patience: int | None = None
     """Evaluations without gain after which training stops."""

@@ -238,6 +238,8 @@ def is_key(word: str) -> bool:
         return True  # by names of one's own
     if section in paths.SEVERAL and len(rest) > 1:
         rest = rest[1:]
+    if section == "evals" or rest[:1] == ["parts"]:
+        section, rest = "data", rest[1 if section == "evals" else 2 :]
     return section in KEYS and (not rest or rest[0] in KEYS[section] | {"_target_"})
 
 

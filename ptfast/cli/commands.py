@@ -98,7 +98,7 @@ COMMANDS: dict[str, Command] = {
         "RUN|CHECKPOINT [key=value ...]",
         "evaluate a trained model",
         "config_commands.eval",
-        (Flag("--split", "evaluate one split: val or test"), _CHECKPOINT),
+        (Flag("--split", "evaluate one split, val or test, or one evaluation set"), _CHECKPOINT),
         ("eval RUN", "eval RUN --split test --checkpoint last"),
         min_words=1,
         max_words=1,

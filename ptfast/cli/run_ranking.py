@@ -127,7 +127,7 @@ def figure_of(run: RunFiles, metric: str) -> float | None:
     """A run's figure by its name with or without a split, or by a key of summary.json."""
     split, dot, name = metric.partition(".")
     if dot:
-        candidates = [run.figures(split).get(name)] if split in SPLITS else []
+        candidates = [run.figures(split).get(name)]
     else:
         candidates = [run.summary.get(metric), *(run.figures(split).get(metric) for split in SPLITS)]
     return next((float(value) for value in candidates if is_finite(value)), None)

@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ptfast.cli.compare_command import show
 from ptfast.cli.run_ranking import rank_runs
@@ -201,12 +202,12 @@ def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, l
     return max(1, len(gpus)) if parallel == "auto" else parallel, gpus
 
 
-def objective(summary: dict[str, dict[str, float]], metric: str) -> float | None:
+def objective(summary: dict[str, Any], metric: str) -> float | None:
     """The figure a sweep optimises: `split.name`, a bare name of `val`, or what `best` follows (`auto`)."""
     if metric == "auto":
         metric = str(summary.get("best_metric", "val.loss"))
     split, _, name = metric.rpartition(".")
-    figures = summary.get(split or "val") or {}
+    figures = {**summary, **summary.get("evals", {})}.get(split or "val") or {}
     if name not in figures:
         known = [f"{part}.{key}" for part in ("val", "test", "best") for key in summary.get(part) or {}]
         hint = f"There are: {', '.join(known)}"

@@ -50,6 +50,8 @@ class PythonWords:
         elif isinstance(value, Mapping) and value:
             for name, item in value.items():
                 self.add(key if name == "_target_" and key in _CUSTOM else f"{key}.{name}", item)
+        elif re.fullmatch(r"evals\.[\w-]+", key) and _is_object(value, key):
+            self.words.append(f"{key}.{'path' if is_frame(value) else '_target_'}={self._text(value, key)}")
         elif key in _CUSTOM and _is_object(value, key):
             self.words += [f"{key}=custom", f"{key}._target_={self._text(value, key)}"]
         elif key in paths.groups() and _is_object(value, key):

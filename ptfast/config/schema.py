@@ -128,7 +128,7 @@ class LoggerSection(Section):
 
 FREE_KEYS = (
     *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "metrics"),
-    *("run", "eval", "stop", "sweep", "saving", "logger"),
+    *("run", "eval", "evals", "stop", "sweep", "saving", "logger"),
     *(key for family in catalogue.FAMILIES for key in family.free_keys),
 )
 """Keys and sections that may change between a run and its continuation."""
@@ -176,6 +176,8 @@ class Config(Section):
     run: RunOptions = Field(default_factory=RunOptions)
     sweep: Sweep = Field(default_factory=Sweep)
     data: DataSection
+    evals: dict[str, DataSection] = Field(default_factory=dict)
+    """Evaluation sets besides the held-out splits, by name; keys that one leaves out are those of `data`."""
     model: Model
     dataloader: Dataloader = Field(default_factory=Dataloader)
     sampling: Sampling = Field(default_factory=Sampling)

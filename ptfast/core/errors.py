@@ -147,6 +147,13 @@ class PtfastError(Exception):
         error.others = self.others
         return error
 
+    def moved(self, section: str, place: str) -> PtfastError:
+        """The same error of keys in `section`, read as one of those in `place`."""
+        if (self.key or "").split(".")[0] != section:
+            return self
+        hint = (self.suggestion or "").replace(f"{section}.", f"{place}.")
+        return self.changed(key=place + (self.key or "").removeprefix(section), suggestion=hint or None)
+
     @property
     def hint(self) -> str | None:
         """What to do about it, for programs that call ptfast."""

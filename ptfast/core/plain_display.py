@@ -241,10 +241,11 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         rows.append(
             ("compiled", f"{compiled['graphs']} graphs, {compiled['recompiled']} more while training")
         )
-    for name in ("val", "best", "test"):
-        figures = {key: value for key, value in (summary.get(name) or {}).items() if key != "step"}
+    sets = summary.get("evals") or {}
+    for name in ("val", *sets, "best", "test"):
+        figures = dict(sets.get(name) or summary.get(name) or {})
+        step = figures.pop("step", None)
         if figures:
-            step = (summary.get(name) or {}).get("step")
             shown = listed(figures, summary.get("weights", ""))
             rows.append((name, shown + (f"  at step {step}" if step is not None else "")))
     if spikes := summary.get("loss_spikes"):

@@ -270,6 +270,7 @@ class Summary(TypedDict, total=False):
     val: Figures
     test: Figures
     best: Figures
+    evals: dict[str, Figures]
     loss_spikes: Spikes
     time_budget: Figures
     goodput: Goodput | None

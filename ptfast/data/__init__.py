@@ -9,6 +9,7 @@ from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
 from ptfast.core.sections.section import Count, Natural, TargetSection
 from ptfast.core.sections.targets import Target
 
+MIXTURE = "ptfast.data.mixture.Mixture"
 Amount = Annotated[Duration, InUnit("samples", ("percent", "samples"))]
 SPLIT_KEYS = ("split", "group", "folds", "fold", "fraction", "overfit")
 """Keys that go to a dataset of the user's where it takes them itself, such as torchvision's `split`."""

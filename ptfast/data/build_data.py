@@ -14,8 +14,8 @@ from torch import Tensor
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError, name_some
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
-from ptfast.data.data_fingerprint import Contents, same_training_data
-from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known
+from ptfast.data.data_fingerprint import same_training_data
+from ptfast.data.dataset import Data, DataSet, ReadsAsKnown, Source, Splits, as_known, numbered_as
 from ptfast.data.label_checks import (
     LabelCheck,
     as_classes,
@@ -32,6 +32,7 @@ from ptfast.data.loaders.loader_choice import HELD, Choice
 from ptfast.data.loaders.sample_form import AS_GIVEN, InputOptions
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
+from ptfast.data.mixture import Mixture
 from ptfast.data.sampling.cut_splits import cut_splits
 from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.splits import NO_RULES, SplitRules
@@ -110,12 +111,13 @@ def build_data(
         # Runs that do not say how were split at random.
         rules = replace(rules, split=before.extra.get("split", "random"))
     splits = _load(source, val, seed, task, known, collate, options, rules)
+    splits = numbered_as(known.class_names if known is not None else None, splits)
     splits = _for_task(splits, task)
     if splits.info.target_kind == "mask":
         splits = _with_masks(splits, ignore_index)
     splits = _with_warning(_with_classes(splits), task)
-    contents = once(partial(_contents, splits)) if known is None else None
-    is_new = whole and known and not same_training_data(known.extra.get("contents", {}), _contents(splits))
+    contents = once(splits.fingerprint) if known is None else None
+    is_new = whole and known and not same_training_data(known.extra.get("contents", {}), splits.fingerprint())
     if is_new:
         splits, kept = _as_held_out(splits, source, seed, task), None
     else:
@@ -133,6 +135,7 @@ def build_data(
     # Held labels may show that all count; yet whether they are counted must not depend on the loader.
     ignores_labels = bool(skipping) or any(map(_ignores_labels, splits.sources.values()))
     num_train = len(train) if isinstance(train, MapSource) else None
+    order = source.order(kept) if isinstance(source, Mixture) else files.order
     info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
     if known is not None:
         info = as_known(known, info)
@@ -157,7 +160,7 @@ def build_data(
     counts = [
         f"{len(each):,} {split}" if isinstance(each, MapSource) else f"{split} of unknown length"
         for split, each in splits.sources.items()
-        if known is None or split != "train"
+        if known is None or split != "train" or len(splits.sources) == 1
     ]
     if known is not None and kept is not None and isinstance(splits.val, MapSource):
         counts.append(f"held out of {len(kept) + len(splits.val):,}")
@@ -170,7 +173,7 @@ def build_data(
         warning=splits.warning,
         choice=choice,
         unreadable=(lambda: [file for each in skipping for file in each.unreadable()]) if skipping else None,
-        order=files.order if rules.overfit is None else lambda seed, epoch: np.arange(num_train or 0),
+        order=order if rules.overfit is None else lambda seed, epoch: np.arange(num_train or 0),
         kept=kept,
         holder=holder,
     )
@@ -213,13 +216,6 @@ def _as_held_out(splits: Splits, source: Any, seed: int, task: str) -> Splits:
     if splits.val is not None or splits.test is not None:
         return splits
     return replace(splits, val=splits.train.in_order())
-
-
-def _contents(splits: Splits) -> Contents:
-    if splits.contents is not None:
-        return splits.contents()
-    found = {split: source.contents() for split, source in splits.sources.items()}
-    return {split: facts for split, facts in found.items() if facts is not None}
 
 
 def _for_task(splits: Splits, task: str) -> Splits:

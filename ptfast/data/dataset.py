@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, SavedStateError, name_some
@@ -73,6 +75,13 @@ class Splits:
         found = {"train": self.train, "val": self.val, "test": self.test}
         return {split: source for split, source in found.items() if source is not None}
 
+    def fingerprint(self) -> Contents:
+        """The contents of the splits, as far as they are known."""
+        if self.contents is not None:
+            return self.contents()
+        found = {split: source.contents() for split, source in self.sources.items()}
+        return {split: facts for split, facts in found.items() if facts is not None}
+
 
 @runtime_checkable
 class DataSet(Protocol):
@@ -122,6 +131,8 @@ class Data(Splits):
     kept: Indices | None = None
     """The samples of the dataset that are trained on; None for all."""
     holder: Holder | None = None
+    evals: Mapping[str, Data] = field(default_factory=dict)
+    """Evaluation sets by name, each in its `val`."""
 
 
 _MUST_AGREE = {
@@ -175,6 +186,20 @@ def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) ->
         hint = "Put it back as it was, or start afresh with run.resume=never"
         raise SavedStateError("S003", what, key="data", suggestion=hint)
     return name_some(list(parts.values()), 3) if parts else ""
+
+
+def numbered_as(names: tuple[str, ...] | None, splits: Splits) -> Splits:
+    """Splits whose classes have the numbers that they have in `names`, if it has them all, with a note."""
+    own, names, sources = splits.info.class_names or (), names or (), splits.sources.values()
+    known = splits.info.task == "classification" and own and own != names and {*own} <= {*names}
+    if not known or not all(isinstance(getattr(source, "targets", None), Tensor) for source in sources):
+        return splits
+    numbers = torch.tensor([names.index(name) for name in own])
+    for source in sources:
+        targets: Tensor = vars(source)["targets"]
+        vars(source)["targets"] = torch.where(targets < 0, targets, numbers[targets.clamp(min=0)])
+    info = replace(splits.info, class_names=names, num_classes=len(names))
+    return replace(splits, info=info, note=f"{splits.note}; classes are matched by name".removeprefix("; "))
 
 
 def as_known(known: DataInfo, found: DataInfo) -> DataInfo:

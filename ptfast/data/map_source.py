@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -137,6 +138,15 @@ class MapSource(BaseSource):
                 column = column[indices]
             setattr(taken, name, column)
         return taken
+
+    def joined(self, others: list[Self]) -> Self:
+        """These samples and those of other sources of this class, one after the other."""
+        joined, sources = copy(self), (self, *others)
+        for name in self.columns:
+            parts = [getattr(source, name) for source in sources]
+            join: Any = torch.cat if isinstance(parts[0], Tensor) else np.concatenate
+            setattr(joined, name, [*chain(*parts)] if isinstance(parts[0], list) else join(parts))
+        return joined
 
     def spread(self, most: int) -> Indices:
         """Up to `most` samples, evenly spread over all, because data is often sorted."""

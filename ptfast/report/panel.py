@@ -127,7 +127,7 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
 
 def results(run: Run) -> dict[str, Any]:
     """What `summary.json` says of a run itself, finished or not."""
-    progress = run.progress
+    progress, sets = run.progress, run.figures.keys() - {"train", "val", "test"}
     summary: dict[str, Any] = {
         "task": run.resolved.task,
         "steps": progress.step,
@@ -135,8 +135,10 @@ def results(run: Run) -> dict[str, Any]:
         "train_samples_per_s": progress.samples_per_s,
         "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
         **run.evaluated_weights,
-        **run.figures,
+        **{split: found for split, found in run.figures.items() if split not in sets},
     }
+    if sets:
+        summary["evals"] = {name: found for name, found in run.figures.items() if name in sets}
     if run.stop_reason is not None:
         summary["reason"] = run.stop_reason
     if progress.skipped_steps:
@@ -149,8 +151,7 @@ def results(run: Run) -> dict[str, Any]:
         summary["padding_share"] = share
     if missing := left_out(run):
         summary["left_out"] = missing
-    split = "val" if "val" in run.eval_loaders else "train"
-    summary |= {"best_metric": f"{split}.{run.best_metric}", "best_mode": run.best_mode}
+    summary |= {"best_metric": ".".join(run.followed), "best_mode": run.best_mode}
     if run.compilation is not None:
         summary["compile"] = run.compilation.report()
     if run.unreadable is not None and (files := run.unreadable()):

@@ -132,18 +132,22 @@ def add_settings(run: PartialRun) -> None:
         switch_steps=run.freezing.switch_steps if run.freezing is not None else (),
         epoch_steps=plan.batches.every(Duration(1, "epochs"), plan.total_steps) if counts_epochs else (),
     )
-    has_val = run.splits.val is not None
-    run.best_metric = metric = stop.metric or (run.task.metric if has_val else "loss")
-    run.best_mode = stop.mode
+    default = "train" if run.splits.val is None else "val"
+    run.best_metric = stop.metric or (run.task.metric if default == "val" else "loss")
+    split, _, metric = run.best_metric.rpartition("/")
+    if split not in run.splits.evals:
+        split, metric = default, run.best_metric
+    run.followed, run.best_mode = (split, metric), stop.mode
     if stop.mode == "auto":
         run.best_mode = run.task.mode if metric == run.task.metric else better_mode(metric)
     names = getattr(run.task.metrics(), "keys", None)
     # As far as that is known before an evaluation; callbacks may add figures to it.
     if names is not None and metric != "loss" and not hooks(run.callbacks, "on_evaluation"):
-        figures = run.task.figures(0.0, dict.fromkeys(names(), 0.0)) if has_val else {"loss": 0.0}
+        figures = {"loss": 0.0} if split == "train" else run.task.figures(0.0, dict.fromkeys(names(), 0.0))
         if metric not in figures:
-            hint = f"There are: {', '.join(figures)}"
-            raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
+            known = [*figures, *(f"{name}/{figure}" for name in run.splits.evals for figure in figures)]
+            what, hint = "no such figure", f"There are: {name_some(known, 12)}"
+            raise ConfigError("C005", what, key="stop.metric", value=run.best_metric, suggestion=hint)
     run.patience = stop.patience
     run.keep_best, run.keep_states = int(config.saving.best), config.saving.keep
     run.max_time_s = config.run.max_time.seconds if config.run.max_time is not None else None

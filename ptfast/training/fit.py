@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,7 @@ def _test(run: Run, stop: StopReason) -> StopReason:
     by_signal = stop in (StopReason.SIGNAL, StopReason.CTRL_C)
     if not by_signal and "test" in run.eval_loaders and "test" not in run.figures:
         try:
-            evaluate_split(run, "test")
+            evaluate_splits(run, ["test"])
         except Abandoned:
             return agree_to_stop(run) or stop
     return stop
@@ -214,45 +214,46 @@ def try_out(run: Run) -> None:
     save_training(run)
 
 
-def evaluate_split(run: Run, split: str) -> dict[str, float]:
-    """Evaluate a split, call the callbacks, log it."""
+def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
+    """Evaluate splits, call the callbacks, log them; nothing is logged if a signal cuts one of them short."""
     step, clock = run.progress.step, run.clock
-    clock.to("evaluation")
-    tables: dict[str, MetricTable] = {}
-    run.saver.hold()  # averages may take the weights' place
-    figures = evaluate(run, run.eval_loaders[split], keep=tables.update)
+    found: dict[str, tuple[dict[str, float], dict[str, MetricTable]]] = {}
+    for split in splits:
+        clock.to("evaluation")
+        run.saver.hold()  # averages may take the weights' place
+        tables: dict[str, MetricTable] = {}
+        found[split] = evaluate(run, run.eval_loaders[split], keep=tables.update), tables
     run.settle()  # the device is past the training before it
-    # Metrics may differ between the ranks in their last bits, on which they must not disagree.
-    figures = broadcast_object(figures, run.ranks)
-    if hooks(run.callbacks, "on_evaluation"):
-        run.call_back("on_evaluation", step, split, figures)
-        figures = broadcast_object(check_figures(figures, run), run.ranks)
-    run.figures[split] = figures
-    clock.to("logging")
-    place = {"step": step, "epoch": round(run.epoch, 4), "split": split}
-    run.logger.log({**place, **run.evaluated_weights, **figures})
-    if tables and run.ranks.is_first:
-        write_tables(run.folder, split, step, tables, run.info.class_names)
-    if split != "val":
-        run.display.evaluation(step, run.epoch, split, figures, False, **run.evaluated_weights)
-    return figures
+    for split, (figures, tables) in found.items():
+        # Metrics may differ between the ranks in their last bits, on which they must not disagree.
+        figures = broadcast_object(figures, run.ranks)
+        if hooks(run.callbacks, "on_evaluation"):
+            run.call_back("on_evaluation", step, split, figures)
+            figures = broadcast_object(check_figures(figures, run), run.ranks)
+        run.figures[split] = figures
+        clock.to("logging")
+        place = {"step": step, "epoch": round(run.epoch, 4), "split": split}
+        run.logger.log({**place, **run.evaluated_weights, **figures})
+        if tables and run.ranks.is_first:
+            write_tables(run.folder, split, step, tables, run.info.class_names)
+        if split == "test":
+            run.display.evaluation(step, run.epoch, split, figures, False, **run.evaluated_weights)
 
 
 def _evaluate_and_rank(run: Run) -> bool:
-    """Evaluate `val`, or take the training loss if nothing is held out; True if its checkpoint is kept.
+    """Evaluate what is held out, or take the training loss without it; True if the checkpoint is kept.
 
     If the evaluation fails, the training before it is saved first.
     """
-    progress = run.progress
+    progress, splits = run.progress, [split for split in run.eval_loaders if split != "test"]
     try:
-        if "val" in run.eval_loaders:
-            figures = evaluate_split(run, "val")
-        else:
-            run.settle()
-            figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
+        evaluate_splits(run, splits)
+        sets = [(split, item) for split in splits if split != "val" for item in run.figures[split].items()]
+        figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
+        figures = run.figures.get("val", figures) if "val" in splits else figures
         progress.epoch_loss = progress.epoch_items = 0.0
         progress.evaluation_due = False
-        return _rank(run, figures)
+        return _rank(run, figures | {f"{split}/{name}": value for split, (name, value) in sets})
     except Abandoned:
         raise
     except Exception:
@@ -278,8 +279,9 @@ def _rank(run: Run, figures: dict[str, float]) -> bool:
         run.best_figures = figures
     else:
         progress.evaluations_without_gain += 1
-    if "val" in run.eval_loaders:
-        run.display.evaluation(progress.step, run.epoch, "val", figures, is_best, **run.evaluated_weights)
+    for split in (name for name in run.eval_loaders if name != "test"):
+        marked, shown = is_best and split == run.followed[0], run.figures[split]
+        run.display.evaluation(progress.step, run.epoch, split, shown, marked, **run.evaluated_weights)
     # A longer run would not evaluate at the last step of this one.
     is_due = progress.step > run.schedule.warmup_steps and progress.step in run.cadence.eval_steps
     if run.schedule.on_metric is not None and is_due and (change := run.schedule.on_metric.follow(value)):

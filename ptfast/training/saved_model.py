@@ -33,7 +33,8 @@ from ptfast.tasks.cross_entropy import CrossEntropyTask
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.training.evaluate import averaged_over_views, evaluate
-from ptfast.training.stages.data_stage import build_eval_loaders, choose_task, load_data, reader_options
+from ptfast.training.stages import data_stage
+from ptfast.training.stages.data_stage import choose_task, load_data, reader_options
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
 from ptfast.training.stages.partial_run import Checkpoint, PartialRun
@@ -128,7 +129,7 @@ def add_teacher(run: PartialRun) -> None:
 def evaluations(
     saved: PartialRun, split: str | None = None, words: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, float], dict[str, MetricTable]]]:
-    """Evaluate a saved model on every split of its data besides `train`, or on one.
+    """Evaluate a saved model on all that it has held out and its evaluation sets, or on one of them.
 
     Args:
         words: those over the run's config. Data that they name is read with the vocabulary, statistics and
@@ -152,6 +153,7 @@ def evaluations(
         if changed := check_same_data(saved.info, data.info, trains=False):
             what = "has changed since training, so samples held out now may have been trained on"
             print(f"ptfast: warning: data: {what}: {changed}", file=sys.stderr)
+        data = data_stage.add_evals(config, data, Ranks(), lambda line: say(f"ptfast: {line}", sys.stderr))
     saved.info = data.info
     choose_task(saved)
     saved.reader_options = reader_options(
@@ -160,7 +162,7 @@ def evaluations(
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),
     )
     side = open_side_stream(saved.device) if config.dataloader.side_stream else None
-    build_eval_loaders(saved, data, side)
+    data_stage.build_eval_loaders(saved, data, side)
     loaders = saved.eval_loaders
     if not loaders:
         hint = "Hold some out with data.val=10%"

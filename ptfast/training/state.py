@@ -68,7 +68,7 @@ def save_training(
     facts = {
         "progress": asdict(run.progress),
         "best_figures": run.best_figures,
-        "best_metric": f"{'val' if 'val' in run.eval_loaders else 'train'}.{run.best_metric}",
+        "best_metric": ".".join(run.followed),
         "figures": run.figures,
         "info": asdict(run.info),
         "resolved": asdict(run.resolved),

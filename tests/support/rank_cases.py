@@ -17,7 +17,7 @@ from strategy_cases import Cases, ddp_cases, fsdp_cases
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError
 from ptfast.data.loaders.shared_memory import Holder
-from ptfast.training.fit import evaluate_split, fit
+from ptfast.training.fit import evaluate_splits, fit
 from ptfast.training.stopping import caught_signals
 
 PLAIN = ("optimizer=sgd", "schedule=constant", "optimizer.lr=0.5", "model=custom")
@@ -84,11 +84,13 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     for strategy in ("ddp", "fsdp"):
         for last in ("keep", "drop"):
             run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
-            found[f"{last} {strategy}"] = evaluate_split(run, "val")
+            evaluate_splits(run, ["val"])
+            found[f"{last} {strategy}"] = run.figures["val"]
         run = on.build(f"one {strategy}", *ONE, strategy=strategy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one sample is of one class
-            found[f"one {strategy}"] = evaluate_split(run, "val")
+            evaluate_splits(run, ["val"])
+        found[f"one {strategy}"] = run.figures["val"]
         late = on.build(f"late-{strategy}", *LATE, strategy=strategy)
         fit(late)
         found[f"ledger {strategy}"] = late.clock.ledger()
@@ -102,6 +104,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         "test_skipped_steps",
         "test_stragglers",
         "test_loss_functions",
+        "test_evaluation_sets",
     ):
         found[module] = import_module(module).cases(ranks)
     found["stuck"] = stuck(on)

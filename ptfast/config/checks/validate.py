@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ptfast.config.checks.data_sections import with_inherited
 from ptfast.config.checks.rules import across_keys
 from ptfast.config.checks.target_keywords import Locate, check_target
 from ptfast.config.checks.trust import locate_trusted
@@ -19,7 +20,7 @@ from ptfast.core import protocols
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, nearest, not_set, together
 from ptfast.core.sections.section import GATHERED, Place, Section
 from ptfast.core.sections.targets import Target, keywords, locate, parse_target, parse_value
-from ptfast.data import SPLIT_KEYS
+from ptfast.data import SPLIT_KEYS, DataSection
 
 REQUIRED = "???"
 TASKS = ("auto", *protocols.TASKS)
@@ -105,12 +106,19 @@ class _Checker:
             if (value := self.tree.get(section, {}).pop(key, None)) is not None:
                 self.problems.append(ConfigError("C002", f"renamed: use {name}", key=former, value=value))
         prepared = self._given(self.tree)
+        try:
+            prepared = with_inherited(prepared)
+        except PtfastError as problem:
+            self.problems.append(problem)
+            return None
         for name, field in Config.model_fields.items():
             section, given = section_of(field.annotation), prepared.get(name)
             if section and "target" in section.model_fields and isinstance(given, dict):
                 prepared[name] = self._separate(name, given, section)
-        if isinstance(data := prepared.get("data"), dict) and data.get("collate") is not None:
-            data["collate"] = self._target(data["collate"], "data.collate", called=True)
+        evals: Any = prepared.get("evals")
+        for name, own in evals.items() if isinstance(evals, dict) else ():
+            if isinstance(own, dict):
+                evals[name] = self._separate(f"evals.{name}", own, DataSection)
         for name in ("callbacks", "metrics"):
             if isinstance(given := prepared.get(name), (list, dict)):
                 items = given.items() if isinstance(given, dict) else enumerate(given)
@@ -144,9 +152,12 @@ class _Checker:
 
     def _separate(self, name: str, given: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         """A section's fixed keys, with its target's keywords gathered under `target`."""
-        fields = section.model_fields
+        fields, kind = section.model_fields, "data" if section is DataSection else name
         fixed = [key for key in fields if key not in GATHERED]
-        if name == "data" and self.locate is not None:
+        if name != kind:
+            # All of an evaluation set counts, unless it is held out of the training data.
+            given, fixed = {"val": 0, **given}, ["val", "collate", *SPLIT_KEYS]
+        if kind == "data" and self.locate is not None:
             with contextlib.suppress(PtfastError):  # which checking the target reports
                 taken = {*SPLIT_KEYS} & {*keywords(self.locate(str(given.get("_target_"))))}
                 taken = {key for key in taken if given.get(key) not in (None, fields[key].default)}
@@ -154,7 +165,9 @@ class _Checker:
         prepared = {key: value for key, value in given.items() if key in fixed}
         rest = {key: value for key, value in given.items() if key not in fixed}
         if fields["target"].is_required() or rest.get("_target_") is not None:
-            return {**prepared, "target": self._target(rest, name, name, fixed)}
+            if prepared.get("collate") is not None:
+                prepared["collate"] = self._target(prepared["collate"], f"{name}.collate", called=True)
+            return {**prepared, "target": self._target(rest, name, kind, fixed)}
         rest.pop("_target_", None)
         prepared["target"] = None
         if "several" in fields:
@@ -236,7 +249,7 @@ class _Checker:
         if isinstance(cause, PtfastError):
             return cause.at(key, value)
         known = _known_keys(key)
-        if value in paths.options(key):
+        if isinstance(value, str) and value in paths.options(key):
             hint = f"In a recipe's defaults write `- override /{key}: {value}`"
             what = f"{value} is an option of {key}"
             return ConfigError("C004", what, key=key, value=value, suggestion=hint)

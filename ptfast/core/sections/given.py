@@ -43,8 +43,9 @@ def check_present(tree: dict[str, Any], *, trains: bool) -> None:
     if not trains:
         given = tree.get("callbacks") or ()
         tree["callbacks"] = [x for x in given if not _lacks(x.get("_target_") if isinstance(x, dict) else x)]
-        if _lacks(tree.get("data", {}).get("_target_")):
-            tree["data"]["_target_"] = f"{PREFIX}{absent.__name__}"
+        for section in (tree.get("data", {}), *(tree.get("evals") or {}).values()):
+            if isinstance(section, dict) and _lacks(section.get("_target_")):
+                section["_target_"] = f"{PREFIX}{absent.__name__}"
     if names := [path for path in re.findall(rf"{re.escape(PREFIX)}\w+", str(tree)) if _lacks(path)]:
         raise _missing(", ".join(dict.fromkeys(names)))
 

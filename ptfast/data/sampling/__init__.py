@@ -9,7 +9,7 @@ from typing import Literal
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
 from ptfast.core.sections.targets import Target
-from ptfast.data import DataSection
+from ptfast.data import MIXTURE, DataSection
 from ptfast.optim import Optimizer
 from ptfast.techniques.curriculum import Curriculum
 
@@ -61,6 +61,9 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
     if sampling.target is None:
         return
     value, hint = sampling.target.path, "Use sampling=shuffle"
+    if data.target.path == MIXTURE:
+        what = "a mixture draws its parts by their weights"
+        yield ConfigError("C011", what, key="sampling", value=value, suggestion=hint)
     if batching.buckets:
         what, way = "batches by length need an order of their own", f"{hint}, or batching=longest"
         yield ConfigError("C011", what, key="sampling", value=value, suggestion=way)

@@ -17,7 +17,7 @@ FACTOR_1 = 0xBF58476D1CE4E5B9
 FACTOR_2 = 0x94D049BB133111EB
 ORDER, SPLIT, CROP_Y, CROP_X, FLIP, WINDOW, GLOBAL, MIX, BATCHES = range(9)
 CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION, ROTATION, SCALING, SHIFT_Y, SHIFT_X = range(16, 25)
-NEARBY, HUE, GRAYSCALE, BLUR, BLUR_SIGMA, ERASING = range(25, 31)
+NEARBY, HUE, GRAYSCALE, BLUR, BLUR_SIGMA, ERASING, PARTS = range(25, 32)
 """Streams: what a draw is for. Draws of different streams are independent."""
 BOX = 64
 """Stream of a box's top; the next ones, up to 85, are for its left and the sizes that are tried."""

@@ -167,7 +167,7 @@ def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[l
         found += differences(one, other, name, close)
     one, other = ((run / "saved" / "best").resolve().name for run in (left, right))
     found += differences(one, other, "saved.best")
-    for split in ("train", "val", "test"):
+    for split in sorted({line["split"] for log in logs for line in log}):
         one, other = ([line for line in log if line["split"] == split] for log in logs)
         found += differences(one, other, f"{METRICS_FILE}.{split}", close if split == "train" else None)
     return found, close or []

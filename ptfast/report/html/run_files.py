@@ -62,8 +62,8 @@ class RunFiles:
         return curves
 
     def figures(self, split: str) -> dict[str, Any]:
-        """Figures of `train`, `val`, `test` or `best`: the summary's, or else the last ones logged."""
-        in_summary = self.summary.get(split)
+        """Figures of `best`, a split or an evaluation set: the summary's, or else the last ones logged."""
+        in_summary = {**self.summary, **self.summary.get("evals", {})}.get(split)
         if isinstance(in_summary, dict) and in_summary:
             return in_summary
         latest = next((r for r in reversed(self.records) if r.get("split") == split), {})

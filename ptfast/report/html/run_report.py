@@ -86,8 +86,8 @@ def write_report(run_dir: Path) -> Path:
     for name in chart_order(run.curves):
         # A test figure is one point at the end, and stands in the table.
         splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
-        colors = {"train": 0, "val": 1, "test": 2}
-        series = [Series(split, points, colors.get(split, 3)) for split, points in splits.items()]
+        colors = [*dict.fromkeys(("train", "val", "test", *splits))]
+        series = [Series(split, points, colors.index(split)) for split, points in splits.items()]
         charts += line_chart(name, series, last_step)
     if charts:
         epochs = {r["step"]: r["epoch"] for r in run.records if is_finite(r.get("epoch"))}
@@ -144,8 +144,9 @@ def headline(figures: Mapping[str, Any]) -> str | None:
 
 
 def _figure_table(run: RunFiles) -> str:
-    shown = {split: run.figures(split) for split in SPLITS if run.figures(split)}
-    hidden = ("step", "lr", "samples_per_s", "grad_norm")
+    splits = (*SPLITS, *run.summary.get("evals", ()))
+    shown = {split: run.figures(split) for split in splits if run.figures(split)}
+    hidden = ("step", "lr", "samples_per_s", "grad_norm", *(n for n in run.figures("best") if "/" in n))
     names = list(dict.fromkeys(name for figures in shown.values() for name in figures if name not in hidden))
     if not names:
         return ""

@@ -92,7 +92,7 @@ class FirstStep:
         self._run, self._fresh = run, run.progress.step == 0
         theirs = not name_of(run.model).startswith("ptfast.")
         checks = getattr(run.task, "misfit", None) is not None
-        self._follows = run.best_metric not in (run.task.metric, "loss")
+        self._follows = run.followed[1] not in (run.task.metric, "loss")
         self._measures = self._follows or getattr(run.task, "adds_metrics", False)
         looks = (theirs and checks) or self._measures
         self._evaluates = self._fresh and looks and bool(run.eval_loaders)
@@ -157,7 +157,7 @@ class FirstStep:
                     given = with_tables(metrics) if self._follows else {}
             else:
                 run.task.loss(seen, data)
-        if isinstance(table := given.get(run.best_metric), MetricTable):
+        if isinstance(table := given.get(run.followed[1]), MetricTable):
             what = f"is not a single number: {table.kind} gives {described(table.value)}"
             numbers = [name for name, value in given.items() if not isinstance(value, MetricTable)]
             hint = f"Follow {' or '.join(['loss', *numbers])}, or have the metric average"

@@ -26,7 +26,7 @@ from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.label_checks import missing_classes
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
-from ptfast.data.loaders.loader_choice import Choice, choose
+from ptfast.data.loaders.loader_choice import HELD, Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
 from ptfast.data.loaders.sample_form import InputOptions
 from ptfast.data.loaders.shared_memory import Holder
@@ -122,6 +122,7 @@ def load_splits(run: PartialRun) -> None:
         with run.display.status("loading the data"):
             choice = build_choice(run.config, run.micro_batches, run.device, run.before, run.ranks.num_ranks)
             run.data = load_data(run.config, run.ranks, choice, trained=info)
+    run.data = add_evals(run.config, run.data, run.ranks, run.display.note)
     run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
     _warn_of_missing_classes(run, run.data)
     if run.data.warning:
@@ -130,11 +131,31 @@ def load_splits(run: PartialRun) -> None:
         run.resumed_note = f"other held-out data than before: {changed}"
 
 
+def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], object]) -> Data:
+    """`data` with the config's evaluation sets, read as the training data is; `note` is told of each.
+
+    Of a set that has held-out splits, `val` is taken, or else `test`; of any other one all samples.
+    """
+    sets: dict[str, Data] = {}
+    for name, section in config.evals.items():
+        try:
+            found = load_data(config.model_copy(update={"data": section}), ranks, known=data.info, whole=True)
+        except PtfastError as error:
+            raise error.moved("data", f"evals.{name}") from error
+        note(f"evals.{name}: {found.note}")
+        source = found.val or found.test or found.train.in_order()
+        held = data.choice is not None and data.choice.kind in HELD
+        if held and isinstance(source, MapSource) and source.storage != "memory":
+            source = source.hold(Holder(ranks))
+        sets[name] = replace(found, val=source)
+    return replace(data, evals=sets)
+
+
 def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
     """Name the classes that a held-out split lacks, and those that only such a split has."""
     known = {
         split: labels
-        for split, source in data.sources.items()
+        for split, source in {**data.sources, **{name: each.val for name, each in data.evals.items()}}.items()
         if data.info.task == "classification" and isinstance(source, MapSource)
         if (labels := source.known_labels()) is not None and labels.dim() == 1
     }
@@ -231,11 +252,13 @@ def build_choice(
 def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> None:
     """Build a loader for each split of `data` besides `train`; `side` is the stream that readies batches."""
     batch_size = eval_batch_size(run)
-    for split, source in {"val": data.val, "test": data.test}.items():
+    splits = {"val": (data.val, data.info), "test": (data.test, data.info)}
+    splits |= {name: (found.val, found.info) for name, found in data.evals.items()}
+    for split, (source, info) in splits.items():
         if source is not None:
             run.eval_loaders[split] = build_eval_loader(
                 source,
-                data.info,
+                info,
                 run.reader_options,
                 batch_size=batch_size,
                 rank=run.ranks.rank,

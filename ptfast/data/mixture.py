@@ -1,0 +1,103 @@
+"""Several datasets as one, of which each is drawn as often as its weight says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ptfast.core.durations import Duration
+from ptfast.core.errors import DataError, PtfastError
+from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.section import Positive
+from ptfast.data.dataset import DataSet, ReadsAsKnown, Splits, as_known, numbered_as
+from ptfast.data.map_source import TensorSource
+from ptfast.data.sampling import counter_draws
+from ptfast.data.sampling.sampler import Indices, permutation
+from ptfast.data.sources.custom_dataset import adapt
+from ptfast.data.sources.image_files import ImageFiles
+from ptfast.data.sources.image_list import ListedFiles
+
+
+class Mixture(ReadsAsKnown):
+    """Datasets of one kind: image files, arrays, or tables of the same columns.
+
+    An epoch draws as many samples as all parts have, of each its share of the weights.
+
+    Args:
+        parts: datasets by name, each with its `weight`. The first names the classes, and prepares the columns
+            of a table; another may lack classes, which are matched by name.
+        weights: those of the parts, by name.
+    """
+
+    name = "mix"
+
+    def __init__(self, parts: Mapping[str, Any], weights: Mapping[str, Positive]) -> None:
+        total = sum(weights.values())
+        self.parts, self.shares = parts, {name: weight / total for name, weight in weights.items()}
+
+    def load(self, *, val: Duration, seed: int) -> Splits:
+        found: dict[str, Splits] = {}
+        for name, part in self.parts.items():
+            first = next(iter(found.values())).info if found else None
+            try:
+                found[name] = self._read(part, self.known or first, val, seed)
+            except PtfastError as error:
+                raise error.moved("data", f"data.parts.{name}") from error
+        sources: dict[str, Any] = {}
+        parts: list[Any] = [*found.values()]
+        kinds = {type(source) for part in parts for source in part.sources.values()}
+        if not (kinds <= {TensorSource} or kinds <= {ImageFiles, ListedFiles}):
+            what = f"parts are read as {' and '.join(sorted(kind.__name__ for kind in kinds))}"
+            hint = "Mix image files, or data in memory: arrays, tables, CIFAR"
+            raise DataError("D008", what, key="data.parts", suggestion=hint)
+        for split in ("train", "val", "test"):
+            if own := [part.sources[split] for part in parts if split in part.sources]:
+                sources[split] = own[0].joined(own[1:])
+        self._part_of = np.repeat(np.arange(len(parts)), [len(part.sources["train"]) for part in parts])
+        notes = [", ".join(f"{share:.1%} {name}" for name, share in self.shares.items())]
+        notes += [f"{name}: {part.note}" for name, part in found.items() if part.note]
+        items = [(name, item) for name, part in found.items() for item in part.fingerprint().items()]
+        contents = {f"{key}/{name}": facts for name, (key, facts) in items}
+        return Splits.of(parts[0].info, sources, "; ".join(notes), contents=lambda: contents)
+
+    def _read(self, part: Any, known: DataInfo | None, val: Duration, seed: int) -> Splits:
+        """The splits of a part, read as `known` data is."""
+        if isinstance(part, ReadsAsKnown):
+            part.task, part.known = self.task, known
+        if isinstance(part, DataSet):
+            splits = part.load(val=val, seed=seed)
+        else:
+            splits = adapt(part, seed=seed, task=self.task, known=known)
+        if known is not None:
+            splits = numbered_as(known.class_names, splits)
+            as_known(known, splits.info)
+        return splits
+
+    def order(self, kept: Indices | None) -> partial[Indices]:
+        """The order of an epoch, by seed and epoch, of the training samples `kept`; None for all."""
+        part_of = self._part_of if kept is None else self._part_of[kept]
+        ends = np.rint(np.cumsum([*self.shares.values()]) * len(part_of))
+        counts = np.diff(ends.astype(np.int64), prepend=0).tolist()
+        places = [np.flatnonzero(part_of == number) for number in range(len(counts))]
+        for name, place, count in zip(self.parts, places, counts, strict=True):
+            if not len(place) or not count:
+                what = f"none of the {len(part_of):,} samples of an epoch is its own"
+                raise DataError("D002", what, key=f"data.parts.{name}", suggestion="Raise its weight")
+        return partial(mixed_order, places, counts)
+
+
+def mixed_order(places: Sequence[Indices], counts: Sequence[int], seed: int, epoch: int) -> Indices:
+    """So many samples of each part, which lie at `places`, in a random order; a function of (seed, epoch).
+
+    A part is gone through in passes, every sample once in each, which go on from epoch to epoch.
+    """
+    drawn: list[Indices] = []
+    for part, (own, count) in enumerate(zip(places, counts, strict=True)):
+        first, size, key = epoch * count, len(own), counter_draws.key(seed, counter_draws.PARTS, part)
+        passes = range(first // size, (first + count - 1) // size + 1)
+        order = np.concatenate([permutation(key, number, size) for number in passes])
+        drawn.append(own[order[first % size : first % size + count]])
+    return np.concatenate(drawn)[permutation(seed, epoch, sum(counts))]

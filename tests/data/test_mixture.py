@@ -1,0 +1,229 @@
+"""Several datasets in one, drawn by their weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bad_data import image
+from refusals import assert_refused
+from resuming import arm, assert_same_run
+from running import build_run, train
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.durations import Duration
+from ptfast.core.errors import DataError
+from ptfast.data.build_data import build_data
+from ptfast.data.mixture import Mixture
+from ptfast.data.sampling.sampler import Sampler, Sharding
+from ptfast.data.sources.arrays import Arrays
+from ptfast.data.sources.imagefolder import ImageFolder
+from ptfast.data.sources.table import Table
+
+SIZES, SHARES = (60, 30, 20), (0.5, 0.3, 0.2)
+PARTS = ("data=mix", "data.parts.a={data: arrays, path: a.npz, weight: 5}")
+PARTS = (*PARTS, "data.parts.b.path=b.npz", "data.parts.b.weight=3", "data.parts.c.path=c.npz")
+PARTS = (*PARTS, "data.parts.c.weight=2", "data.val=10samples", "model.hidden=[8]", "seed=3")
+
+
+@pytest.fixture
+def arrays(in_tmp: Path) -> Path:
+    """A folder of arrays whose first feature is the number of their file; two classes."""
+    for number, (name, size) in enumerate(zip("abc", SIZES, strict=True)):
+        rows = np.random.default_rng(number).normal(size=(size, 4)).astype(np.float32)
+        rows[:, 0] = number
+        np.savez(in_tmp / f"{name}.npz", x=rows, y=np.arange(size) % 2)
+    return in_tmp
+
+
+def read(source: Any, val: int = 0, **given: Any) -> Any:
+    return build_data(source, **{"seed": 3, "task": "auto", "val": Duration(val, "samples"), **given})
+
+
+def mixed(folder: Path, val: int = 0) -> Any:
+    parts = {name: Arrays(str(folder / f"{name}.npz")) for name in "abc"}
+    return read(Mixture(parts, dict(zip("abc", SHARES, strict=True))), val, normalize=False)
+
+
+def part_of(data: Any) -> Any:
+    return data.train.inputs[:, 0].numpy().astype(int)
+
+
+def folder_of(root: str, **classes: int) -> None:
+    """Class folders of so many small images each."""
+    for name, size in classes.items():
+        for number in range(size):
+            image(Path(root, name, f"{number}-{size}.png"), size=(8, 8))
+
+
+def test_each_epoch_has_the_share_of_each_part_that_the_weights_say(arrays: Path) -> None:
+    data = mixed(arrays, val=10)
+    parts, drawn = part_of(data), np.zeros(100, np.int64)
+    for epoch in range(20):
+        order = data.order(7, epoch)
+        assert len(order) == data.info.num_train == 100
+        np.testing.assert_array_equal(np.bincount(parts[order]), [50, 30, 20])
+        drawn += np.bincount(order, minlength=100)
+    # Passes go on from epoch to epoch: no sample comes twice more often than another of its part.
+    for number, share in enumerate(SHARES):
+        own = drawn[parts == number]
+        assert own.sum() == round(share * 2000)
+        assert own.max() - own.min() <= 1
+
+
+def test_batches_are_mixed_as_by_chance(arrays: Path) -> None:
+    data = mixed(arrays)
+    orders = np.concatenate([data.order(1, epoch) for epoch in range(400)])
+    batches = part_of(data)[orders].reshape(-1, 11)
+    counts = np.stack([(batches == number).sum(1) for number in range(3)], 1)
+    chance = np.random.default_rng(0).multivariate_hypergeometric([55, 33, 22], 11, size=4000)
+    np.testing.assert_allclose(counts.mean(0), np.array(SHARES) * 11)
+    np.testing.assert_allclose(counts.var(0), chance.var(0), rtol=0.1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_and_micro_batches_share_out_the_same_samples(arrays: Path, num_ranks: int) -> None:
+    data = mixed(arrays)
+    plan, order = BatchPlan(data.info.num_train, constant(16)), partial(data.order, 5)
+    shardings = [Sharding(plan, 4 * num_ranks, rank, num_ranks) for rank in range(num_ranks)]
+    samplers = [Sampler(sharding, 5, order) for sharding in shardings]
+    assert plan.steps_per_epoch == 7  # the last one of 14 samples
+    shares = [share for step in range(7) for sampler in samplers for share in sampler.step(step)[0]]
+    seen = np.concatenate([share.indices[: share.num_samples] for share in shares])
+    np.testing.assert_array_equal(seen, data.order(5, 0))
+    np.testing.assert_array_equal(np.bincount(part_of(data)[seen]), [55, 33, 22])
+
+
+def test_a_run_trains_on_what_the_order_names(arrays: Path) -> None:
+    words = (*PARTS, "data.normalize=false", "epochs=2", "batch_size=16", "gradients.accumulate=4")
+    run, data = build_run(arrays / "run", *words), mixed(arrays, val=10)
+    assert run.total_steps == 2 * 7
+    given = [micro.data[0] for step in run.train_loader.steps(0, 14) for micro in step.micro_batches]
+    stated = np.concatenate([data.order(3, epoch) for epoch in range(2)])
+    assert torch.equal(torch.cat(given), data.train.inputs[torch.from_numpy(stated)])
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(arrays: Path) -> None:
+    words = (*PARTS, "epochs=3", "batch_size=16", "gradients.accumulate=4", "saving.every=4steps")
+    words = (*words, "callbacks=[{_target_: resuming.Armed, step: 10}]", "run.resume=auto", "log_every=1")
+    assert train(*words, "run.dir=whole") == 0
+    arm("SIGTERM")
+    assert train(*words, "run.dir=a") == 75
+    assert train(*words, "run.dir=a") == 0
+    assert_same_run(arrays / "whole", arrays / "a")
+
+
+def test_image_folders_give_the_same_batches_under_every_loader(in_tmp: Path) -> None:
+    folder_of("a", cat=6, dog=7)
+    folder_of("b", dog=5, bat=4, cat=3)
+    words = ("data=mix", "data.parts.b={data: imagefolder, root: b}", "data.parts.a.root=a", "data.val=0")
+    words = (*words, "batch_size=8", "epochs=2", "model.hidden=[4]", "augment.flip=true")
+
+    def batches(*loader: str) -> list[tuple[Tensor, Tensor]]:
+        run = build_run(in_tmp / "run", *words, *loader)
+        assert run.info.class_names == ("bat", "cat", "dog")
+        assert "50.0% b, 50.0% a; a: classes are matched by name" in run.data_note
+        found = [micro.data for step in run.train_loader.steps(0, 8) for micro in step.micro_batches]
+        run.close()
+        return found
+
+    plain = batches("dataloader=plain")
+    for loader in (("dataloader=memory",), ("dataloader=workers", "dataloader.workers=1")):
+        for (pixels, labels), (others, other_labels) in zip(plain, batches(*loader), strict=True):
+            assert torch.equal(pixels, others)
+            assert torch.equal(labels, other_labels)
+    # 12 or 13 draws of 12 samples of b, and of 13 of a, in each epoch.
+    assert torch.cat([labels for _, labels in plain]).bincount(minlength=3).sum() == 50
+
+
+def test_classes_of_each_part_keep_their_names(in_tmp: Path) -> None:
+    folder_of("a", cat=6, dog=7)
+    folder_of("b", dog=5, bat=4, cat=3)
+    run = build_run(
+        in_tmp / "run", "data=mix", "data.parts=[{data: imagefolder, root: b}, {root: a}]", "data.val=0"
+    )
+    sizes = run.train_loader._data.train.known_labels()  # pyright: ignore[reportAttributeAccessIssue]
+    assert sizes.bincount().tolist() == [4, 9, 12]
+
+
+def test_tables_are_prepared_as_the_first_is(in_tmp: Path) -> None:
+    for name, scale in (("a", 1), ("b", 100)):
+        rows = [f"{scale * number},{'red' if number % 2 else 'blue'},{number % 2}" for number in range(40)]
+        Path(f"{name}.csv").write_text("\n".join(["size,color,y", *rows]))
+    parts = {name: Table(f"{name}.csv", "y") for name in "ab"}
+    data = read(Mixture(parts, {"a": 1.0, "b": 3.0}), val=8)
+    alone = read(Table("a.csv", "y"), val=8)
+    assert data.info.extra["table"] == alone.info.extra["table"]
+    assert (len(data.train), len(data.val)) == (64, 16)
+    assert torch.equal(data.train.inputs[:32], alone.train.inputs)
+    np.testing.assert_array_equal(np.bincount(data.order(0, 0) // 32), [16, 48])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["data.parts.b.root=none"], "D001", "data.parts.b.root=none (command line): no such folder"),
+        (["data.parts.b.root=empty"], "D002", "data.parts.b.root=empty (command line): is an empty folder"),
+        (["data.parts.b.root=odd"], "D003", "data.parts.b (command line): its classes differ"),
+        (["data.parts.b={data: arrays, path: x.npz}"], "D004", "is features data for classification"),
+        (["data.parts.b={root: a, weight: -1}"], "C005", "must be above 0"),
+        (["data.parts.b={root: a, weight: 0.001}"], "D002", "data.parts.b (command line): none of the 12"),
+        (["data.parts.b={root: a, wait: 2}"], "C002", "data.parts.b.wait=2 (command line): unknown key"),
+        (["data.parts.b={data: imagefoldr}"], "C003", "Did you mean data=imagefolder?"),
+        (["data.parts.b={root: a}", "sampling=weighted"], "C011", "draws its parts by their weights"),
+    ],
+)
+def test_what_cannot_be_mixed_is_rejected(
+    words: list[str], code: str, says: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of("a", cat=3, dog=3)
+    folder_of("odd", cat=3, fox=3)
+    Path("empty").mkdir()
+    np.savez("x.npz", x=np.ones((9, 4), np.float32), y=np.arange(9) % 2)
+    words = ["data=mix", "data.parts.a={data: imagefolder, root: a}", "data.val=0", *words]
+    assert_refused(["train", *words], code, (says,), capsys)
+
+
+def test_data_that_has_changed_is_rejected_on_resume(
+    arrays: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*PARTS, "epochs=1", "batch_size=16", "run.dir=a", "schedule=constant")
+    assert train(*words) == 0
+    rows = np.ones((30, 4), np.float32)
+    np.savez("b.npz", x=rows, y=np.arange(30) % 2)
+    assert train(*words, "run.resume=auto", "epochs=2") == 6
+    assert "the data has changed" in capsys.readouterr().err
+
+
+def test_parts_that_are_read_in_other_ways_are_rejected(in_tmp: Path) -> None:
+    folder_of("a", cat=3, dog=3)
+    draw = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), dtype=np.uint8)
+    pixels = TensorDataset(torch.from_numpy(draw).permute(0, 3, 1, 2), torch.arange(9) % 2)
+    for parts, kinds in (
+        ({"a": range_of(9), "b": range_of(9)}, "DatasetSource"),
+        ({"a": ImageFolder("a"), "b": pixels}, "ImageFiles and TensorSource"),
+    ):
+        with pytest.raises(DataError, match=f"parts are read as {kinds}") as caught:
+            read(Mixture(parts, {"a": 1.0, "b": 1.0}))
+        assert (caught.value.code, caught.value.key) == ("D008", "data.parts")
+    mixed_tensors = read(Mixture({"a": pixels, "b": pixels}, {"a": 1.0, "b": 2.0}))
+    np.testing.assert_array_equal(np.bincount(mixed_tensors.order(0, 0) // 9), [6, 12])
+
+
+class range_of:  # noqa: N801 - reads as a function
+    """A dataset of a user's own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(number)), number % 2
