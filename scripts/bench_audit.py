@@ -103,7 +103,7 @@ def main() -> None:
     from ptfast.config.read import read_config
     from ptfast.core.durations import Duration
     from ptfast.measure.audit.audit_context import audit_context
-    from ptfast.measure.audit.audit_run import CHECKS, price_here
+    from ptfast.measure.audit.audit_run import CHECKS
     from ptfast.measure.experiment.laboratory import Laboratory, Pair, judge_pairs, measure_pairs
     from ptfast.report.terminal.display import Display, table
 
@@ -121,7 +121,6 @@ def main() -> None:
         audit_context(read_config(WORDS)[1], Path(name), Display()) as context,
     ):
         findings = [finding for check in CHECKS[:3] for finding in check(context)]
-        price_here(findings, budget_s, context.device_type, Display())
     pairs = [Pair(defect, WORDS, (*WORDS, DEFECTS[defect][1])) for defect in asked.defects]
     with Laboratory(budget_s=len(pairs) * budget_s) as laboratory:
         measure_pairs(laboratory, pairs)

@@ -9,25 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from ptfast.config.files.overlay import check_out, check_overlay, write_overlay
-from ptfast.config.overrides import Argument
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError
+from ptfast.core.errors import MachineError
 from ptfast.core.machine import die_with_parent
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say
 
 RECEIPT = "measure.json"
 """File of all figures of a command, in its folder."""
-OWN_KEYS = {"run.dir": "--out", "run.resume": "--out", "run.name": "--out"}
-"""Keys that a command sets for each of its runs, and the flag for it."""
 
 
 def check_outputs(out: Path | None, write: Path | None = None, flag: str = "--write") -> None:
@@ -42,14 +39,6 @@ def check_new(out: Path | None) -> None:
     check_out(out)
     if out is not None and out.exists() and any(out.iterdir()):
         raise MachineError("E001", "is not empty", key="--out", value=out, suggestion="Choose a new one")
-
-
-def check_free(arguments: Iterable[Argument], flags: Mapping[str, str], command: str) -> None:
-    """Refuse the keys of `flags`, which a command sets for each of its runs."""
-    for argument in arguments:
-        if flag := flags.get(argument.key):
-            what, hint = f"differs between the runs of {command}", f"Leave it out; {flag} says it"
-            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
 
 
 def label(config: Config) -> str:

@@ -45,7 +45,7 @@ ERRORS: dict[str, tuple[str, str | None, str | None, str | None, str | None]] = 
         "C016",
         "data._target_",
         None,
-        "conf/data/custom.yaml:7",
+        "conf/data/custom.yaml:11",
         "Give data._target_=VALUE",
     ),
     "train batch_size=10 micro_batches=3": ("C010", "batch_size", "10", TYPED, "are 9 and 12"),

@@ -19,9 +19,9 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.measure.audit import audit_context as examination
-from ptfast.measure.audit import audit_run, model_checks, step_checks
+from ptfast.measure.audit import audit_run, step_checks
 from ptfast.measure.audit.audit_context import AuditContext, Finding, Price, audit_context
-from ptfast.measure.audit.audit_run import CHECKS, price_here
+from ptfast.measure.audit.audit_run import CHECKS
 from ptfast.report.terminal.display import Display
 
 NET = ("model=custom", "model._target_=planted.Net")
@@ -214,44 +214,6 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
     assert machine(changed(context, others_cores=1.0)) == ["noisy neighbours"]
 
 
-def test_what_mends_a_finding_in_this_process_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(audit_run, "SEGMENT_S", 0.0)
-    config = read_config([*NET, *POINTS, *PLAIN, "model.defect=anomaly"])[1]
-    with audit_context(config, tmp_path, Display()) as context:
-        found = [*step_checks.check_loop(context)]
-        price_here(found, 1.0, "cpu", Display())
-        (finding,) = found
-        assert finding.price is not None
-        assert finding.price.low_s is not None
-        assert finding.price.low_s <= finding.price.seconds <= (finding.price.high_s or 0)
-        assert not torch.is_anomaly_enabled()
-
-
-def test_prices_are_kept_when_a_later_one_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(audit_run, "SEGMENT_S", 0.0)
-    trials = (lambda: (int, int)), interrupted
-    found = [Finding("a check", "what", "where", "mend", trial=trial) for trial in trials]
-    with pytest.raises(KeyboardInterrupt):
-        price_here(found, 0.2, "cpu", Display())
-    assert [finding.price is not None for finding in found] == [True, False]
-
-
-@pytest.mark.parametrize("defect", ["gelu", "attention"])
-def test_a_formula_is_measured_beside_its_kernel(tmp_path: Path, defect: str) -> None:
-    config = read_config([*NET, *POINTS, *PLAIN, f"model.defect={defect}"])[1]
-    with audit_context(config, tmp_path, Display()) as context:
-        (finding,) = model_checks.check_model(context)
-    assert finding.trial is not None
-    as_it_is, mended = finding.trial()
-    as_it_is()
-    mended()
-
-
 def test_overrides_are_measured_and_written(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,9 +243,13 @@ def test_an_interrupted_audit_shows_what_was_found(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(audit_run, "price_here", interrupted)
-    assert command_line.run(["audit", *NET, *POINTS, *PLAIN, "model.defect=unused"]) == 130
-    assert "spare.weight" in capsys.readouterr().out
+    monkeypatch.setattr(audit_run, "price_by_override", interrupted)
+    words = ["batching=none", *NET, *POINTS, "batch_size=16", "dataloader=plain"]
+    words = [*{word.partition("=")[0]: word for word in [*words, *RAGGED]}.values()]
+    assert command_line.run(["audit", *words]) == 130
+    shown = capsys.readouterr().out
+    assert "padding" in shown
+    assert "interrupted" in shown
 
 
 def test_a_model_that_cannot_be_traced_is_audited_without(

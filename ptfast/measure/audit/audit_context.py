@@ -43,9 +43,6 @@ CALL_STEPS, NUM_SAMPLES = 2, 32
 """Steps and samples whose calls are traced."""
 ENDLESS = 2**31
 
-Sides = tuple[Callable[[], object], Callable[[], object]]
-"""A step as it is, and mended."""
-
 
 @dataclass(frozen=True)
 class Price:
@@ -80,8 +77,6 @@ class Finding:
     kind: Kind = "exact"
     """What mending it does to the result."""
     price: Price | None = None
-    trial: Callable[[], Sides] | None = None
-    """Builds what is timed in this process; None if it cannot be tried there."""
     handled: bool = False
     """The run mends it itself."""
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import merge
@@ -21,21 +17,13 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.machine import is_memory_error
 from ptfast.core.units import counted
 from ptfast.launch.rank_main import out_of_memory
-from ptfast.measure.audit.audit_context import Finding, Price, Sides, audit_context
+from ptfast.measure.audit.audit_context import Finding, Price, audit_context
 from ptfast.measure.audit.model_checks import check_model
 from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
-from ptfast.measure.experiment.verdicts import LEAST_ROUNDS, Effect, Verdict, estimate, judge
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.report.terminal.display import Display, build_display, say, table
 
-ORDER = (0, 1, 1, 0)
-"""The sides of a round, in the order they are measured: an even drift weighs on both alike."""
-SEGMENT_S = 0.1
-"""Least time of a segment, beside which its overhead is negligible."""
-SHARE = 0.2
-"""Largest part of the budget for one finding in this process."""
-MOST_ROUNDS = 20
 FIX = "--fix"
 CHECKS = check_model, check_data, check_loop, check_machine
 """docs/audit.md says what each finds."""
@@ -71,8 +59,6 @@ def audit(
                 findings += check(context)
             if context.untraced:
                 notes.append(f"operators could not be traced: {context.untraced}")
-            if budget_s:
-                price_here(findings, budget_s, context.device_type, display)
         if budget_s and any(finding.overrides and not finding.handled for finding in findings):
             trials = price_by_override(findings, arguments, budget_s, display)
             if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
@@ -92,32 +78,12 @@ def audit(
     show(findings, notes)
     budget = f"--budget={budget_s:g}s" if budget_s else "--budget=0"
     command = redact(["ptfast", "audit", *arguments, budget, *["--strict"] * strict])
-    receipts = [
-        vars(each) | {"price": each.price and asdict(each.price), "trial": each.trial is not None}
-        for each in findings
-    ]
+    receipts = [vars(each) | {"price": each.price and asdict(each.price)} for each in findings]
     facts = {"command": command, "environment": run_directory.environment(command), **trials}
     write_figures("audit", out, config, {**facts, "notes": notes, "findings": receipts})
     if fix is not None:
         _write_fix(fix, config, arguments, findings)
     return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
-
-
-def price_here(findings: Sequence[Finding], budget_s: float, device_type: str, display: Display) -> None:
-    """Measure in this process what findings with a trial cost, and set their prices.
-
-    Both sides of a trial share a process with its memory and threads, so no A/A run is needed.
-    """
-    tried = [(finding, finding.trial) for finding in findings if finding.trial is not None]
-    seconds = budget_s * min(SHARE, 1 / max(len(tried), 1))
-    results: list[tuple[Finding, Effect | None, float]] = []
-    try:
-        for position, (finding, trial) in enumerate(tried):
-            with display.status(f"measuring {finding.check}", seconds * (len(tried) - position)):
-                results.append((finding, *_measure(trial(), seconds, device_type)))
-    finally:
-        # An interrupted audit shows what it has measured.
-        _set_prices(results, judge([effect for _, effect, _ in results]))
 
 
 def price_by_override(
@@ -130,43 +96,13 @@ def price_by_override(
     with Laboratory(budget_s=budget_s) as laboratory, status:
         measure_pairs(laboratory, pairs)
     effects, verdicts = judge_pairs(pairs)
-    steps_s = [pair.median("step_s") if pair.blocks else 0.0 for pair in pairs]
-    _set_prices(list(zip(tried, effects, steps_s, strict=True)), verdicts)
+    for finding, pair, effect, verdict in zip(tried, pairs, effects, verdicts, strict=True):
+        if effect is not None:
+            step_s, ratios = pair.median("step_s"), (effect.ratio, *effect.interval())
+            finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
     receipts = [pair.receipt(effect) for pair, effect in zip(pairs, effects, strict=True)]
     receipts = [each | {"verdict": verdict} for each, verdict in zip(receipts, verdicts, strict=True)]
     return {"budget_s": budget_s, "comparisons": receipts}
-
-
-def _set_prices(results: Sequence[tuple[Finding, Effect | None, float]], verdicts: Sequence[Verdict]) -> None:
-    """Set the prices of findings: what an effect saves of a step of so many seconds."""
-    for (finding, effect, step_s), verdict in zip(results, verdicts, strict=True):
-        if effect is not None:
-            ratios = effect.ratio, *effect.interval()
-            finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
-
-
-def _measure(sides: Sides, seconds: float, device_type: str) -> tuple[Effect | None, float]:
-    """The effect of a trial, and the seconds of a step that its first side takes."""
-
-    def segment(side: Callable[[], object], count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            side()
-        if device_type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
-
-    end = time.perf_counter() + seconds
-    for side in sides:
-        segment(side, 1)
-    count = max(1, math.ceil(SEGMENT_S / max(*(segment(side, 1) for side in sides), 1e-6)))
-    rounds: list[list[float]] = []
-    while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
-        if len(rounds) < LEAST_ROUNDS and time.perf_counter() > end + seconds:
-            return None, 0.0
-        rounds.append([segment(sides[side], count) for side in ORDER])
-    ratios = [(math.log(a) + math.log(d) - math.log(b) - math.log(c)) / 2 for a, b, c, d in rounds]
-    return estimate(ratios), statistics.median((a + d) / 2 for a, _, _, d in rounds)
 
 
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ptfast.core.errors import name_some
 from ptfast.core.protocols import takes_own_steps
 from ptfast.core.units import counted
-from ptfast.measure.audit.audit_context import AuditContext, Finding, Sides
-from ptfast.measure.audit.traces import AttentionShape, GeluShape
+from ptfast.measure.audit.audit_context import AuditContext, Finding
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases, find_rms_norms
 
 TILE = 8
@@ -26,8 +21,6 @@ DEEP = 10
 WIDTH_SHARE = 0.01
 """Layers with a smaller part of the model's weights are not worth another width."""
 NAMED = 3
-Formula = tuple[Callable[..., Tensor], list[Tensor]]
-"""A function that takes `fused`, and the tensors that it reads."""
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -119,68 +112,16 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
     """Formulas written by hand that torch has a kernel for."""
-    attentions: defaultdict[str, list[AttentionShape]] = defaultdict(list)
-    for weights in context.operators.softmaxes:
-        if weights.shape is not None and not weights.elsewhere:
-            attentions[weights.place].append(weights.shape)
-    for place, calls in attentions.items():
-        what = f"attention by a softmax between two products, {times(len(calls))} a step"
+    softmaxes = context.operators.softmaxes
+    attentions = Counter(each.place for each in softmaxes if each.weighs and not each.elsewhere)
+    for place, count in attentions.items():
+        what = f"attention by a softmax between two products, {times(count)} a step"
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
-        trial = partial(_sides, _attention, calls, context.run.device)
-        yield Finding("attention by hand", what, place, mend, kind="reordered", trial=trial)
-    for place, calls in context.operators.gelus.items():
-        what = f"GELU in single operators, {times(len(calls))} a step"
-        mend = 'F.gelu(x, approximate="tanh")' if calls[0].approximate == "tanh" else "F.gelu(x)"
-        trial = partial(_sides, _gelu, calls, context.run.device)
-        yield Finding("gelu by hand", what, place, mend, kind="reordered", trial=trial)
-
-
-def _sides(
-    build: Callable[[Any, torch.device], Formula], shapes: Sequence[Any], device: torch.device
-) -> Sides:
-    """All calls in a step on random tensors: by hand, and by one operator each."""
-    formulas = [(*build(shape, device), count) for shape, count in Counter(shapes).items()]
-
-    def call(*, fused: bool) -> None:
-        for forward, inputs, count in formulas:
-            for _ in range(count):
-                outputs = forward(fused=fused)
-                torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))
-
-    return partial(call, fused=False), partial(call, fused=True)
-
-
-def _attention(shape: AttentionShape, device: torch.device) -> Formula:
-    """Attention without mask and dropout: in single operators, and in one."""
-    make = partial(torch.randn, device=device, dtype=shape.dtype, requires_grad=True)
-    samples, *heads = shape.batch
-    lengths = (shape.queries, shape.depth), (shape.keys, shape.depth), (shape.keys, shape.values)
-    inputs = [make(samples, length, *heads, width) for length, width in lengths]
-
-    def attend(*, fused: bool) -> Tensor:
-        # Views of projections, as in nearly every model, which products of matrices have to copy.
-        queries, keys, values = (each.movedim(1, -2) for each in inputs)
-        if fused:
-            found = F.scaled_dot_product_attention(queries, keys, values)
-        else:
-            found = (queries @ keys.transpose(-1, -2) / math.sqrt(shape.depth)).softmax(-1) @ values
-        return found.movedim(-2, 1).flatten(2)
-
-    return attend, inputs
-
-
-def _gelu(shape: GeluShape, device: torch.device) -> Formula:
-    """GELU in single operators, and in one."""
-    inputs = torch.randn(shape.shape, device=device, dtype=shape.dtype, requires_grad=True)
-
-    def gelu(*, fused: bool) -> Tensor:
-        if fused:
-            return F.gelu(inputs, approximate=shape.approximate)
-        if shape.approximate == "none":
-            return 0.5 * inputs * (1 + torch.erf(inputs / math.sqrt(2)))
-        return 0.5 * inputs * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inputs + 0.044715 * inputs**3)))
-
-    return gelu, [inputs]
+        yield Finding("attention by hand", what, place, mend, kind="reordered")
+    for (place, approximate), count in context.operators.gelus.items():
+        what = f"GELU in single operators, {times(count)} a step"
+        mend = 'F.gelu(x, approximate="tanh")' if approximate == "tanh" else "F.gelu(x)"
+        yield Finding("gelu by hand", what, place, mend, kind="reordered")
 
 
 def times(count: float) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
@@ -157,12 +155,10 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
             mend, price = "device=x.device where it is made", Price(calls.seconds / CALL_STEPS)
             yield Finding("tensors made on the host", what, place, mend, price=price)
     names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
-    sides = context.take_step, _without_anomaly_detection()(context.take_step)
     for aid, places in context.aids.items():
         what, where = names.get(aid, f"{aid} runs"), ", ".join(places) or "unknown"
         mend = f"remove it; debug={aid} when it is needed"
-        trial = (lambda: sides) if aid == "anomaly" else None
-        yield Finding("debugging left on", what, where, mend, trial=trial)
+        yield Finding("debugging left on", what, where, mend)
     if (place := context.evaluation.with_gradients) is not None:
         mend = "remove torch.enable_grad() or set_grad_enabled(True) around it"
         yield Finding("gradients in evaluation", "gradients are recorded in evaluation", place, mend)
@@ -175,13 +171,6 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
     if "advice" in report:
         what = f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps"
         yield Finding("compiled again", what, "compile", "", ("compile.dynamic=true",), "reordered")
-
-
-@contextmanager
-def _without_anomaly_detection() -> Iterator[None]:
-    """Keep anomaly detection off inside."""
-    with torch.autograd.set_detect_anomaly(False), mock.patch.object(torch, "set_anomaly_enabled"):
-        yield
 
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:

@@ -8,12 +8,12 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -215,39 +215,13 @@ _SAMPLED = 4096
 """Number of values by which a formula is recognised."""
 
 
-class AttentionShape(NamedTuple):
-    """One call of attention; `batch` are the sizes before those of a product, as of samples and heads."""
-
-    batch: tuple[int, ...]
-    queries: int
-    keys: int
-    depth: int
-    values: int
-    dtype: torch.dtype
-
-
-class GeluShape(NamedTuple):
-    """One call of GELU; `approximate` as `F.gelu` takes it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    approximate: str
-
-
-class _Scores(NamedTuple):
-    """A product of queries and keys, or what elementwise operators make of it before the softmax."""
-
-    depth: int
-
-
 @dataclass(eq=False)
 class AttentionWeights:
     """The result of one softmax of products, and its use."""
 
     place: str
-    depth: int
-    shape: AttentionShape | None = None
-    """Once it was multiplied with values."""
+    weighs: bool = False
+    """It was multiplied with values."""
     elsewhere: bool = False
     """Something other than a product with values has read it."""
 
@@ -264,14 +238,18 @@ class OperatorTrace(DispatchMode):
         super().__init__()
         self._clock, self._calls = run.clock, calls
         self._roles: Any = WeakIdKeyDictionary()
-        """`parameter`, `_Scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor."""
+        """`parameter`, `scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor.
+
+        Scores are a product of queries and keys, or what elementwise operators make of it before the softmax.
+        """
         for tensor in (*run.model.parameters(), *run.model.buffers()):
             self._roles[tensor] = "parameter"
         self.softmaxes: list[AttentionWeights] = []
         """Softmaxes by hand of products of activations, with what became of them."""
-        self.gelus: defaultdict[str, list[GeluShape]] = defaultdict(list)
-        self.doubles: defaultdict[str, int] = defaultdict(int)
-        """Operators that return a float64 tensor; both are by place."""
+        self.gelus: Counter[tuple[str, str]] = Counter()
+        """By place and `approximate` as `F.gelu` takes it."""
+        self.doubles: Counter[str] = Counter()
+        """Operators that return a float64 tensor, by place."""
         self.normalises, self.weighted = False, 0
         """Whether an operator normalises, and the number of products and convolutions with a parameter."""
 
@@ -302,23 +280,17 @@ class OperatorTrace(DispatchMode):
         weights = next((role for role in roles if isinstance(role, AttentionWeights)), None)
         if name in ("mm", "bmm"):
             if weights is None:
-                return None if name == "mm" or "parameter" in roles else _Scores(args[0].shape[-1])
-            if roles[0] is not weights or roles[1] == "parameter" or weights.shape is not None:
+                return None if name == "mm" or "parameter" in roles else "scores"
+            if roles[0] is not weights or roles[1] == "parameter" or weights.weighs:
                 weights.elsewhere = True
-                return None
-            queries, keys = args[0].shape[-2:]
-            # Torch may have merged the sizes of the weights before the last two.
-            whole = next(tensors_in(self._calls.current[1]), args[0])
-            shape = whole.shape if whole.numel() == args[0].numel() else args[0].shape
-            batch, values = tuple(shape[:-2]) or (1,), args[1].shape[-1]
-            weights.shape = AttentionShape(batch, queries, keys, weights.depth, values, args[0].dtype)
+            weights.weighs = True
             return None
-        if name == "_softmax" and isinstance(roles[0], _Scores) and args[1] in (-1, args[0].dim() - 1):
-            found = AttentionWeights(code_place() or "", roles[0].depth)
+        if name == "_softmax" and roles[0] == "scores" and args[1] in (-1, args[0].dim() - 1):
+            found = AttentionWeights(code_place() or "")
             self.softmaxes.append(found)
             return found
         if name in _CARRIERS or name in _ELEMENTWISE:
-            scores = next((role for role in roles if isinstance(role, _Scores)), None)
+            scores = "scores" if "scores" in roles else None
             return weights or scores or (roles[0] if name in _CARRIERS and roles else None)
         if weights is not None and not name.endswith("_like"):
             weights.elsewhere = True
@@ -337,7 +309,7 @@ class OperatorTrace(DispatchMode):
             return "shifted"
         approximate = _approximation(others[0], result) if others[0].shape == result.shape else None
         if approximate is not None and (place := code_place()) is not None:
-            self.gelus[place].append(GeluShape(tuple(result.shape), result.dtype, approximate))
+            self.gelus[place, approximate] += 1
         return None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import parse, quoted
 from ptfast.config.schema import Config
-from ptfast.core.errors import ReportedError, SavedStateError
+from ptfast.core.errors import COMMAND_LINE, ConfigError, ReportedError, SavedStateError
 from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import SUMMARY, read_json, write_json
 from ptfast.core.tensors.dtensors import whole
@@ -24,7 +24,7 @@ from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
 from ptfast.launch.launcher import resolve_num_ranks
 from ptfast.measure.chaos.kills import MODULE, PLAN, SHAPE, STRIKES, VARIABLE, Kill, RunShape, draw_kills
-from ptfast.measure.outputs import OWN_KEYS, check_free, check_new, make_folder, run_ptfast, write_figures
+from ptfast.measure.outputs import check_new, make_folder, run_ptfast, write_figures
 from ptfast.report.loggers import METRICS_FILE, USAGE, Record, read_records
 from ptfast.report.terminal.display import say, terminal_display
 
@@ -49,7 +49,10 @@ def chaos(
     `mtbf_s` are the mean seconds of training from kill to kill; None spreads them over the run.
     """
     check_new(out)
-    check_free(parse(words), OWN_KEYS, "chaos")
+    for argument in parse(words):
+        if argument.key in ("run.dir", "run.resume", "run.name"):
+            what, hint = "differs between the runs of chaos", "Leave it out; --out says it"
+            raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
     test = ChaosTest(words, make_folder("chaos", out, config).absolute())
     say(f"{counted(num_kills, 'kill')}, in {test.folder}")
     step_s = test.train_undisturbed()
