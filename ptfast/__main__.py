@@ -8,7 +8,7 @@ WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 """Waiting policy of OpenMP's threads, GNU's and LLVM's: they spin for about a millisecond, then sleep.
 
 Sleeping immediately costs wake-up time on a quiet machine; spinning longer takes cores from busy neighbours
-(scripts/bench_waiting.py, docs/waiting.md)."""
+(scripts/bench_waiting.py, docs/evidence/waiting-threads.md)."""
 
 
 def main() -> None:

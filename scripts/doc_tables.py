@@ -1,7 +1,7 @@
 """Write the tables of docs/ that follow from the code: scripts/doc_tables.py
 
-The tables of docs/techniques.md, from the catalogue; where techniques act in docs/extending.md; new options
-in the table of docs/config.md.
+The tables of docs/reference/techniques.md, from the catalogue; where techniques act, in
+docs/contributing/adding-a-part.md; new options in the table of docs/concepts/configuration.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUP = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?: \([^()]*\))? ?)*)(.*) \|$")
 def techniques(text: str) -> str:
     """`text` with everything below its mark written anew: a heading and a table for each family."""
     before, mark, _ = text.partition(MARK)
-    assert mark, f"techniques.md has lost its mark {MARK}"
+    assert mark, f"reference/techniques.md has lost its mark {MARK}"
     lines: list[str] = []
     for family, members in itertools.groupby(in_order(CATALOGUE), key=lambda each: each.family):
         header = "| technique | class | switch | why it is faster | when not |\n|---|---|---|---|---|"
@@ -53,7 +53,7 @@ def stages(text: str) -> str:
     from ptfast.training import build
 
     before, header, rest = text.partition("| stage | what acts there |\n|---|---|\n")
-    assert header, "extending.md has lost its table of stages"
+    assert header, "contributing/adding-a-part.md has lost its table of stages"
     called = [vars(build).get(name) for name in _called_in(build.build)]
     stages = [each for each in called if inspect.isfunction(each) and ".stages." in each.__module__]
     rows = []
@@ -111,7 +111,11 @@ def _with_new_options(line: str) -> str:
 
 
 if __name__ == "__main__":
-    pages = {"techniques.md": techniques, "config.md": groups, "extending.md": stages}
+    pages = {
+        "reference/techniques.md": techniques,
+        "concepts/configuration.md": groups,
+        "contributing/adding-a-part.md": stages,
+    }
     for page, written in pages.items():
         file = DOCS / page
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")

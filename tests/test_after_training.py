@@ -13,7 +13,7 @@ from shown import fences
 
 from ptfast.cli.command_line import run
 
-PAGE = "docs/after-training.md"
+PAGE = "docs/how-to/operate/deploy.md"
 
 
 @pytest.mark.filterwarnings("ignore:The image decoding")

@@ -51,7 +51,7 @@ COMPOSED = [
     and shown not in DRY_RUN
     and shown.page != OWN_PARTS
 ]
-OTHERS_KEYS = {"docs/migrating.md", OWN_CONF}
+OTHERS_KEYS = {"docs/compare/migrating.md", OWN_CONF}
 """Pages that show the arguments of other frameworks."""
 NO_KEYS = {"group=option", "group.key=value", "model=net"}
 """A word that stands for any key, and an option that a page has the reader make."""
@@ -92,7 +92,7 @@ def check_links(page: str) -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    linked = re.findall(r"^\| \[.+?\]\(([\w-]+\.md)\) \|", PAGES["docs/README.md"], re.MULTILINE)
+    linked = re.findall(r"^\| \[.+?\]\(([\w/-]+\.md)\) \|", PAGES["docs/README.md"], re.MULTILINE)
     assert len(linked) == len(set(linked))
     assert {f"docs/{name}" for name in linked} == set(PAGES) - {"README.md", "docs/README.md"}
 
@@ -272,7 +272,7 @@ def check_keys(page: str) -> None:
 
 
 def test_the_table_of_groups_lists_the_options_that_there_are(in_tmp: Path) -> None:
-    section = PAGES["docs/config.md"].split("## Groups and options")[1].split("\n## ")[0]
+    section = PAGES["docs/concepts/configuration.md"].split("## Groups and options")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.MULTILINE)
     listed = {group: set(re.findall(r"`(\w+)`", text)) for group, text in rows}
     assert set(listed) == set(paths.groups())
@@ -283,18 +283,20 @@ def test_the_table_of_groups_lists_the_options_that_there_are(in_tmp: Path) -> N
 
 
 def test_the_tables_of_techniques_are_the_catalogue() -> None:
-    page = PAGES["docs/techniques.md"]
+    page = PAGES["docs/reference/techniques.md"]
     assert doc_tables.techniques(page) == page, "scripts/doc_tables.py writes it"
 
 
 def test_the_table_of_the_audit_is_its_checks() -> None:
     code = "".join(file.read_text() for file in (ROOT / "ptfast/measure/audit").glob("*_checks.py"))
-    rows = re.findall(r"^\| (?:model|data|loop|machine) \| ([^|]+) \| .+ \|$", PAGES["docs/audit.md"], re.M)
+    rows = re.findall(
+        r"^\| (?:model|data|loop|machine) \| ([^|]+) \| .+ \|$", PAGES["docs/speed/audit.md"], re.M
+    )
     assert sorted(rows) == sorted(set(re.findall(r'Finding\(\s*"([^"]+)"', code)))
 
 
 def test_a_new_option_goes_into_the_table_of_groups(in_tmp: Path) -> None:
-    page = PAGES["docs/config.md"]
+    page = PAGES["docs/concepts/configuration.md"]
     assert doc_tables.groups(page) == page
     for name in (" `longest`", " `muon`", " `workers`"):
         assert page.count(name) == 1
@@ -303,7 +305,7 @@ def test_a_new_option_goes_into_the_table_of_groups(in_tmp: Path) -> None:
 
 
 def test_every_code_is_explained() -> None:
-    page = PAGES["docs/error-codes.md"]
+    page = PAGES["docs/reference/errors.md"]
     assert dict(re.findall(r"^\| ([A-Z]\d{3}) \| (.+) \|$", page, re.MULTILINE)) == errors.CODES
     kinds = (errors.PtfastError, *errors.PtfastError.__subclasses__())
     known = {kind.exit_code for kind in kinds} | {
@@ -313,5 +315,5 @@ def test_every_code_is_explained() -> None:
 
 
 def test_the_table_of_stages_is_what_acts_in_them() -> None:
-    page = PAGES["docs/extending.md"]
+    page = PAGES["docs/contributing/adding-a-part.md"]
     assert doc_tables.stages(page) == page, "scripts/doc_tables.py writes it"

@@ -88,7 +88,7 @@ def test_a_stream_trains(in_users_folder: Path) -> None:
 
 
 def test_files_of_config_say_what_the_page_says(in_users_folder: Path) -> None:
-    (groups,) = [text for text in fences("docs/config.md", "yaml") if "groups:" in text]
+    (groups,) = [text for text in fences("docs/concepts/configuration.md", "yaml") if "groups:" in text]
     Path("groups.yaml").write_text(groups)
     config = read_config(["+recipe=./groups.yaml"])[1]
     assert [group.match for group in config.optimizer.groups] == ["*.bias", "layers.1.*"]
@@ -101,7 +101,7 @@ def test_weights_of_lightning_become_ours(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     weights = torch.nn.Linear(2, 3).state_dict()
     torch.save({"state_dict": {f"model.{name}": value for name, value in weights.items()}}, "epoch=9.ckpt")
-    (code,) = fences("docs/migrating.md", "python")
+    (code,) = fences("docs/compare/migrating.md", "python")
     exec(code, {})
     assert torch.load("weights.pt", weights_only=True).keys() == weights.keys()
 

@@ -1,4 +1,4 @@
-"""The steps of docs/extending.md, done in a copy of the tree exactly as the page says, and run."""
+"""The steps of docs/contributing/adding-a-part.md, done in a copy of the tree as the page says, and run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 from test_layers import violations
 
-PAGE = ROOT / "docs" / "extending.md"
+PAGE = ROOT / "docs/contributing/adding-a-part.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN_ALL = """
 import sys

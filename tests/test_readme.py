@@ -33,5 +33,5 @@ def test_the_example_with_a_user_s_own_parts_trains(tmp_path, monkeypatch):
 def test_a_figure_stands_on_benchmarks():
     rows = "\n".join(re.findall(r"^\|.*\|$", README, re.MULTILINE))
     figures = re.findall(r"\d[\d,]*\.?\d*(?=x\b| \[| of the activations| times the time| samples/s)", rows)
-    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    benchmarks = (ROOT / "docs/evidence/cpu-benchmarks.md").read_text()
     assert [figure for figure in figures if figure not in benchmarks] == []

@@ -164,7 +164,7 @@ def check_figures(technique: Technique) -> None:
         assert python == "python"
         code = (ROOT / script).read_text()
         assert all(f'"{word}"' in code for word in words if word.startswith("--"))
-        pages = [path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+        pages = [path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))]
         sections = [section for page in pages for section in page.split("\n## ")]
         beside = " ".join(section for section in sections if script in section)
         assert all(word in beside for word in words)

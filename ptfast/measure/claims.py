@@ -130,7 +130,7 @@ CLAIMS = (
     Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *POINTWISE),
     Claim(
         *("one cycle", "10 times fewer steps than in steps", ONE_CYCLE),
-        takes="hours of training: ptfast race, see docs/race.md",
+        takes="hours of training: ptfast race, see docs/speed/race.md",
     ),
     Claim(
         *("DDP against DataParallel", "faster, even on one machine", TUNING_GUIDE),

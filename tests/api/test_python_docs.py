@@ -16,12 +16,12 @@ from shown import fences
 from ptfast.report.terminal.display import build_display, say
 from ptfast.report.terminal.notebook_display import MOST_ROWS, NotebookDisplay
 
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs/start/notebooks").glob("*.ipynb"))
 
 
 def test_the_page_runs_from_top_to_bottom(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": "page"}
-    for code in fences("docs/python.md", "python"):
+    for code in fences("docs/reference/python.md", "python"):
         if "import pandas" in code and find_spec("pandas") is None:
             continue
         exec(compile(code, "python.md", "exec"), names)

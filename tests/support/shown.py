@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from ptfast.config.files.paths import CONFIG_DIR
 
-FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
+FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -52,11 +52,11 @@ def shown_commands() -> Iterator[Shown]:
 
 COMMANDS_SHOWN = sorted({shown.words: shown for shown in shown_commands()}.values())
 """Each once, whatever pages show it."""
-OWN_PARTS = "docs/own-parts.md"
+OWN_PARTS = "docs/how-to/models/own-parts.md"
 """The page of which every example is trained."""
-OWN_CONF = "docs/own-conf.md"
+OWN_CONF = "docs/how-to/operate/project-layout.md"
 """The page whose commands are given in a folder with a conf of its own."""
-TASKS = "docs/tasks.md"
+TASKS = "docs/how-to/models/tasks.md"
 """The page whose examples are modules, named in their first lines."""
 FORMS = {"FILE", "NAME", "RUN", "WORDS", "..."}
 """Words that stand for what a reader has: such a command cannot be given as it stands."""
@@ -97,11 +97,15 @@ DRY_RUN = [
 @contextlib.contextmanager
 def users_folder(folder: Path) -> Iterator[Path]:
     """Work in `folder` with what the commands on the pages name: modules and recipes."""
-    code = [text for page in (OWN_PARTS, "docs/streams.md") for text in fences(page, "python")]
+    code = [text for page in (OWN_PARTS, "docs/how-to/data/streams.md") for text in fences(page, "python")]
     files = {"mine.py": "\n".join(code)} | {code.split()[1]: code for code in fences(TASKS, "python")}
     for name, text in files.items():
         (folder / name).write_text(text)
-    for text in [text for page in ("docs/config.md", OWN_PARTS, OWN_CONF) for text in fences(page, "yaml")]:
+    for text in [
+        text
+        for page in ("docs/concepts/configuration.md", OWN_PARTS, OWN_CONF)
+        for text in fences(page, "yaml")
+    ]:
         if name := re.match(r"# ([\w/]+\.yaml)", text):
             (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
             (folder / name[1]).write_text(text)

@@ -135,7 +135,7 @@ PROMISES: dict[Kind, str] = {
 class Technique:
     """One switch that makes training faster.
 
-    Plain data, from which docs/techniques.md, `ptfast techniques`, the tests and the measuring commands work.
+    Plain data for `ptfast techniques`, docs/reference/techniques.md, the tests and the measuring commands.
     """
 
     name: str

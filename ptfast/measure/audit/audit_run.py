@@ -26,7 +26,7 @@ from ptfast.report.terminal.display import Display, build_display, say, table
 
 FIX = "--fix"
 CHECKS = check_model, check_data, check_loop, check_machine
-"""docs/audit.md says what each finds."""
+"""docs/speed/audit.md says what each finds."""
 
 
 def audit(

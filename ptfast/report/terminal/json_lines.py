@@ -1,4 +1,4 @@
-"""`--json`: whatever a command prints on standard output, as one JSON object a line (docs/json.md)."""
+"""`--json`: print the output of a command as one JSON object a line (docs/reference/json.md)."""
 
 from __future__ import annotations
 
