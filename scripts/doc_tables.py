@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ptfast.cli.listing_commands import ALWAYS_ON, in_order  # noqa: E402
-from ptfast.config.catalogue import CATALOGUE, PARTS  # noqa: E402
+from ptfast.config.catalogue import CATALOGUE  # noqa: E402
+from ptfast.config.families import PARTS  # noqa: E402
 from ptfast.config.files import paths  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -73,7 +74,7 @@ def _called_in(code: Any) -> list[str]:
 
 
 def _of_families(stage: Any) -> dict[str, str]:
-    """The functions and classes of families that a stage and its helpers call, with the family's name."""
+    """The functions and classes of families that a stage and its helpers call, with the family's package."""
     module = sys.modules[stage.__module__]
     nodes = ast.walk(ast.parse(inspect.getsource(module)))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -82,7 +83,7 @@ def _of_families(stage: Any) -> dict[str, str]:
     for name in _called_in(stage):
         for part in PARTS:
             if home.get(name, "").startswith(f"{part.__name__}."):
-                found[name] = part.FAMILY.name
+                found[name] = part.__name__.rpartition(".")[2]
         helper = vars(module).get(name)
         if inspect.isfunction(helper) and helper.__module__ == stage.__module__ and helper is not stage:
             found |= _of_families(helper)

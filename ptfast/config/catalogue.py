@@ -1,43 +1,40 @@
-"""Records, rules and keys of all families, and which techniques apply on this machine. No torch is loaded."""
+"""Every technique, from the `records.yaml` beside its code, and which apply on this machine."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
-from ptfast import models, optim
+import yaml
+
+from ptfast.config.families import PARTS
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.machine import ROOT, spare_cores
-from ptfast.core.sections.section import Family, Need, Technique
-from ptfast.data import decoding, loaders, sampling, transforms
-from ptfast.techniques import (
-    backend,
-    checkpointing,
-    compile,
-    curriculum,
-    debug,
-    ema,
-    gradients,
-    loop_practices,
-    numerics,
-    parallel,
-    precision,
-    rewrites,
-    schedule,
-)
+from ptfast.core.sections.section import Need, Technique
 
-PARTS = (
-    *(loaders, sampling, decoding, debug, optim, schedule, gradients),
-    *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
-    *(numerics, parallel, models, loop_practices),
-)
-"""The modules of the families, in the order of the table of techniques."""
-FAMILIES: tuple[Family, ...] = tuple(part.FAMILY for part in PARTS)
 
-CATALOGUE: tuple[Technique, ...] = tuple(each for family in FAMILIES for each in family.techniques)
+def read_records(file: Path) -> Iterator[Technique]:
+    """The records in a file, which holds them by family and name."""
+    # Read as text alone: to YAML 1.1 the keys `on` and `off` are true and false.
+    families = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    for family, records in families.items():
+        for name, record in records.items():
+            fields = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
+            }
+            drift = float(record["drift"]) if "drift" in record else None
+            yield Technique(name=name, family=family, **{**fields, "drift": drift})
+
+
+_FILES = dict.fromkeys(Path(str(part.__file__)).with_name("records.yaml") for part in PARTS)
+CATALOGUE: tuple[Technique, ...] = tuple(
+    record for file in _FILES if file.is_file() for record in read_records(file)
+)
 
 
 def plain_name(name: str) -> str:

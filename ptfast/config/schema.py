@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
-from ptfast.config import catalogue
+from ptfast.config.families import FAMILIES
 from ptfast.core.durations import Duration
 from ptfast.core.errors import SECRET, is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
@@ -129,7 +129,7 @@ class LoggerSection(Section):
 FREE_KEYS = (
     *("recipe", "preset", "trust", "epochs", "steps", "log_every", "device", "metrics"),
     *("run", "eval", "evals", "stop", "sweep", "saving", "logger"),
-    *(key for family in catalogue.FAMILIES for key in family.free_keys),
+    *(key for family in FAMILIES for key in family.free_keys),
 )
 """Keys and sections that may change between a run and its continuation."""
 DATA_PLACES = tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from ptfast.core.resolved import Resolved
-from ptfast.core.sections.section import Count, Family, Fraction, Positive, Section, TargetSection, Technique
+from ptfast.core.sections.section import Count, Family, Fraction, Positive, Section, TargetSection
 
 
 class Lora(Section):
@@ -43,24 +43,4 @@ def panel(model: Model, resolved: Resolved) -> dict[str, object]:
     }
 
 
-TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
-        name="whitening first layer",
-        kind="training",
-        on=("model.whitening=3",),
-        why="Neighbouring pixels are highly correlated; a fixed first layer that decorrelates them saves the"
-        " epochs it would take to learn that.",
-        claim="The network of the first source comes to 94 % on CIFAR-10 in 21 epochs instead of 45.",
-        source="Jordan 2024, arXiv:2404.00498; Page 2018, 'How to Train Your ResNet 8: Bag of Tricks'.",
-        avoid="The data is a stream, or inputs differ from the images the filters were computed from.",
-        audit="A network of small images that trains for tens of epochs with a first layer that is learned.",
-        needs=("images",),
-        trial=("model=resnet9", "model.width=4", "optimizer=sgd"),
-    ),
-)
-
-FAMILY = Family(
-    name="model",
-    panel=panel,
-    techniques=TECHNIQUES,
-)
+FAMILY = Family(panel=panel)

@@ -20,7 +20,6 @@ from ptfast.core.sections.section import (
     TargetSection,
     Unused,
 )
-from ptfast.optim.optimizer_records import OPTIMIZERS, PARAMETERS
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.parallel import Parallel
@@ -144,7 +143,6 @@ def no_schedule_beside_schedule_free(
 
 
 FAMILY = Family(
-    name="optimizer",
     rules=(
         no_schedule_beside_schedule_free,
         one_way_of_clipping,
@@ -153,5 +151,4 @@ FAMILY = Family(
     ),
     unused=(Unused.unless("optimizer.lr_scaling", ("linear", "sqrt"), "optimizer.reference_batch"),),
     panel=lambda groups_note: {"parameters": groups_note},
-    techniques=(*OPTIMIZERS, *PARAMETERS),
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ptfast.core import devices
 from ptfast.core.errors import MachineError, PtfastError
-from ptfast.core.sections.section import Count, Family, Natural, Section, Technique, Unused
+from ptfast.core.sections.section import Count, Family, Natural, Section, Unused
 
 
 class Debug(Section):
@@ -32,26 +32,11 @@ def marks_for_a_gpu(debug: Debug, device: str) -> PtfastError | None:
     return MachineError("E005", what, key="debug", value="nvtx", suggestion=hint)
 
 
-TECHNIQUES: tuple[Technique, ...] = (
-    Technique(
-        name="debugging aids off",
-        kind="exact",
-        why="Anomaly detection, profilers and gradient checks hook into every operation, and cost time.",
-        claim="What looking at every operation takes; the guide gives no figure.",
-        source="PyTorch Performance Tuning Guide, 'Disable debugging APIs'.",
-        avoid="The loss turns NaN, or time is lost somewhere unknown: debug=anomaly, debug=profiler.",
-        audit="set_detect_anomaly(True), emit_nvtx, a profiler or gradcheck left in a training script.",
-        about=("debug/anomaly", "debug/profiler", "debug/nvtx", "debug/gradcheck"),
-    ),
-)
-
 FAMILY = Family(
-    name="debug",
     machine_rules=(marks_for_a_gpu,),
     unused=(
         Unused.unless("debug.mode", ("profiler",), "debug.wait", "debug.warmup", "debug.active"),
         Unused.unless("debug.mode", ("nvtx",), "debug.operators"),
     ),
     free_keys=("debug",),
-    techniques=TECHNIQUES,
 )

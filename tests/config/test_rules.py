@@ -10,8 +10,8 @@ import pytest
 import torch
 from config_trees import Tree, cannot_run, check, refused, typed
 
-from ptfast.config.catalogue import FAMILIES
 from ptfast.config.checks.rules import check_batch, unused_keys
+from ptfast.config.families import FAMILIES
 from ptfast.core.errors import ConfigError
 from ptfast.core.world import WORLD
 

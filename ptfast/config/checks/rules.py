@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from ptfast.config.catalogue import FAMILIES
+from ptfast.config.families import FAMILIES
 from ptfast.config.schema import Config, RunOptions
 from ptfast.core import devices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, shown

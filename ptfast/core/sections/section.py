@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
@@ -135,13 +135,13 @@ PROMISES: dict[Kind, str] = {
 class Technique:
     """One switch that makes training faster.
 
-    Plain data for `ptfast techniques`, docs/reference/techniques.md, the tests and the measuring commands.
+    Its record in a `records.yaml` is data for `ptfast techniques`, docs/reference/techniques.md and tests.
     """
 
     name: str
     """Unique, a few lower-case words, such as `fused optimizer`."""
-    family: str = ""
-    """The config group or family that it belongs to, such as `transfers`; by default its `Family`'s."""
+    family: str
+    """The config group or family that it belongs to, such as `transfers`."""
     kind: Kind
     """Its class: what it promises of the result."""
     on: tuple[str, ...] = ()
@@ -194,11 +194,9 @@ class Technique:
 class Family:
     """A family of techniques: what it states about its keys, beside their section.
 
-    It loads no torch. `ptfast.config.catalogue` collects the families.
+    It loads no torch. `ptfast.config.families` collects the families.
     """
 
-    name: str = ""
-    """The family of those of its records that name no other."""
     rules: tuple[Rule, ...] = ()
     """Contradictions between keys."""
     machine_rules: tuple[Rule, ...] = ()
@@ -209,9 +207,3 @@ class Family:
     """Keys that may change between a run and its continuation."""
     panel: Callable[..., dict[str, object]] = dict
     """Its rows of the panel; a row of None is left out."""
-    techniques: tuple[Technique, ...] = ()
-    """Its records, in the order of the table of techniques."""
-
-    def __post_init__(self) -> None:
-        records = tuple(replace(each, family=each.family or self.name) for each in self.techniques)
-        object.__setattr__(self, "techniques", records)

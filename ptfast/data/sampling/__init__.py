@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.sections.section import Count, Family, Section, Technique, Unused
+from ptfast.core.sections.section import Count, Family, Section, Unused
 from ptfast.core.sections.targets import Target
 from ptfast.data import MIXTURE, DataSection
 from ptfast.optim import Optimizer
@@ -86,104 +85,7 @@ def one_way_of_splitting(data: DataSection) -> Iterator[PtfastError]:
         yield ConfigError("C011", what, key="data.split", value=data.split, suggestion=hint)
 
 
-_LINES = (
-    "data=text_file",
-    "data.path={text}",
-    "data.documents=lines",
-    "data.context_length=96",
-    "model=gpt",
-    "model.width=32",
-    "model.depth=1",
-    "batch_size=4",
-    "optimizer.lr=0.01",
-)
-"""A small language model on the lines of a text, which are of unequal length."""
-
-_batching = partial(Technique, kind="training", needs=("sequences",), alternatives="batching", trial=_LINES)
-
-TECHNIQUES: tuple[Technique, ...] = (
-    _batching(
-        name="dynamic padding",
-        kind="reordered",
-        on=("batching=longest",),
-        off=("batching=none",),
-        why="Each batch is padded to its own longest text, not the dataset's; padding costs as much as text.",
-        claim="CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 4h39 become 0h59 with 16 texts of "
-        "up to 493 tokens a batch, and 0h56 become 0h48 with 64 of up to 128.",
-        source="Benesty 2020, 'Divide Hugging Face Transformers training time by 2 or more with dynamic "
-        "padding and uniform length batching'.",
-        measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 2.11x padding to one length.",
-        command="python scripts/bench_data.py text",
-        avoid="Kernels are compiled or searched per length: pad to a multiple of 64, or to one length.",
-        audit="padding='max_length' in a tokenizer's call, or a collate function that pads to a constant.",
-    ),
-    _batching(
-        name="padding to a multiple",
-        kind="reordered",
-        on=("batching.multiple=8",),
-        off=("batching.multiple=1",),
-        why="Tensor cores work in tiles of eight, and fewer distinct lengths mean fewer recompilations.",
-        claim="Half-precision matrix products use tensor cores best at multiples of 8 elements, of 64 on "
-        "an A100; before cuBLAS 11 at those of 8 alone.",
-        source="NVIDIA, Matrix Multiplication Background User's Guide, table 1, 'Tensor Core requirements'.",
-        avoid="On a CPU, or with texts of a few tokens, which would be mostly padding.",
-        audit="Batches of odd lengths in half precision on a GPU, or a model that is compiled repeatedly.",
-        trial=(*_LINES, "batching=longest"),
-        alternatives=None,
-    ),
-    _batching(
-        name="uniform-length batches",
-        on=("batching=buckets",),
-        off=("batching=longest",),
-        why="Texts of similar length are batched together, so almost nothing is padding.",
-        claim="On top of dynamic padding, CamemBERT-base on the French X-NLI, on an RTX 2080 Ti: 1h01 "
-        "become 0h52 with 16 texts of up to 493 tokens a batch, and 0h48 become 0h30 with 64 of up "
-        "to 128.",
-        source="Benesty 2020, 'Divide Hugging Face Transformers training time by 2 or more with dynamic "
-        "padding and uniform length batching'; Khomenko et al. 2016, arXiv:1708.05604.",
-        measured="A 4-layer encoder at batch 16, on texts of 8 to 256 tokens: 6.1x padding to one length, "
-        "with 1.6 % padding.",
-        command="python scripts/bench_data.py text",
-        avoid="Length predicts the class, so batches become nearly single-class; or all lengths are equal.",
-        audit="More than a tenth of the tokens of a batch are padding.",
-    ),
-    _batching(
-        name="token-budget batches",
-        on=("batching=tokens", "batching.batch_tokens=256"),
-        off=("batching=longest", "batching.batch_tokens=null"),
-        why="Each batch holds about the same number of tokens, of many short or few long texts.",
-        claim="How the original Transformer was trained: batches of about 25,000 source and 25,000 target "
-        "tokens, of sentences of like length.",
-        source="Vaswani et al. 2017, arXiv:1706.03762, section 5.1.",
-        avoid="The learning rate was tuned for a fixed number of samples per batch.",
-        audit="Batches of a fixed number of texts whose step time and memory vary severalfold.",
-    ),
-    _batching(
-        name="sequence packing",
-        on=("batching=pack",),
-        off=("batching=longest",),
-        why="Documents are laid end to end in windows of one length: almost no padding, and a single shape.",
-        claim="The second phase of BERT's pretraining twice as fast, at sequences of 512 tokens of which "
-        "half had been padding, on IPUs.",
-        source="Krell, Kosec, Perez, Fitzgibbon 2021, arXiv:2107.02027.",
-        avoid="Documents have one length or far exceed the context. On a GPU in float32 or with dropout, "
-        "attention takes a mask, which shuts out the fastest kernels.",
-        audit="A language model whose batches hold a document a row, padded to the context length.",
-    ),
-    Technique(
-        name="tokens kept on disk",
-        kind="exact",
-        why="A text is tokenised once; later runs read its ids from a cache keyed by text and tokenizer.",
-        claim="No published figure: it saves the tokenizer's time at every start but the first.",
-        source="Common practice, such as the map cache of Hugging Face datasets.",
-        avoid="Never: texts below a million characters are not cached, and a damaged entry is rebuilt.",
-        audit="A tokenizer called in __getitem__, or at every start.",
-        needs=("sequences",),
-    ),
-)
-
 FAMILY = Family(
-    name="batching",
     rules=(one_way_of_batching, one_order, one_way_of_splitting),
     unused=(
         Unused(
@@ -207,5 +109,4 @@ FAMILY = Family(
         ),
     ),
     panel=lambda resolved: {"sampling": resolved.sampling, "padding": resolved.padding},
-    techniques=TECHNIQUES,
 )

@@ -17,7 +17,6 @@ class Numerics(Section):
 
 
 FAMILY = Family(
-    name="numerics",
     unused=(Unused.unless("numerics.mode", ("skip",), "numerics.limit"),),
     free_keys=("numerics",),
 )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
 from ptfast.core.resolved import Resolved
 from ptfast.core.sections.coerce import Range
-from ptfast.core.sections.section import Count, Family, OrAuto, Positive, Section, Technique, Unused, WallTime
+from ptfast.core.sections.section import Count, Family, OrAuto, Positive, Section, Unused, WallTime
 from ptfast.core.world import world
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
@@ -201,140 +200,12 @@ def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
     return {"parallel": ", ".join(words + ["synced BatchNorm"] * parallel.sync_batchnorm)}
 
 
-_DDP = ("parallel=ddp", "model=resnet_digits", "model.width=4")
-
-_parallel = partial(Technique, needs=("ranks",), trial=_DDP)
-
-TECHNIQUES: tuple[Technique, ...] = (
-    _parallel(
-        name="data parallel",
-        kind="reordered",
-        on=("parallel=ddp",),
-        off=("parallel=single",),
-        why="Each rank takes a share of the batch, and gradients are averaged while backward still runs.",
-        claim="Nearly linear scaling to 256 GPUs, well configured (Li et al.).",
-        source="Li et al. 2020, arXiv:2006.15704",
-        avoid="Ranks share one device or its cores, or their shares are too small to hide the sending.",
-        audit="More than one visible GPU and parallel=single.",
-        alternatives="parallel",
-        trial=("micro_batches=2",),
-    ),
-    _parallel(
-        name="fully sharded data parallel",
-        kind="reordered",
-        on=("parallel=fsdp",),
-        off=("parallel=single",),
-        why="Each rank keeps a share of weights, gradients and state: larger models and micro-batches fit.",
-        claim="About DDP's speed, for significantly larger models and nearly linear scaling (Zhao et al.).",
-        source="Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054",
-        avoid="The model fits on a device several times over: ranks send half as much again as with ddp.",
-        audit="Several GPUs, and a model whose weights, gradients and optimizer state take most of one.",
-        alternatives="parallel",
-        trial=("micro_batches=2",),
-    ),
-    _parallel(
-        name="gathers ahead",
-        kind="exact",
-        on=("parallel.prefetch=2",),
-        off=("parallel.prefetch=1",),
-        why="Weights of several blocks are requested at once, so slow gathers or a slow host delay no step.",
-        claim="More aggressive overlap, for more memory (PyTorch's documentation, which gives no figure).",
-        source="PyTorch documentation, FSDPModule.set_modules_to_forward_prefetch.",
-        avoid="Memory is short, or blocks do not run in the order in which the model holds them.",
-        audit="A trace under fsdp in which computation waits for an all-gather that was launched late.",
-        trial=("parallel=fsdp", "model=gpt", "model.width=16", "data=text_file", "data.path={text}"),
-    ),
-    _parallel(
-        name="float8 weights over the network",
-        kind="reduced",
-        on=("parallel.float8_gather=true",),
-        why="Ranks gather the weights of linear layers in the 8 bits that they are multiplied in.",
-        claim="Half the bytes of bfloat16; part of up to 1.5 times the throughput at 405B on 512 GPUs.",
-        source="torchao documentation, 'Quantized Training'.",
-        avoid="One machine with NVLink, where gathers already overlap with computation.",
-        audit="Steps under fsdp and float8 products that wait for all-gathers of bfloat16.",
-        needs=("ranks", "float8"),
-        trial=("parallel=fsdp", "precision=bf16", "precision.float8=true", "model.hidden=[32,32]"),
-        drift=0.01,
-    ),
-    _parallel(
-        name="gradients as views of buckets",
-        kind="exact",
-        on=("parallel.gradient_as_bucket_view=true",),
-        why="Gradients are written directly into the communication buffers, which saves a copy.",
-        claim="Saves memory of the size of all gradients (PyTorch's documentation).",
-        source="PyTorch, torch.nn.parallel.DistributedDataParallel",
-        avoid="Your code detaches gradients in place.",
-        audit="parallel.gradient_as_bucket_view=false under ddp.",
-    ),
-    _parallel(
-        name="bucket size",
-        kind="reordered",
-        on=("parallel.bucket_mb=100",),
-        off=("parallel.bucket_mb=25",),
-        why="Fewer, larger messages lose less to latency; smaller ones start earlier during backward.",
-        claim="The best size depends on model, network and GPUs (Li et al.); 25 MB is torch's default.",
-        source="Li et al. 2020, arXiv:2006.15704",
-        avoid="Fast interconnects, where steps rarely wait for the default of 25 MB.",
-        audit="A trace in which short reductions follow one another, or a long one ends well after backward.",
-    ),
-    _parallel(
-        name="static graph",
-        kind="exact",
-        on=("parallel.static_graph=true",),
-        why="DDP records once which parameters are used in which order and stops checking.",
-        claim="Saves the walk over the graph that unused parameters need in every step; little without them.",
-        source="PyTorch, torch.nn.parallel.DistributedDataParallel",
-        avoid="Models use other parameters from step to step, or ranks have several micro-batches (refused).",
-        audit="parallel.unused_parameters=true and a model that leaves out the same ones in every step.",
-    ),
-    _parallel(
-        name="bf16 gradients over the network",
-        kind="reduced",
-        on=("parallel.compression=bf16",),
-        off=("parallel.compression=none",),
-        why="Ranks exchange half the bytes of float32.",
-        claim="At most twice the speed, where steps wait for the network alone.",
-        source="PyTorch, ddp_comm_hooks.default_hooks.bf16_compress_hook",
-        avoid="One machine with NVLink, where communication already overlaps with backward.",
-        audit="Ranks that wait for reductions after backward, with float32 gradients.",
-        alternatives="compression",
-        drift=0.01,
-    ),
-    _parallel(
-        name="fp16 gradients over the network",
-        kind="reduced",
-        on=("parallel.compression=fp16",),
-        off=("parallel.compression=none",),
-        why="Ranks exchange half the bytes of float32, with three more bits than bf16.",
-        claim="At most twice the speed, where steps wait for the network alone.",
-        source="PyTorch, ddp_comm_hooks.default_hooks.fp16_compress_hook",
-        avoid="Gradients above 65,504 or below 6e-8, which fp16 cannot represent.",
-        audit="Ranks that wait for reductions after backward, with float32 gradients.",
-        alternatives="compression",
-        drift=0.01,
-    ),
-    _parallel(
-        name="BatchNorm over all ranks",
-        kind="training",
-        on=("parallel.sync_batchnorm=true",),
-        why="A rank's few samples give noisy statistics; all ranks give those of one large batch.",
-        claim="Lets detectors with 2 images a GPU train in batches of 256 (Peng et al.).",
-        source="Ioffe, Szegedy 2015, arXiv:1502.03167; Peng et al. 2018, MegDet, arXiv:1711.07240",
-        avoid="32 or more samples per rank: every layer makes all ranks wait twice.",
-        audit="A model with BatchNorm and fewer than 16 samples in each rank's micro-batch.",
-        needs=("ranks", "batchnorm"),
-        trial=(*_DDP, "optimizer.lr=0.01"),
-    ),
-)
-
 _FREE = (
     *("strategy", "nproc", "nnodes", "rdzv", "timeout", "max_restarts", "blocks", "prefetch"),
     *("wrap_one_rank", "gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
 )
 
 FAMILY = Family(
-    name="parallel",
     rules=(
         keys_of_the_strategy,
         readable_rendezvous,
@@ -360,5 +231,4 @@ FAMILY = Family(
     ),
     free_keys=tuple(f"parallel.{name}" for name in _FREE),
     panel=panel,
-    techniques=TECHNIQUES,
 )
