@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
-from ptfast.core.protocols import Callback, DataInfo, Logger, StepBatch, Task, hooks
+from ptfast.core.protocols import Callback, DataInfo, Logger, Stateful, StepBatch, Task, hooks
 from ptfast.core.resolved import Progress, Resolved
 
 if TYPE_CHECKING:
@@ -120,8 +120,12 @@ class Run:
     patience: int | None = None
     """Evaluations without gain after which training stops."""
     max_time_s: float | None = None
+    stateful: dict[str, Stateful] = field(init=False)
+    """What checkpoints hold besides the weights, by name."""
+    checkpointer: Any = field(init=False)
+    """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`)."""
     saver: StateWriter = field(init=False)
-    """Writes states, beside training if it may."""
+    """Writes checkpoints, in the background if it may."""
     keep_best: int = field(init=False)
     """States of the best evaluations kept on disk."""
     keep_states: int = field(init=False)

@@ -202,25 +202,7 @@ def segments() -> None:
     )
 
 
-def saving() -> None:
-    """Products behind a copy of 1.5 GB to the host, in their stream and beside it."""
-    from ptfast.core.tensors.state_writer import HostCopies
-
-    state = [torch.ones(1 << 20, 4 * 31, device=DEVICE) for _ in range(3)]
-    side = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    copies = HostCopies()
-
-    def step(*, beside: bool) -> None:
-        copies.take(state, state if beside else ())
-        for _ in range(40):
-            side @ side
-        copies.hold()
-
-    times = milliseconds(lambda: step(beside=False), lambda: step(beside=True), calls=3)
-    row("copy of 1.5 GB and 40 products", *times)
-
-
-BENCHES = {"norms": norms, "loss": loss, "images": images, "segments": segments, "saving": saving}
+BENCHES = {"norms": norms, "loss": loss, "images": images, "segments": segments}
 
 if __name__ == "__main__":
     if unknown := {*sys.argv[1:]} - {*BENCHES}:

@@ -43,7 +43,6 @@ def main() -> None:
     from ptfast.core.plain_display import Display
     from ptfast.training.build import build
     from ptfast.training.loop.step import Trainer
-    from ptfast.training.state import save_training
 
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     words = ("data=digits", "model=mlp", f"model.hidden=[{given.hidden},{given.hidden}]", "device=cpu")
@@ -67,13 +66,13 @@ def main() -> None:
         return taken, (time.perf_counter() - wall_s) / taken, (time.thread_time() - processor_s) / taken
 
     steps(3)
-    save_training(run, background=True)
+    run.checkpointer.save(background=True)
     steps()
     rows = []
     for _ in range(given.rounds):
-        at_once_s = seconds(lambda: save_training(run))
+        at_once_s = seconds(lambda: run.checkpointer.save())
         before_s = saver.writing_s
-        stall_s = seconds(lambda: save_training(run, background=True))
+        stall_s = seconds(lambda: run.checkpointer.save(background=True))
         taken, *beside = steps()
         writing_s = saver.writing_s - before_s
         saver.finish()

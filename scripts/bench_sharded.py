@@ -72,7 +72,6 @@ def measure(width: int, depth: int) -> None:
     from ptfast.core.tensors.trees import tensors_in
     from ptfast.training.build import build
     from ptfast.training.fit import fit
-    from ptfast.training.state import restore_model, restore_training, save_training
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks = Ranks(rank, rank, num_ranks, num_ranks)
@@ -99,11 +98,11 @@ def measure(width: int, depth: int) -> None:
 
     def load() -> None:
         state = read_state(folder / "saved" / "last", check=False)
-        restore_model(run.model, state)
-        restore_training(run, state, 0)
+        run.checkpointer.restore_model(state)
+        run.checkpointer.restore(state, 0)
 
     share = sum(part.numel() * part.element_size() for part in map(local_part, tensors))
-    saving = rise_bytes(lambda: save_training(run))
+    saving = rise_bytes(lambda: run.checkpointer.save())
     gathering = rise_bytes(gather)
     tensors.clear()
     parts.clear()

@@ -126,6 +126,13 @@ class StepBatch(NamedTuple):
     """Samples of the whole step, over all ranks."""
 
 
+class Stateful(Protocol):
+    """A part of a run that its checkpoints hold: tensors and plain values, in any nest."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
 class Metrics(Protocol):
     """Figures summed on the device, such as a torchmetrics `MetricCollection`."""
 

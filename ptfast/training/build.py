@@ -23,6 +23,7 @@ from ptfast.models.build_model import remedy
 from ptfast.profiling.operator_counting import StepCounter
 from ptfast.run import Cadence, Run
 from ptfast.techniques.backend.torch_settings import resolve_device
+from ptfast.training.checkpointer import Checkpointer, stateful_parts
 from ptfast.training.loop.updates import OPTIMIZER_NAME
 from ptfast.training.saved_model import add_teacher
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
@@ -31,7 +32,6 @@ from ptfast.training.stages.model_stage import build_plain_model, check_fits, pl
 from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, add_schedule
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import build_plan, check_last_batch
-from ptfast.training.state import restore_model, restore_training
 from ptfast.training.user_code import constructing
 
 CURVE_POINTS = 100
@@ -79,6 +79,7 @@ def build(
         state=state,
         data=data,
     )
+    run.checkpointer = Checkpointer(run)
     set_up_machine(run)
     cut_batch(run)
     load_splits(run)
@@ -91,7 +92,7 @@ def build(
     place_model(run)
     shape_model(run)
     if state is not None:
-        restore_model(run, state)
+        run.checkpointer.restore_model(state)
     build_loaders(run)
     add_optimizer(run)
     check_last_batch(run.plan.batches, run.model, run.micro_batches)
@@ -99,8 +100,9 @@ def build(
     add_schedule(run)
     add_average(run)
     check_own_steps(run)
+    run.stateful = stateful_parts(run)
     if state is not None:
-        restore_training(run, state, run.before.total_steps)
+        run.checkpointer.restore(state, run.before.total_steps)
     saved, buffers = run.model.state_dict(), run.model.named_buffers()
     floating = [(name, b) for name, b in buffers if name in saved and b.is_floating_point()]
     run.finite_buffers = [name for name, buffer in floating if bool(buffer.isfinite().all())]

@@ -18,7 +18,6 @@ from ptfast.training.evaluate import Abandoned, evaluate
 from ptfast.training.loop.loss_window import Look
 from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.votes import StopReason, Votes, agree_to_stop
-from ptfast.training.state import save_training
 from ptfast.training.stopping import Stopped, interruptible
 from ptfast.training.user_code import callback_states, check_figures
 
@@ -187,7 +186,6 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
 def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> None:
     """Save the state; `settles` completes averages first, and a run that `ends` waits until it is on disk."""
     run.settle()
-    run.saver.hold()
     booked = run.clock.seconds
     run.clock.to("saving")
     before_s, step = booked["saving"], run.progress.step
@@ -201,7 +199,7 @@ def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> No
 
     # A callback expects the state of the step at which it is called, unless the config says otherwise.
     called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
-    save_training(run, background=not (ends or called), best_only=best_only, tell=tell)
+    run.checkpointer.save(background=not (ends or called), best_only=best_only, tell=tell)
     run.clock.to(None)
     if not ends:
         run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)
@@ -211,7 +209,7 @@ def try_out(run: Run) -> None:
     """Evaluate one batch of every split and save the state: what a run does beside training."""
     for loader in run.eval_loaders.values():
         evaluate(run, loader, num_batches=1)
-    save_training(run)
+    run.checkpointer.save()
 
 
 def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
@@ -220,7 +218,6 @@ def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
     found: dict[str, tuple[dict[str, float], dict[str, MetricTable]]] = {}
     for split in splits:
         clock.to("evaluation")
-        run.saver.hold()  # averages may take the weights' place
         tables: dict[str, MetricTable] = {}
         found[split] = evaluate(run, run.eval_loaders[split], keep=tables.update), tables
     run.settle()  # the device is past the training before it
@@ -259,7 +256,7 @@ def _evaluate_and_rank(run: Run) -> bool:
     except Exception:
         if not run.sharded:
             run.settle()
-            save_training(run)
+            run.checkpointer.save()
         raise
 
 

@@ -32,13 +32,13 @@ from ptfast.tasks.added_metrics import MetricTable, as_lists
 from ptfast.tasks.cross_entropy import CrossEntropyTask
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
+from ptfast.training.checkpointer import Checkpointer
 from ptfast.training.evaluate import averaged_over_views, evaluate
 from ptfast.training.stages import data_stage
 from ptfast.training.stages.data_stage import choose_task, load_data, reader_options
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
 from ptfast.training.stages.partial_run import Checkpoint, PartialRun
-from ptfast.training.state import restore_model
 from ptfast.training.user_code import naming_user_code
 
 
@@ -82,7 +82,7 @@ def load_saved(config: Config, state_folder: Path, student: PartialRun | None = 
     choose_task(run)
     build_plain_model(run)
     place_model(run)
-    restore_model(run, state)
+    Checkpointer(run).restore_model(state)
     if "ema" in state.training:
         # Parameters that never trained were not averaged.
         averaged = state.training["ema"]["averages"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import same_bits, whole_facts, write_shards
+from running import same_bits, whole_facts, write_shards, write_state
 from safetensors import SafetensorError
 
 from ptfast.core.distributed import Ranks
@@ -30,7 +30,6 @@ from ptfast.core.tensors.saved_state import (
     prune,
     read_state,
     restore_links,
-    write_state,
 )
 from ptfast.models.warm_start import _read_pt
 

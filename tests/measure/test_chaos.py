@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from running import train
+from running import train, write_state
 
 from ptfast.cli import command_line
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
-from ptfast.core.tensors.saved_state import ShardedDraft, State, read_state, write_state
+from ptfast.core.tensors.saved_state import ShardedDraft, State, read_state
 from ptfast.core.tensors.state_writer import StateWriter
 from ptfast.measure.chaos import chaos_run
 from ptfast.measure.chaos.chaos_run import ChaosTest, compare_runs, differences
@@ -251,13 +251,15 @@ def test_bad_requests_start_nothing(
 def test_a_kill_once_files_are_written_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where several ranks write no state in the background, but all in its publication."""
     from ptfast.core.tensors import saved_state
-    from ptfast.training import build, evaluate, fit, state
+    from ptfast.training import build, checkpointer, evaluate
+    from ptfast.training.checkpointer import Checkpointer
 
-    patched = {build: ["build"], evaluate: ["interruptible"], fit: ["save_training"], state: ["prune"]}
+    patched = {build: ["build"], evaluate: ["interruptible"], checkpointer: ["prune"]}
     for module, names in {
         **patched,
         saved_state: ["write_manifest", "point"],
         ShardedDraft: ["publish"],
+        Checkpointer: ["save"],
     }.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))
@@ -273,7 +275,7 @@ def test_a_kill_once_files_are_written_finds_them(tmp_path: Path, monkeypatch: p
     saver = StateWriter(Ranks(), Clock(), background=False)
     facts: dict[str, Any] = {"progress": {"step": 4}}
     draft = ShardedDraft(tmp_path / "saved", 4, State({"weight": torch.ones(2)}, {}, facts), Ranks())
-    saver.write(draft.tensors, draft.write, draft.publish, together=True, background=False)
+    saver.write(draft)
     assert "shard-00001-of-00001.safetensors" in seen[0]
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import whole_facts, write_shards
+from running import whole_facts, write_shards, write_state
 from torch import nn
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import SavedStateError
-from ptfast.core.tensors.saved_state import State, write_state
+from ptfast.core.tensors.saved_state import State
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.models.warm_start import load_weights

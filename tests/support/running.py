@@ -18,7 +18,7 @@ from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.core.resolved import Progress
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import ShardedDraft, State, read_state
+from ptfast.core.tensors.saved_state import ShardedDraft, State, WholeDraft, read_state
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import PROBE_SIZE
@@ -37,10 +37,15 @@ def train(*words: str) -> int:
     return command_line.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
 
 
+def write_state(saved: Path, step: int, state: State) -> Path:
+    """Write a checkpoint as one rank does."""
+    return WholeDraft(saved, step, state).write(state)
+
+
 def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
     """Write a state as several ranks do together, each its part."""
     draft = ShardedDraft(saved, step, state, ranks)
-    return draft.publish(lambda: draft.write(draft.tensors))
+    return draft.publish(lambda: draft.write(draft.content))
 
 
 def whole_facts(step: int) -> dict[str, Any]:

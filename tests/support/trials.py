@@ -194,7 +194,7 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
             before = plain_loss(run, task)
         # Copied by a callback: the end of a run may put averages in the weights' place.
         run.callbacks.append(_Copy(trial))
-        with mock.patch("ptfast.training.fit.save_training"):
+        with mock.patch("ptfast.training.checkpointer.Checkpointer.save"):
             fit(run)
         trial.as_saved = functools.partial(_loaded_and_saved, run.model)
         if plain_words is not None:

@@ -24,7 +24,6 @@ from ptfast.core.tensors import arrivals, state_writer
 from ptfast.core.tensors.saved_state import list_states, read_state, step_of
 from ptfast.core.tensors.state_writer import HostCopies
 from ptfast.training.fit import fit
-from ptfast.training.state import save_training
 
 NET = ("model.hidden=[128]", "batch_size=128", "optimizer=adamw", "ema.decay=0.9", "log_every=5")
 RHYTHM = ("epochs=3", "saving.every=4steps", "eval.every=6steps", "saving.keep=9", "run.resume=auto")
@@ -244,7 +243,7 @@ def test_the_writer_gives_way_until_training_waits_for_it(
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "setpriority", lambda which, who, value: set_to.append((who, value)))
     run = build_run(tmp_path, *WORDS[:-1])
-    save_training(run, background=True)
+    run.checkpointer.save(background=True)
     while not set_to:
         time.sleep(0.001)
     run.saver.finish()
@@ -314,36 +313,6 @@ def test_a_save_waits_for_the_gpu_once(
     for step in (4, 8, 12):
         own, other = (read_state(tmp_path / name / f"saved/step-{step}") for name in ("true", "false"))
         assert same_bits([own.model, own.training], [other.model, other.training])
-
-
-@pytest.mark.gpu
-def test_copies_beside_the_stream_hold_what_was_there() -> None:
-    weights, buffer = (torch.ones(size, device="cuda") for size in (1 << 26, 4))
-    copies = HostCopies()
-    for value in (1.0, 2.0, 3.0):
-        for tensor in (weights, buffer):
-            tensor.fill_(value)
-        taken, wait = copies.take([weights, buffer], [weights])
-        buffer.fill_(-1.0)
-        copies.hold()
-        weights.fill_(-1.0)
-        wait()
-        assert [tensor.unique().tolist() for tensor in taken] == [[value], [value]]
-
-
-@pytest.mark.gpu("copies that take time")
-def test_training_goes_on_beside_a_copy() -> None:
-    weights, buffer = (torch.ones(size, device="cuda") for size in (1 << 28, 4))
-    copies = HostCopies()
-    copies.take([weights, buffer], [weights])[1]()  # page-locked memory is there from now on
-    copies.take([weights, buffer], [weights])
-    buffer.fill_(2.0)
-    torch.cuda.current_stream().synchronize()
-    [copied] = copies._beside
-    assert not copied.query()
-    copies.hold()
-    torch.cuda.current_stream().synchronize()
-    assert copied.query()
 
 
 def killed_in_a_write(rng: random.Random, *words: str) -> bool:

@@ -50,6 +50,9 @@ _FACTS = {
 """The names in `state.json`."""
 
 
+Mark = Callable[[Path], object]
+
+
 @dataclass(frozen=True)
 class State:
     """The content of one state folder.
@@ -65,59 +68,85 @@ class State:
     facts: dict[str, Any]
 
 
-def write_state(saved: Path, step: int, state: State) -> Path:
-    """Write `saved/step-<step>/` and point `saved/last` at it.
+class WholeDraft:
+    """A checkpoint on its way to disk, which one rank writes.
 
     The folder is written under another name, flushed to disk and renamed, so that a kill at any moment leaves
-    either the whole state or none. The manifest has each file's SHA-256: torch does not notice a flipped bit.
-    Raises as `cannot_write`, and leaves nothing behind.
+    either the whole checkpoint or none. The manifest has each file's SHA-256: torch does not notice a flipped
+    bit. Errors are those of `cannot_write`, and leave nothing behind.
+
+    Args:
+        mark: called with the folder once it is in place, before anything else changes in `saved`.
     """
-    draft = saved / f".step-{step}.{os.getpid()}"
-    try:
-        with writing(saved):
-            # A killed process of the same id may have left one: in a container, ids repeat.
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            for name, content in (("model.pt", state.model), ("training.pt", state.training)):
-                # Given a path, torch's writer would hide the system's error.
-                with (draft / name).open("wb") as file:
-                    torch.save(content, file)
-            return _seal(draft, step, state.facts, FORMAT)
-    except Exception:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+
+    together = False
+    """Whether every rank writes a part, and all publish it together."""
+
+    def __init__(self, saved: Path, step: int, state: State, mark: Mark = lambda folder: None) -> None:
+        self._folder, self.step, self._mark = saved / f".step-{step}.{os.getpid()}", step, mark
+        self.content = state
+        """What `write` takes, or a copy of it."""
+
+    def write(self, content: State) -> Path:
+        """Write the files and put the folder in place; return it."""
+        folder = self._folder
+        try:
+            with writing(folder.parent):
+                # A killed process of the same id may have left one: in a container, ids repeat.
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                for name, values in (("model.pt", content.model), ("training.pt", content.training)):
+                    # Given a path, torch's writer would hide the system's error.
+                    with (folder / name).open("wb") as file:
+                        torch.save(values, file)
+                final = _seal(folder, self.step, content.facts, FORMAT)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._mark(final)
+        return final
+
+    def publish(self, written: Callable[[], Path]) -> Path:
+        """Return the folder that `write` has put in place, or raise its error."""
+        return written()
 
 
 class ShardedDraft:
-    """A state of which each rank has a part, with the guarantees of `write_state`.
+    """A checkpoint of which each rank writes a part, with the guarantees of `WholeDraft`.
 
     Every rank writes its rows into a file of its own, so that none holds more than its share. When all files
     are on disk, the first rank adds what is whole, the facts and the manifest, and renames the folder, which
-    until then is no state. All ranks make a draft and publish it together; each writes by itself.
+    until then is no checkpoint.
     """
 
-    def __init__(self, saved: Path, step: int, state: State, ranks: Ranks) -> None:
-        self._step, self._ranks, self._facts = step, ranks, state.facts
+    together = True
+
+    def __init__(
+        self, saved: Path, step: int, state: State, ranks: Ranks, mark: Mark = lambda folder: None
+    ) -> None:
+        self.step, self._ranks, self._facts, self._mark = step, ranks, state.facts, mark
         self._folder = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
         parts = {"model": state.model, "training": state.training}
-        self._tree, self.tensors = pack(parts, is_first=ranks.is_first)
+        self._tree, self.content = pack(parts, is_first=ranks.is_first)
 
-    def write(self, tensors: dict[str, Tensor]) -> tuple[str, str]:
-        """Write this rank's file, from its `tensors` or copies of them; return its name and checksum."""
+    def write(self, content: dict[str, Tensor]) -> tuple[str, str]:
+        """Write this rank's file; return its name and checksum."""
         with writing(self._folder.parent):
             self._folder.mkdir(parents=True, exist_ok=True)
             name = f"shard-{self._ranks.rank + 1:05}-of-{self._ranks.num_ranks:05}.safetensors"
-            write_tensors(self._folder / name, tensors)
+            write_tensors(self._folder / name, content)
             _flush(self._folder / name)
             return name, _sha256(self._folder / name)
 
     def publish(self, written: Callable[[], tuple[str, str]]) -> Path:
-        """Make a state of it; `written` returns what `write` did. All ranks raise if one fails."""
+        """Put the folder in place on all ranks together, which all raise if one fails; return it."""
 
         def complete() -> Path:
             with writing(self._folder.parent):
                 (self._folder / TREE).write_text(json.dumps(self._tree, indent=1))
-                return _seal(self._folder, self._step, self._facts, SHARDED_FORMAT, digests)
+                final = _seal(self._folder, self.step, self._facts, SHARDED_FORMAT, digests)
+            self._mark(final)
+            return final
 
         try:
             digests = dict(once_per_rank(written, self._ranks))
@@ -300,7 +329,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
         given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(file, "the file does not hold what a run resumes from") from error
-    if given != _FACTS:
+    if any(given[name] - known for name, known in _FACTS.items()):
         hint = f"Go on with that version, or start afresh from its weights: model.weights={folder}"
         raise damaged(folder, "it was saved by another version of ptfast", hint)
     try:

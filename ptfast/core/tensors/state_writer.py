@@ -8,16 +8,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks, on_all_ranks
+from ptfast.core.errors import NumericsError
 from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.tensors.arrivals import wait_for
 from ptfast.core.tensors.trees import tensors_in
@@ -39,30 +41,21 @@ class HostCopies:
     Copies share storage where tensors do, and keep strides: files made from them are the same.
 
     Cost: one pass over the bytes, and as much main memory. From CUDA the copies go into page-locked memory,
-    in the stream that trains: its next kernel waits for them, the host does not. What stays as it is for a
-    while is copied beside that stream, until `hold`.
+    in the stream that trains: its next kernel waits for them, the host does not.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._sides: dict[torch.device, Any] = {}
-        self._beside: list[Any] = []
 
     @property
     def num_bytes(self) -> int:
         """Main memory held by the buffers."""
         return sum(map(len, self._buffers))
 
-    def hold(self) -> None:
-        """Let the stream that trains wait for the copies beside it, before it changes what they read."""
-        while self._beside:
-            event = self._beside.pop()
-            torch.cuda.current_stream(event.device).wait_event(event)
-
-    def take(self, values: T, lasting: Iterable[Tensor] = ()) -> tuple[T, Callable[[], Any]]:
+    def take(self, values: T) -> tuple[T, Callable[[], Any]]:
         """Return a deep copy of `values`, and a function that waits until a device has filled it.
 
-        The copy before it is overwritten. Those of `lasting` on CUDA must not change until `hold`.
+        The copy before it is overwritten.
         """
         tensors = [tensor for tensor in tensors_in(values) if _has_storage(tensor)]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -74,10 +67,7 @@ class HostCopies:
                 buffer = torch.empty(len(source), dtype=torch.uint8, pin_memory=source.is_cuda)
             buffers.append(buffer)
         self._buffers = buffers
-        pairs = dict(zip(storages, zip(buffers, sources, strict=True), strict=True))
-        keys = {tensor.untyped_storage()._cdata for tensor in lasting if tensor.is_cuda}
-        beside = [pairs.pop(key) for key in pairs.keys() & keys]
-        _copy([*pairs.values()])
+        _copy([*zip(buffers, sources, strict=True)])
         of_storage = dict(zip(storages, (buffer.untyped_storage() for buffer in buffers), strict=True))
         memo: dict[int, Any] = {}
         for tensor in tensors:
@@ -85,20 +75,20 @@ class HostCopies:
             storage = of_storage[tensor.untyped_storage()._cdata]
             copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
             memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        events = []
-        for device in {source.device for source in sources if source.is_cuda}:
-            stream = torch.cuda.current_stream(device)
-            if own := [pair for pair in beside if pair[1].device == device]:
-                side = self._sides[device] = self._sides.get(device) or torch.cuda.Stream(device)
-                side.wait_stream(stream)
-                with torch.cuda.stream(side):
-                    _copy(own)
-                for _, source in own:
-                    source.record_stream(side)  # one that is freed is not to be filled anew meanwhile
-                stream = side
-                self._beside.append(side.record_event())
-            events.append(stream.record_event())
+        devices = {source.device for source in sources if source.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return deepcopy(values, memo), lambda: deque(map(wait_for, events), maxlen=0)
+
+
+class Draft(Protocol):
+    """A checkpoint on its way to disk: `WholeDraft`, or `ShardedDraft` for several ranks."""
+
+    step: int
+    together: bool
+    content: Any
+
+    def write(self, content: Any) -> Any: ...
+    def publish(self, written: Callable[[], Any]) -> Path: ...
 
 
 class StateWriter:
@@ -165,33 +155,30 @@ class StateWriter:
 
     def write(
         self,
-        content: T,
-        write: Callable[[T], Any],
-        publish: Callable[[Callable[[], Any]], None],
+        draft: Draft,
         *,
-        together: bool,
-        background: bool,
-        lasting: Iterable[Tensor] = (),
+        check: Sequence[Tensor] = (),
+        tell: Callable[[Path], object] = lambda folder: None,
+        background: bool = False,
     ) -> None:
-        """Write `content` by `write`, and `publish` what that returns.
+        """Write and publish a draft.
 
         Args:
-            publish: called by the main thread, with a function that returns what `write` did or raises its
-                error.
-            together: every rank writes a part, and all come to `publish` together.
-            background: a thread may call `write` while training goes on.
-            lasting: tensors that do not change until `hold`.
+            check: tensors that must be finite; N001 if they are not, and nothing is written.
+            tell: called by the main thread of the first rank, with the folder once it is in place.
+            background: a thread may write it while training goes on.
         """
+        content = draft.content, [*check]
         size, on_gpu = _size_of(content)
         fits = size < available_memory() // 2 + self._copies.num_bytes
         background = background and self.background is not False
         if self.background == "auto":
             background = background and size >= LEAST_BYTES and fits
-        if together:
+        if draft.together:
             background = all(on_all_ranks(background, self._ranks.num_ranks))
         arrived = None
         if background or (on_gpu and fits):
-            content, arrived = self._copies.take(content, lasting if background else ())
+            content, arrived = self._copies.take(content)
 
         def run() -> Any:
             start_s = time.perf_counter()
@@ -201,9 +188,16 @@ class StateWriter:
                     _set_niceness(self._thread_id, NICENESS)
                 if arrived is not None:
                     arrived()
-                return write(content)
+                values, checked = content
+                _check_finite(checked, draft.step)
+                return draft.write(values)
             finally:
                 self.writing_s += time.perf_counter() - start_s
+
+        def publish(written: Callable[[], Any]) -> None:
+            folder = draft.publish(written)
+            if self._ranks.is_first:
+                tell(folder)
 
         self._thread_id = None
         self.states += 1
@@ -215,11 +209,8 @@ class StateWriter:
         pool = ThreadPoolExecutor(1, "ptfast-state-writer")
         written = pool.submit(run)
         pool.shutdown(wait=False)
-        self._together, self._written, self._publish = together, written, lambda: publish(written.result)
-
-    def hold(self) -> None:
-        """Let the stream that trains wait for copies that still read what it is about to change."""
-        self._copies.hold()
+        self._together, self._written = draft.together, written
+        self._publish = lambda: publish(written.result)
 
     def finish(self) -> None:
         """Wait until the state under way is written, and publish it; raise the error of its writing."""
@@ -258,6 +249,14 @@ class StateWriter:
             "writing_s": self.writing_s,
             "longest_stall_s": self.longest_stall_s,
         }
+
+
+def _check_finite(weights: Sequence[Tensor], step: int) -> None:
+    parts = (torch.view_as_real(part) if part.is_complex() else part for part in weights)
+    if not all(bool(end.isfinite()) for part in parts for end in torch.aminmax(part)):
+        what = f"weights or buffers are not finite after step {step}"
+        hint = "Lower optimizer.lr or clip with gradients.clip_norm=1; the last checkpoint is older"
+        raise NumericsError("N001", what, suggestion=hint)
 
 
 def _size_of(content: Any) -> tuple[int, bool]:

@@ -149,7 +149,8 @@ def install(strikes: Strikes, folder: Path) -> None:
     """Have this process call `strikes` around what builds, evaluates and saves."""
     from ptfast.core.tensors import saved_state
     from ptfast.core.tensors.saved_state import ShardedDraft, list_states, step_of
-    from ptfast.training import build, evaluate, fit, state
+    from ptfast.training import build, checkpointer, evaluate
+    from ptfast.training.checkpointer import Checkpointer
 
     shards: Any = ShardedDraft
     build_run, interruptible, publish = build.build, evaluate.interruptible, shards.publish
@@ -173,30 +174,30 @@ def install(strikes: Strikes, folder: Path) -> None:
             strikes.at("evaluation", run.progress.step)
         strikes.at("evaluation", run.progress.step)
 
-    def saving(module: Any, name: str, point: str, step: Callable[..., int]) -> None:
-        inner = getattr(module, name)
+    def saving(owner: Any, name: str, point: str, step: Callable[..., int]) -> None:
+        inner = getattr(owner, name)
 
         def struck(*given: Any, **named: Any) -> Any:
             strikes.at("saving", step(*given), point)
             return inner(*given, **named)
 
-        setattr(module, name, struck)
+        setattr(owner, name, struck)
 
     def struck_publish(draft: Any, written: Callable[[], Any]) -> Path:
         def struck() -> Any:
             # What is not written in the background is written here.
             found = written()
-            strikes.at("saving", draft._step, "files written")
+            strikes.at("saving", draft.step, "files written")
             return found
 
         return publish(draft, struck)
 
     build.build, evaluate.interruptible = struck_build, struck_batches
     shards.publish = struck_publish
-    saving(fit, "save_training", "begun", lambda run, *_: run.progress.step)
+    saving(Checkpointer, "save", "begun", lambda checkpointer, *_: checkpointer.run.progress.step)
     saving(saved_state, "write_manifest", "files written", lambda draft, step, *_: step)
     saving(saved_state, "point", "in place", lambda saved, name, folder: step_of(folder))
-    saving(state, "prune", "marked as last", lambda saved, *_: step_of(list_states(saved)[0]))
+    saving(checkpointer, "prune", "marked as last", lambda saved, *_: step_of(list_states(saved)[0]))
 
 
 def main() -> None:

@@ -72,7 +72,6 @@ class Trainer:
         run, progress = self.run, self.run.progress
         self.update.prepare()
         self.accumulate(batch)  # forward and backward of each micro-batch
-        run.saver.hold()  # from here on weights and the optimizer's state change
         self.exchange.merge_statistics()  # of BatchNorm, over the ranks
         run.clock.to("optimizer")
         self.window.inspect_gradients()  # their norm, in the last step before a log line

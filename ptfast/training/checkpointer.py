@@ -1,0 +1,225 @@
+"""Checkpoints of a run: its stateful parts, saved and restored by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptfast.core.distributed import broadcast_object
+from ptfast.core.errors import PtfastError, SavedStateError, summary_of
+from ptfast.core.protocols import Stateful
+from ptfast.core.resolved import Progress
+from ptfast.core.tensors.dtensors import local_part, shard_like
+from ptfast.core.tensors.saved_state import (
+    ShardedDraft,
+    State,
+    WholeDraft,
+    abandon_after,
+    check_length,
+    list_states,
+    point,
+    prune,
+    step_of,
+)
+from ptfast.optim.build_optimizer import load_optimizer, state_by_name
+from ptfast.run import Run
+from ptfast.training.user_code import callback_states
+
+
+def stateful_parts(run: Run) -> dict[str, Stateful]:
+    """The parts of a run that its checkpoints hold besides weights and progress, in order of restoring."""
+    parts: dict[str, Stateful | None] = {
+        "optimizer": OptimizerState(run),
+        "scaler": run.precision.scaler,
+        "ema": run.ema,
+        "schedule": run.schedule.on_metric,
+        "stream": None if run.marks is None else StreamPosition(run),
+        "callbacks": CallbackStates(run),
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+class OptimizerState:
+    """The optimizer's state; by the names of parameters if each rank holds a part of them."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        run = self.run
+        return state_by_name(run.optimizer, run.model) if run.sharded else run.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_optimizer(self.run.optimizer, state_dict)
+
+
+class StreamPosition:
+    """How far the data workers of an iterable dataset are."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.run.marks is not None
+        return self.run.marks.state(self.run.progress.step)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        run = self.run
+        assert run.marks is not None
+        note = run.marks.load(state_dict, run.progress.step)
+        run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))
+
+
+class CallbackStates:
+    """The states of the callbacks that have one, saved by the first rank and restored by every rank."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def state_dict(self) -> list[Any]:
+        return callback_states(self.run) if self.run.ranks.is_first else []
+
+    def load_state_dict(self, state_dict: list[Any]) -> None:
+        callbacks: list[Any] = self.run.callbacks
+        for callback, state in zip(callbacks, state_dict, strict=True):
+            if state is not None:
+                callback.load_state_dict(state)
+
+
+class Checkpointer:
+    """Saves and restores a run: whole or in shards, at once or in the background."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self._saved = run, run.folder / "saved"
+
+    def save(
+        self,
+        *,
+        background: bool = False,
+        best_only: bool = False,
+        tell: Callable[[Path], object] = lambda folder: None,
+    ) -> None:
+        """Write a checkpoint, mark it if it is the best, and delete those no longer kept; on every rank.
+
+        Args:
+            background: it may be written while training goes on.
+            best_only: it is saved as one of the best alone, so that `saving.keep` does not count it.
+            tell: called on the first rank with the folder, once it is on disk.
+        """
+        run, step = self.run, self.run.progress.step
+        run.saver.begin()
+        if not (run.ranks.is_first or run.sharded):
+            return
+        model = run.model.state_dict()
+        for name in run.left_out:
+            del model[name]
+        check = self._to_check(model)
+        parts = {name: part.state_dict() for name, part in run.stateful.items()}
+        state = State(model, parts, copy.deepcopy(self._facts(best_only)))
+        best_steps = [kept for _, kept in run.progress.best_states]
+
+        def mark(folder: Path) -> None:
+            if best_steps[:1] == [step]:
+                point(self._saved, "best", folder)
+            prune(self._saved, run.keep_states, best_steps)
+
+        if run.sharded:
+            draft = ShardedDraft(self._saved, step, state, run.ranks, mark)
+        else:
+            draft = WholeDraft(self._saved, step, state, mark)
+        run.saver.write(draft, check=check, tell=tell, background=background)
+
+    def restore_model(self, state: State) -> None:
+        """Load the weights: all of them, or this rank's part if they are sharded."""
+        # The versions of modules, which torch leaves beside the names, have to stay.
+        model, weights = self.run.model, copy.copy(state.model)
+        own = model.state_dict()
+        try:
+            weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
+            weights.update({name: own[name] for name in self.run.left_out})
+            model.load_state_dict(weights)
+        except Exception as error:
+            lines = str(error).splitlines()
+            reason = (lines[1] if len(lines) > 1 else summary_of(error)).strip().rstrip(".")
+            hint = "Resume with the config it was saved with, or warm-start with model.weights"
+            what = f"it belongs to another model: {reason}"
+            raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
+
+    def restore(self, state: State, steps_before: int) -> None:
+        """Restore everything but the weights, of a run that was to have `steps_before` steps then."""
+        run, parts = self.run, parts_of(state)
+        try:
+            run.progress = Progress(**state.facts["progress"])
+            for name, part in run.stateful.items():
+                if name in parts:
+                    part.load_state_dict(parts[name])
+            run.best_figures = state.facts["best_figures"]
+            figures = state.facts["figures"].items()
+            run.figures = {split: values for split, values in figures if split != "test"}
+        except PtfastError:
+            raise
+        except Exception as error:
+            what = f"it does not fit this run: {summary_of(error)}"
+            hint = "Resume from another saved/step-N folder"
+            raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
+        step = run.progress.step
+        extendable = all(part is None or part.extendable for part in (run.freezing, run.ema))
+        if steps_before != run.total_steps:
+            extendable = extendable and run.schedule.begins_like(steps_before, step)
+        check_length(step, steps_before, run.total_steps, extendable)
+        if run.ranks.is_first:
+            self._restore_links()
+        # Which checkpoints are kept is decided by every rank for itself.
+        run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
+
+    def _facts(self, best_only: bool) -> dict[str, Any]:
+        """What `state.json` says: progress, metrics, the data, and what the run resolved to."""
+        run = self.run
+        return {
+            "progress": asdict(run.progress),
+            "best_figures": run.best_figures,
+            "best_metric": ".".join(run.followed),
+            "figures": run.figures,
+            "info": asdict(run.info),
+            "resolved": asdict(run.resolved),
+            "best_only": best_only,
+        }
+
+    def _to_check(self, model: dict[str, Tensor]) -> list[Tensor]:
+        """This rank's trained weights and buffers; on a device the host does not wait for, largest magnitudes."""
+        run = self.run
+        named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
+        parts = [local_part(model.get(name, p.detach())).detach() for name, p in named]
+        parts += [model[name] for name in run.finite_buffers if name in model]
+        parts = [part for part in parts if part.numel()]
+        if run.device.type == "cpu" or not parts:
+            return parts
+        # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
+        return [torch.stack(list(torch._foreach_norm(parts, math.inf)))]
+
+    def _restore_links(self) -> None:
+        """Abandon checkpoints after the one resumed, forget best ones that are gone, and mend both links."""
+        run, saved = self.run, self._saved
+        if (current := saved / f"step-{run.progress.step}").is_dir():
+            abandon_after(saved, current)
+        known = {step_of(folder) for folder in list_states(saved)}
+        best = [(value, step) for value, step in run.progress.best_states if step in known]
+        run.progress.best_states = best[: run.keep_best]
+        # A kill between a checkpoint and the link to it leaves the link behind, as does `saving.best=0`.
+        if run.progress.best_states:
+            point(saved, "best", saved / f"step-{run.progress.best_states[0][1]}")
+        else:
+            (saved / "best").unlink(missing_ok=True)
+
+
+def parts_of(state: State) -> dict[str, Any]:
+    """The parts of a checkpoint; version 0.1 kept the position in a stream among the facts."""
+    stream = state.facts.get("stream")
+    return state.training if stream is None else {**state.training, "stream": stream}
