@@ -193,7 +193,7 @@ class Checkpointer:
         }
 
     def _to_check(self, model: dict[str, Tensor]) -> list[Tensor]:
-        """This rank's trained weights and buffers; on a device the host does not wait for, largest magnitudes."""
+        """This rank's trained weights and buffers; on a GPU only their largest magnitudes."""
         run = self.run
         named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
         parts = [local_part(model.get(name, p.detach())).detach() for name, p in named]
