@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field
 
+from ptfast.config.checks.former_keys import in_todays_keys
 from ptfast.config.families import FAMILIES
 from ptfast.core.durations import Duration
 from ptfast.core.errors import SECRET, is_secret
@@ -245,7 +246,9 @@ def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = False) -> list[str]:
     """Dotted keys in which two configs differ, but for secrets, `FREE_KEYS` and data that `moves`."""
-    before, after = flatten(with_defaults(old)), flatten(with_defaults(new))
+    before, after = in_todays_keys(flatten(with_defaults(old))), flatten(with_defaults(new))
+    if "split" not in old.get("data", {}):
+        before["data.split"] = after.get("data.split")  # the checkpoint says how its data was split
     known = str(after.get("data._target_")).startswith("ptfast.data.")
     free_keys = (*FREE_KEYS, *(DATA_PLACES if moves and known else ()))
     return sorted(

@@ -70,10 +70,8 @@ def _fit(run: Run) -> StopReason:
         if not progress.evaluation_due:
             batches = _apply_freezing(run, trainer, batches)
             segment = _train_segment(run, trainer, batches, votes.look_steps)
-            stop, data_comes = (
-                votes.exchange(segment.step_s, defers=trainer.window.defers),
-                segment.data_comes,
-            )
+            data_comes = segment.data_comes
+            stop = votes.exchange(segment.step_s, defers=trainer.window.defers)
             _report(run, trainer, segment)
         if progress.evaluation_due and stop in (None, StopReason.MAX_TIME):
             try:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptfast.config.checks.data_sections import with_inherited
+from ptfast.config.checks.former_keys import drop_former
 from ptfast.config.checks.rules import across_keys
 from ptfast.config.checks.target_keywords import Locate, check_target
 from ptfast.config.checks.trust import locate_trusted
@@ -58,7 +59,6 @@ def validate(
     return config
 
 
-RENAMED = {"optimizer.backbone_from": "optimizer.freeze_backbone"}  # today's names by former ones
 # What other programs call keys that have another name, or another place, here.
 ELSEWHERE = {
     "lr": "optimizer.lr",
@@ -100,11 +100,7 @@ class _Checker:
 
     def check(self) -> Config | None:
         """The config, or None where `problems` says why not."""
-        for former, name in RENAMED.items():
-            section, _, key = former.rpartition(".")
-            # The config of an earlier run names every key; null is the default of each that was renamed.
-            if (value := self.tree.get(section, {}).pop(key, None)) is not None:
-                self.problems.append(ConfigError("C002", f"renamed: use {name}", key=former, value=value))
+        self.problems += drop_former(self.tree)
         prepared = self._given(self.tree)
         try:
             prepared = with_inherited(prepared)
