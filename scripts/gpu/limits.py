@@ -120,7 +120,7 @@ def find_batch(check: Check) -> Figures:
     check.ptfast("find", "batch", *words_of("gpt", check), "precision=bf16", *flags, *most, env=env)
     found = json.loads((folder / "batch.json").read_text())
     too_large = (found["too_large"] or {"size": "not reached"})["size"]
-    figures = {"chosen": found["chosen"], "too large": too_large, "with": found.get("checkpointing", "none")}
+    figures = {"chosen": found["chosen"], "too large": too_large}
     if check.emulated:
         raise NotShownError(NO_SPEED, figures)
     return figures

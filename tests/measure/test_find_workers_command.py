@@ -16,7 +16,7 @@ from running import WITH_TESTS, train
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
-from ptfast.measure.experiment.trial import Segments, TrialRank
+from ptfast.measure.experiment.trial import Segments
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
@@ -27,7 +27,7 @@ POINTS = (*SMALL, "data=custom", "data._target_=toys.SlowPoints", "batch_size=4"
 def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
     def figures(name: str, *words: str) -> dict[str, Any]:
         (tmp_path / name).mkdir()
-        segments = Segments(TrialRank(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks()))
+        segments = Segments(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks(), None)
         segments.warm_up(0.1)
         return segments.train(10, 1)
 
