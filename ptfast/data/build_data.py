@@ -125,7 +125,7 @@ def build_data(
     choice, files = None, splits.train
     skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
     if shuffle_buffer is not None:
-        _draw_among(files, shuffle_buffer)
+        splits = replace(splits, warning=_draw_among(files, shuffle_buffer) or splits.warning)
     if choose is not None:
         others = [source for split, source in splits.sources.items() if split != "train"]
         choice = once(lambda: choose(splits.train, others))
@@ -322,14 +322,18 @@ def _with_classes(splits: Splits) -> Splits:
     return replace(splits, info=replace(info, num_classes=num_classes))
 
 
-def _draw_among(source: Source, size: int) -> None:
-    """Have each sample drawn out of `size` neighbours; C011 for data that is shuffled as a whole."""
-    from ptfast.data.sources.webdataset_shards import ShardedImages
+def _draw_among(source: Source, size: int) -> str | None:
+    """Have each sample drawn out of `size` neighbours; C011 for data that is shuffled as a whole.
+
+    Returns a warning if the cache of a stream is too small for it.
+    """
+    from ptfast.data.sources.webdataset_shards import ShardedImages, ShardStream
 
     if not isinstance(source, (IterableSource, ShardedImages)):
         what, hint = "this data is shuffled as a whole", "Set data.shuffle_buffer=null"
         raise ConfigError("C011", what, key="data.shuffle_buffer", value=size, suggestion=hint)
     source.shuffle_buffer = size
+    return source.too_wide() if isinstance(source, ShardStream) else None
 
 
 def _ignores_labels(source: Source) -> bool:

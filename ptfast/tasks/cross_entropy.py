@@ -41,8 +41,8 @@ class CrossEntropyTask(SupervisedTask):
         class_weights: Literal["balanced"] | Weights | None = None,
         focal_gamma: NotNegative = 0.0,
         teacher: str | None = None,
-        distill_weight: Part = 0.5,
-        temperature: Positive = 4.0,
+        distill_weight: Part | None = None,
+        temperature: Positive | None = None,
     ) -> None:
         """Build the task.
 
@@ -52,15 +52,24 @@ class CrossEntropyTask(SupervisedTask):
             class_weights: weight of each class: a list, a mapping by name, or `balanced` by training samples.
             focal_gamma: the loss of a target of probability p counts (1 - p) ** gamma times.
             teacher: run directory of a trained model, from whose outputs the model learns as well.
-            distill_weight: share of the loss against the teacher's outputs; the rest is against the targets.
-            temperature: outputs of teacher and student are divided by it in that loss.
+            distill_weight: share of the loss against the teacher's outputs (default 0.5); the rest is against
+                the targets.
+            temperature: outputs of teacher and student are divided by it in that loss (default 4).
         """
         super().__init__(info, loss)
         check_own_loss(loss, class_weights=class_weights, focal_gamma=focal_gamma, teacher=teacher)
         if label_smoothing and focal_gamma:
             raise ConfigError("C011", "cannot be combined with label_smoothing", key="task.focal_gamma")
+        for name, value in (("distill_weight", distill_weight), ("temperature", temperature)):
+            if teacher is None and value is not None:
+                what, hint = "there is no teacher to learn from", "Set task.teacher=RUN, or leave it out"
+                raise ConfigError("C011", what, key=f"task.{name}", value=value, suggestion=hint)
         self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
-        self.teacher, self.distill_weight, self.temperature = teacher, distill_weight, temperature
+        self.teacher, self.distill_weight, self.temperature = (
+            teacher,
+            distill_weight or 0.5,
+            temperature or 4.0,
+        )
         self.class_weights = read_weights(class_weights, info, "task.class_weights")
         if class_weights is not None or info.ignores_labels:
             self.counts_samples = False
@@ -98,11 +107,15 @@ class CrossEntropyTask(SupervisedTask):
         outputs, learned = self.forward(model, data[0]), taught(data[0])
         total, num_items = loss(lambda *_, **__: outputs, data)
         targets = data[1].targets if isinstance(data[1], Mixed) else data[1]
+        weights = target_weights(targets, self.class_weights, self.ignore_index)
+        if isinstance(data[1], Mixed):
+            shares = data[1].shares.view(-1, *[1] * (targets.dim() - 1))
+            partners = target_weights(data[1].partners, self.class_weights, self.ignore_index)
+            weights = shares * weights + (1 - shares) * partners
         pair = (self.aligned(each, targets)[0][:, : self.num_classes] for each in (outputs, learned))
         student, teacher = ((each.float() / self.temperature).log_softmax(1) for each in pair)
         divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
-        weights = target_weights(targets, self.class_weights, self.ignore_index).flatten()
-        divergence = (divergence * weights).sum() * self.temperature**2
+        divergence = (divergence * weights.flatten()).sum() * self.temperature**2
         return (1 - self.distill_weight) * total + self.distill_weight * divergence, num_items
 
 

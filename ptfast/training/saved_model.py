@@ -95,18 +95,21 @@ def load_saved(config: Config, state_folder: Path, student: PartialRun | None = 
 
 
 def add_teacher(run: PartialRun) -> None:
-    """Let the task learn from the run `task.teacher`, too; S003 if it has changed, D003 to D005 if unfit."""
+    """Let the task learn from the run `task.teacher`, too.
+
+    S003 or S004 if it has changed or is gone, D003 to D005 if it does not fit.
+    """
     task: Any = run.task
     if not isinstance(task, CrossEntropyTask) or task.teacher is None:
         return
-    folder = find_checkpoint(Path(task.teacher))
-    config = load_config(config_of(folder), trains=False)[1]
-    teacher = load_saved(config.model_copy(update={"backend": run.config.backend}), folder, run)
-    if teacher.ema is not None:
-        teacher.ema.copy_to_model()
-    run.resolved.teacher = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    theirs, ours = ({**vars(info), **info.extra} for info in (teacher.info, run.info))
     try:
+        folder = find_checkpoint(Path(task.teacher))
+        config = load_config(config_of(folder), trains=False)[1]
+        teacher = load_saved(config.model_copy(update={"backend": run.config.backend}), folder, run)
+        if teacher.ema is not None:
+            teacher.ema.copy_to_model()
+        run.resolved.teacher = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        theirs, ours = ({**vars(info), **info.extra} for info in (teacher.info, run.info))
         as_known(teacher.info, run.info)
         for fact in ("num_classes", "tokenizer", "normalize"):
             if theirs.get(fact) != ours.get(fact):

@@ -92,6 +92,15 @@ def test_frozen_layers_keep_their_statistics_if_asked(in_tmp: Path, keeps: str) 
         assert not torch.equal(notes.means[1][name], notes.means[3][name])
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_statistics_of_frozen_layers_without_a_frozen_layer_are_warned_of(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], frozen: bool
+) -> None:
+    group = ('optimizer.groups=[{match: "layers.1.*", trains_until: 0}]',) if frozen else ()
+    assert train(*SMALL, "steps=1", "optimizer.freeze_backbone_stats=true", *group, "run.dir=a") == 0
+    assert ("changes nothing, as no layer is frozen" in "".join(capsys.readouterr())) is not frozen
+
+
 def _norms(model: torch.nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if isinstance(m, torch.nn.BatchNorm2d)]
 

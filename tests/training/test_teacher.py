@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from loss_cases import CASES, WEIGHTS, Flat, classes
 from running import build_run, train, weights
 
-from ptfast.core.errors import DataError, PtfastError, SavedStateError
+from ptfast.core.errors import ConfigError, DataError, PtfastError, SavedStateError
+from ptfast.core.protocols import DataInfo, Mixed
+from ptfast.tasks.cross_entropy import CrossEntropyTask
 from ptfast.training.fit import fit
 
 PLAIN = CASES["class weights"].run_words()
@@ -76,7 +78,7 @@ def test_a_changed_or_missing_teacher_is_rejected_when_a_run_is_resumed(
     shutil.rmtree(own)
     with pytest.raises(PtfastError) as gone:
         build_run(tmp_path / "run", *words, **state)
-    assert gone.value.code == "S004"
+    assert (gone.value.code, gone.value.key) == ("S004", "task.teacher")
 
 
 def test_a_teacher_of_other_data_is_rejected(tmp_path: Path, teacher: Path) -> None:
@@ -84,3 +86,27 @@ def test_a_teacher_of_other_data_is_rejected(tmp_path: Path, teacher: Path) -> N
     with pytest.raises(DataError) as caught:
         build_run(tmp_path, *words)
     assert caught.value.key == "task.teacher"
+
+
+@pytest.mark.parametrize("key", ["distill_weight", "temperature"])
+def test_keys_of_distillation_need_a_teacher(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="there is no teacher") as caught:
+        build_run(tmp_path, *ALONE, f"task.{key}=0.5")
+    assert (caught.value.code, caught.value.key) == ("C011", f"task.{key}")
+
+
+def test_mixed_samples_are_distilled_by_the_weights_of_both_classes() -> None:
+    inputs, targets = classes().tensors
+    partners, shares = targets.roll(1), torch.linspace(0, 1, len(targets))
+    model, taught = Flat(), torch.nn.Linear(4, 3)
+    info = DataInfo("features", "classification", num_classes=3)
+    task = CrossEntropyTask(
+        info, class_weights=WEIGHTS.tolist(), teacher="run", distill_weight=1.0, temperature=2.0
+    )
+    data = inputs, Mixed(targets, partners, shares)
+    found, num_items = task.distilled(task.loss, taught, model, data)
+    soft = (taught(inputs) / 2).softmax(1)
+    each = F.kl_div((model(inputs) / 2).log_softmax(1), soft, reduction="none").sum(1)
+    expected = (each * (shares * WEIGHTS[targets] + (1 - shares) * WEIGHTS[partners])).sum() * 4
+    torch.testing.assert_close(found, expected, check_dtype=False)
+    assert num_items.item() == pytest.approx(WEIGHTS[targets].sum().item())

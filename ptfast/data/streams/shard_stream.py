@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ptfast.core.errors import DataError, hide_credentials
+from ptfast.core.units import num_bytes
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Share, permutation
@@ -88,6 +89,16 @@ class ShardStream(IterableSource):
 
     def first_image(self) -> torch.Tensor:
         return self.batch([self.first[0]], Share(0, np.zeros(1, np.int64), 1), Augment())[0][0]
+
+    def too_wide(self) -> str | None:
+        """A warning if the samples in the shuffle buffer lie in more shards than the cache holds."""
+        shard, bound = self.first[0].shard, self.dataset.cache.bound
+        spanned = (self.shuffle_buffer or 0) * int((shard.offsets + shard.sizes).max()) // len(shard.sizes)
+        # A sample waits for as many others as the buffer has on average, and some for twice as many.
+        if 2 * spanned <= bound:
+            return None
+        what = f"data.shuffle_buffer={self.shuffle_buffer:,} spans about {num_bytes(spanned)} of shards"
+        return f"{what}, so shards are fetched again and again. Set data.cache={2 * spanned // 2**20 + 1}MiB"
 
     def batch(self, samples: list[Sample], share: Share, augment: Augment) -> Any:
         cache, places = self.dataset.cache, np.arange(len(samples))

@@ -43,6 +43,10 @@ def add_optimizer(run: PartialRun) -> None:
     )
     run.freezes_statistics = section.freeze_backbone_stats
     run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
+    freezes = run.freezing is not None or not all(p.requires_grad for p in run.model.parameters())
+    if section.freeze_backbone_stats and not freezes:
+        what = "changes nothing, as no layer is frozen. Set optimizer.freeze_backbone=1epochs, say"
+        run.display.warn(f"optimizer.freeze_backbone_stats=true {what}")
     run.groups_note = grouping.note
 
 

@@ -43,9 +43,13 @@ def server(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServe
     shards(SIZES)
     with serving() as server:
         yield server
+    prefetched()
+    assert not [*Path("cache").rglob("*.partial")]
+
+
+def prefetched() -> None:
     for thread in [*shard_cache._prefetching.values()]:
         thread.join()
-    assert not [*Path("cache").rglob("*.partial")]
 
 
 def stream(pattern: str, classes: Any = 3, **options: Any) -> Any:
@@ -113,6 +117,16 @@ def test_the_cache_stays_within_its_bound_and_changes_no_bit(server: ShardServer
     assert server.count("train-001.tar") > 2
 
 
+def test_a_buffer_that_spans_more_shards_than_the_cache_holds_is_warned_of(server: ShardServer) -> None:
+    cache = str(SHARD_BYTES + 100)
+    warning = stream(server.url + PATTERN, cache=cache, shuffle_buffer=12).warning
+    assert warning.startswith("data.shuffle_buffer=12 spans about ")
+    assert "fetched again" in warning
+    assert warning.endswith("Set data.cache=1MiB")
+    assert stream(server.url + PATTERN, cache="1MiB", shuffle_buffer=12).warning is None
+    assert stream(server.url + PATTERN, cache=cache).warning is None
+
+
 @pytest.mark.parametrize("shuffle_buffer", [None, 5])
 def test_a_resumed_run_fetches_only_what_it_still_reads(
     server: ShardServer, shuffle_buffer: int | None
@@ -130,6 +144,7 @@ def test_a_resumed_run_fetches_only_what_it_still_reads(
     assert same_bits(found, whole[11])
     assert len({name for name, _ in server.asked}) < 3
     # Nothing of the first run is left, as on another machine.
+    prefetched()
     shutil.rmtree("cache")
     again = stream(server.url + PATTERN, shuffle_buffer=shuffle_buffer)
     assert same_bits(steps(again, 1, first=11, state=state), whole[11])
