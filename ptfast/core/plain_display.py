@@ -7,6 +7,7 @@ import errno
 import io
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -16,13 +17,21 @@ from typing import Any, TextIO
 
 from ptfast.core.clock import label
 from ptfast.core.errors import INSTALLED, PACKAGE, cannot_write, error_line, one_line
-from ptfast.core.units import TOO_SHORT, clock, duration, figure, grouped, labelled, listed, num_bytes
+from ptfast.core.units import (
+    TOO_SHORT,
+    clock,
+    counted,
+    duration,
+    figure,
+    grouped,
+    labelled,
+    listed,
+    num_bytes,
+)
 
 Metrics = Mapping[str, Any]
 Rows = Sequence[tuple[str, str]]
 STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
-LIGHT_ROWS = {"line": "speed of light", "floors": "lower bounds"}
-"""Rows of the closing summary on the machine's limits."""
 
 
 class LastingOutput(io.TextIOWrapper):
@@ -147,6 +156,8 @@ class Display:
         self.panel(*closing(summary), style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
         if command := summary.get("resume"):
             self._print(f"saved at step {summary['steps']:,}; resume with: {command}", copied=True)
+        for word, command in zip(("next:", "", ""), summary.get("next", ()), strict=False):
+            self._print(f"{word:<5} {command}", copied=True)
 
     def close(self) -> None:
         """Leave the terminal as it was. Safe to call twice, and after a crash."""
@@ -227,7 +238,7 @@ def spike(found: Mapping[str, float]) -> str:
 def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Title, rows and warnings of the closing summary; unknown figures are left out."""
     rows: list[tuple[str, str]] = []
-    pace = [f"{grouped(summary['steps'])} steps"] if summary.get("steps") is not None else []
+    pace = [counted(summary["steps"], "step")] if summary.get("steps") is not None else []
     if (rate := summary.get("train_samples_per_s")) is not None:
         pace.append(f"{figure('samples_per_s', rate)} samples/s")
     elif "train_samples_per_s" in summary:
@@ -238,23 +249,27 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         rows.append(("training", ", ".join(pace)))
     compiled = summary.get("compile")
     if compiled is not None:
-        rows.append(
-            ("compiled", f"{compiled['graphs']} graphs, {compiled['recompiled']} more while training")
-        )
+        graphs = counted(compiled["graphs"], "graph")
+        rows.append(("compiled", f"{graphs}, {compiled['recompiled']} more while training"))
+    if (loss := (summary.get("train") or {}).get("loss")) is not None:
+        rows.append(("train", labelled("loss", loss)))
     sets = summary.get("evals") or {}
     for name in ("val", *sets, "best", "test"):
         figures = dict(sets.get(name) or summary.get(name) or {})
         step = figures.pop("step", None)
         if figures:
             shown = listed(figures, summary.get("weights", ""))
-            rows.append((name, shown + (f"  at step {step}" if step is not None else "")))
+            if step is not None:
+                shown += f"  at step {grouped(step)}"
+                shown += re.sub(r"[._]", " ", f", by {by}") if (by := summary.get("best_metric")) else ""
+            rows.append((name, shown))
     if spikes := summary.get("loss_spikes"):
         rows.append(("loss spikes", f"{spikes['count']}, the largest {spike(spikes['largest'])}"))
     rows += ledger(summary.get("time_budget") or {})
     light = summary.get("speed_of_light") or {}
-    rows += [(name, light[key]) for key, name in LIGHT_ROWS.items() if light.get(key)]
     if light.get("mfu"):
-        rows.append(("faster", "ptfast ablate measures what each switch is worth on this model and machine"))
+        rows += [("roofline", light["line"]), ("lower bounds", light["floors"])]
+        rows.append(("faster", "ptfast ablate measures what each switch gains on this model and machine"))
     if summary.get("run_dir"):
         folder = Path(summary["run_dir"])
         rows.append(("run", str(folder)))

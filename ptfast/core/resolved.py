@@ -275,6 +275,7 @@ class Summary(TypedDict, total=False):
     time_budget: Figures
     goodput: Goodput | None
     speed_of_light: SpeedOfLight
+    next: list[str]
 
 
 class Environment(TypedDict, total=False):

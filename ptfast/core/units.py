@@ -36,7 +36,7 @@ def grouped(number: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """`1 graph`, `2 graphs`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def short_count(number: float) -> str:

@@ -37,10 +37,10 @@ from ptfast.core.errors import (
 )
 from ptfast.core.plain_display import Display, LastingOutput, show_warnings_once
 from ptfast.core.protocols import Logger
-from ptfast.core.tensors.saved_state import MANIFEST
+from ptfast.core.tensors.saved_state import MANIFEST, list_states
 from ptfast.core.units import num_bytes
 from ptfast.core.world import world
-from ptfast.launch.resume import resume_command
+from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import Attempt, read_goodput
 from ptfast.report.panel import build_panel, device_name, results
 from ptfast.report.terminal import json_lines
@@ -289,6 +289,8 @@ class RankPart:
         summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
         if outcome.status in CUT_SHORT and summary.get("steps"):
             summary["resume"] = resume_command(self.folder)
+        elif run is not None and not outcome.exit_code and list_states(self.folder / "saved"):
+            summary["next"] = next_commands(self.folder, run.resolved.task)
         return summary
 
 

@@ -77,13 +77,26 @@ def find_place(composed: Composed, config: Config) -> Place:
 
 def resume_command(folder: Path) -> str:
     """The command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
-    words = read_known(folder / run_directory.ENVIRONMENT, Environment).get("command_line", [])
+    words = _command_line(folder)
     if any(PREFIX in word for word in words):
         return f"ptfast.train(..., run={{'resume': 'auto', 'dir': '{folder}'}}) with the same objects"
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
     # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
     quoted = [word if word == "..." else shlex.quote(word.removeprefix("++")) for word in kept]
     return " ".join([*quoted, "run.resume=auto", shlex.quote(f"run.dir={folder}")])
+
+
+def next_commands(folder: Path, task: str) -> list[str]:
+    """The command lines that use the model of a run; none if it needs objects of the caller."""
+    if any(PREFIX in word for word in _command_line(folder)):
+        return []
+    run = shlex.quote(str(folder))
+    brought = "--prompt TEXT" if task == "language_modelling" else "FILE..."
+    return [f"ptfast eval {run}", f"ptfast predict {run} {brought}", f"ptfast export {run} --out exported"]
+
+
+def _command_line(folder: Path) -> list[str]:
+    return read_known(folder / run_directory.ENVIRONMENT, Environment).get("command_line", [])
 
 
 def _holds_run(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The speed of light of a run: the time of its step at the machine's limits, beside the time it took."""
+"""The roofline of a run: the time of its step at the machine's limits, beside the time it took."""
 
 from __future__ import annotations
 

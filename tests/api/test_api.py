@@ -549,6 +549,7 @@ def test_an_interrupted_run_is_saved_and_ends_the_call(number: int, raises: type
     after = state_of_process()
     assert {name: after[name] for name in after if after[name] != before[name]} == {}
     resumed = train_points(model=net, steps=6, run=run, callbacks=[Watch()], **keys)
+    assert not summary(Path("r")).get("next")  # no command has the objects of this call
     assert same_bits(weights(resumed.path), weights(train_points(model=net, steps=6, **keys).path))
 
 

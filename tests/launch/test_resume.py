@@ -33,7 +33,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
 from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.saved_state import list_states
-from ptfast.launch.resume import resume_command
+from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import ATTEMPTS_FILE
 from ptfast.report.loggers import read_records
 from ptfast.training.stages.machine_stage import cut_batch
@@ -109,6 +109,15 @@ def test_a_stopped_run_goes_on(
     command = capsys.readouterr().out.splitlines()[-1].partition("saved at step 17; resume with: ptfast ")[2]
     assert command_line.run(shlex.split(command)) == 0
     assert_same_run(Path("whole"), Path("stopped"))
+
+
+def test_a_finished_run_names_the_commands_that_use_its_model(in_tmp: Path) -> None:
+    train("model=mlp", "model.hidden=[4]", "steps=2", "run.dir=my run")
+    commands = summary(Path("my run"))["next"]
+    assert commands[1] == "ptfast predict 'my run' FILE..."
+    assert command_line.run(shlex.split(commands[0])[1:]) == 0
+    assert command_line.run(shlex.split(commands[2])[1:]) == 0
+    assert next_commands(Path("r"), "language_modelling")[1] == "ptfast predict r --prompt TEXT"
 
 
 def test_a_job_of_a_sweep_is_resumed_by_what_its_user_would_type(tmp_path: Path) -> None:

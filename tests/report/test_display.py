@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ptfast.core import units
-from ptfast.core.plain_display import each_once, show_warnings_once
+from ptfast.core.plain_display import closing, each_once, show_warnings_once
 from ptfast.report.terminal.display import Display, LiveDisplay, build_display, say, table
 
 FIGURES = {"loss": 0.231, "lr": 3.2e-3, "samples_per_s": 3412.4}
@@ -28,6 +28,8 @@ SUMMARY = {
     "peak_memory_bytes": 432 * 2**20,
     "val": {"loss": 0.08, "accuracy": 0.9833},
     "best": {"loss": 0.07, "accuracy": 0.9876, "step": 1170},
+    "train": {"loss": 0.0512, "lr": 1e-5},
+    "best_metric": "val.accuracy",
     "test": {},
     "time_budget": {"start_up": 12.0, "data": 0.2, "forward": 20.0, "backward": 40.0, "saving": 0.1},
     "recipe": "resnet_digits",
@@ -134,7 +136,8 @@ def test_the_closing_summary_names_what_was_reached_and_where_it_lies() -> None:
         "            forward     20.0s   28%\n"
         "            start-up    12.0s   17%\n"
         "            rest        0.30s    0%\n",
-        "loss 0.0700  accuracy 98.76%  at step 1170",
+        "  train     loss 0.0512\n",
+        "loss 0.0700  accuracy 98.76%  at step 1,170, by val accuracy\n",
         "runs/resnet_digits/x",
     ):
         assert part in text
@@ -142,6 +145,28 @@ def test_the_closing_summary_names_what_was_reached_and_where_it_lies() -> None:
     assert "resume" not in text
     display.finish({**SUMMARY, "status": "interrupted", "resume": "ptfast train run.resume=auto"})
     assert stream.getvalue().endswith("saved at step 1,300; resume with: ptfast train run.resume=auto\n")
+
+
+def test_the_closing_summary_ends_with_the_next_commands() -> None:
+    for kind in (Display, LiveDisplay):
+        stream = io.StringIO()
+        kind(stream).finish({**SUMMARY, "next": ["ptfast eval r", "ptfast predict r FILE..."]})
+        lines = stream.getvalue().splitlines()
+        assert [line.split("\x1b")[0] for line in lines[-2:]] == [
+            "next: ptfast eval r",
+            "      ptfast predict r FILE...",
+        ]
+
+
+def test_a_run_of_one_step_is_not_one_steps() -> None:
+    assert closing({"steps": 1})[1] == [("training", "1 step")]
+
+
+def test_the_roofline_is_shown_once_the_machine_is_measured() -> None:
+    light = {"line": "12 GFLOP/s; this machine's peak is not measured yet"}
+    assert "GFLOP" not in str(closing({"speed_of_light": light}))
+    light = {"line": "40 % of the peak", "floors": "compute 40 %", "mfu": 0.4}
+    assert ("roofline", "40 % of the peak") in closing({"speed_of_light": light})[1]
 
 
 def test_a_run_too_short_to_tell_shows_no_throughput() -> None:
