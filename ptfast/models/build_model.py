@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ptfast.core.errors import ConfigError, did_you_mean, text_of
+from ptfast.core.errors import ConfigError, did_you_mean, summary_of
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.targets import Target, keywords, swallows_keywords
 from ptfast.models import Model
@@ -32,7 +30,8 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
 
     Raises:
         ConfigError: the data does not say what the constructor needs or does not fit (C011), there are no
-            published weights (C012), or the target gives something that is no module (C009).
+            published weights (C012), a keyword that `**kwargs` hid is unknown (C002) or has a value that a
+            library refuses (C005), or the target gives something that is no module (C009).
     """
     facts = info.facts()
     if info.task == "regression":
@@ -60,7 +59,17 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     if isinstance(own, int) and info.vocab_size is not None and own < info.vocab_size:
         what = f"too few: the data has {info.vocab_size:,} token ids"
         raise ConfigError("C011", what, key="model.vocab_size", value=own)
-    model = target.build(**facts)
+    try:
+        model = target.build(**facts)
+    except (TypeError, ValueError, AssertionError, AttributeError, ArithmeticError, LookupError) as error:
+        function = target.resolve()
+        if not swallows_keywords(function):
+            raise
+        if isinstance(error, TypeError) and "keyword argument" in str(error):
+            raise unknown_keyword("unknown key", error, target.kwargs, function, function) from error
+        if not target.path.startswith("ptfast."):
+            raise  # it is the user's, or named by the user
+        raise ConfigError("C005", summary_of(error), key="model", value=target.path) from error
     if not isinstance(model, nn.Module):
         what = f"gives a {type(model).__name__}, not a torch.nn.Module"
         raise ConfigError("C009", what, key="model._target_", value=target.path)
@@ -91,7 +100,7 @@ def unknown_keyword(
     """C002 for a keyword that no model of a library takes, with the nearest one that is taken.
 
     Args:
-        door: our function that passes keywords on.
+        door: the function that passes keywords on.
         make: the library's function that makes the model; the classes beside it say what it takes.
     """
     found = re.search(r"(unexpected|multiple values for) keyword argument\W.*?'(\w+)'", str(error))
@@ -108,40 +117,11 @@ def unknown_keyword(
     return ConfigError("C002", what, key=key, value=value, suggestion=hint)
 
 
-LOOK_S = 0.03
-"""About the longest time that a look at a model which fits may take."""
 _CHANNELS = ("in_channels", "in_chans", "num_channels", "input_channels", "channels")
 _FEATURES = ("in_features", "num_features", "input_dim", "input_size", "in_dim")
 _SIZES = ("image_size", "img_size", "input_size", "size")
 _SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 240, 256, 288, 299, 320, 384, 448, 512)
 """Sizes of images that published models are made for, and some smaller ones."""
-
-
-class _Enough(BaseException):
-    """The time for a look is over."""
-
-
-def mismatch(model: nn.Module, info: DataInfo) -> bool:
-    """Return True if a forward pass on the meta device fails within `LOOK_S`, for inputs of the data's shape.
-
-    This only raises a suspicion: some models cannot run there. A copy runs, since a pass may change a model.
-
-    Cost: `LOOK_S`, and some 10 ms for 60 modules to copy; no memory for weights and activations.
-    """
-    if info.kind not in ("image", "features") or info.input_shape is None:
-        return False
-    with torch.random.fork_rng(devices=[]):
-        memo: dict[int, Any] = {}
-        try:
-            for tensor in (*model.parameters(), *model.buffers()):
-                twin = tensor.detach().to("meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
-            copied = copy.deepcopy(model, memo)
-            error = _error_of(copied, info.input_shape, time.perf_counter() + LOOK_S)
-        except Exception:
-            return False  # it cannot be copied
-    return error is not None and not isinstance(error, NotImplementedError) and "meta" not in text_of(error)
 
 
 def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
@@ -196,28 +176,9 @@ def _fits(
     channels = shape[0] if info.in_channels is not None else None
     seen = replace(info, input_shape=tuple(shape), in_channels=channels)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), torch.no_grad():
             built = build_model(target, seen)
-        return _error_of(built, shape) is None
-    except Exception:
-        return False  # a constructor that refuses it, or that cannot run there
-
-
-def _error_of(model: nn.Module, shape: Sequence[int], until: float | None = None) -> Exception | None:
-    """The error of a forward pass of two samples on the meta device; None if it succeeds or time is up."""
-
-    def check_time(*args: Any) -> None:
-        if until is not None and time.perf_counter() > until:
-            raise _Enough
-
-    handle = nn.modules.module.register_module_forward_pre_hook(check_time)
-    try:
-        with torch.no_grad():
-            model.eval()(torch.empty((2, *shape), device="meta"))
-    except (_Enough, SystemExit):
-        return None
-    except Exception as error:
-        return error
-    finally:
-        handle.remove()
-    return None
+            built.eval()(torch.empty((2, *shape)))
+    except (Exception, SystemExit):
+        return False  # a constructor that refuses it, or a pass that fails or cannot run there
+    return True

@@ -28,7 +28,7 @@ from ptfast.training.loop.updates import OPTIMIZER_NAME
 from ptfast.training.saved_model import add_teacher
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
 from ptfast.training.stages.machine_stage import build_seeder, cut_batch, seed_everything, set_up_machine
-from ptfast.training.stages.model_stage import build_plain_model, check_fits, place_model, shape_model
+from ptfast.training.stages.model_stage import build_plain_model, place_model, shape_model
 from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, add_schedule
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import build_plan, check_last_batch
@@ -87,7 +87,6 @@ def build(
     add_teacher(run)
     seed_everything(config.seed)
     build_plain_model(run)
-    check_fits(run)
     run.plan = build_plan(config, run.splits, run.model, run.micro_batches, display.note)
     place_model(run)
     shape_model(run)

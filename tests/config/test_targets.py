@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from torch import nn
 
 from ptfast.config.checks.target_keywords import (
@@ -20,7 +19,6 @@ from ptfast.core.errors import ConfigError, did_you_mean, nearest
 from ptfast.core.sections.targets import (
     EMPTY,
     Target,
-    check_constructs,
     keywords,
     parse_target,
     plain,
@@ -46,23 +44,6 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.num_classes, self.depth, self.inner, self.sizes = num_classes, depth, inner, sizes
-
-
-class Open(nn.Module):
-    """A model that hands its keywords on, as torchvision's functions do."""
-
-    def __init__(self, num_classes: int = 10, **kwargs: Any) -> None:
-        super().__init__()
-        self.head = Net(num_classes, **kwargs)
-        self.huge = nn.Linear(10**6, 10**6)
-
-
-class Reads(Open):
-    """A model whose constructor reads a value, which the meta device has not."""
-
-    def __init__(self, num_classes: int = 10, **kwargs: Any) -> None:
-        super().__init__(num_classes, **kwargs)
-        self.scale = torch.ones(1).item()
 
 
 class Made:
@@ -290,27 +271,6 @@ def test_problems_inside_nested_targets_have_the_full_key() -> None:
     inner = Target("torch.nn.Linear", {"in_features": 2, "out_features": 3, "biass": True})
     error = refused("model", f"{HERE}.Net", inner=inner)
     assert str(error) == "model.inner.biass=true (here): unknown key. Did you mean model.inner.bias?"
-
-
-def test_swallowed_keywords_surface_on_the_meta_device() -> None:
-    check_constructs(Target(f"{HERE}.Open", {"depth": 3}), {"num_classes": 4})
-    with pytest.raises(ConfigError) as caught:
-        check_constructs(Target(f"{HERE}.Open", {"dpeth": 3}), {"num_classes": 4})
-    assert str(caught.value).startswith("model.dpeth=3: unknown key")
-    assert caught.value.code == "C002"
-
-
-def test_a_constructor_that_needs_values_is_let_through() -> None:
-    check_constructs(Target(f"{HERE}.Reads"), {})
-
-
-def test_torchvision_typos_surface_without_a_download() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.num_clases=5: unknown key\. Did you mean model\.num_classes\?"
-    ):
-        check_constructs(
-            Target("torchvision.models.resnet18", {"num_clases": 5, "weights": "DEFAULT"}), {"num_classes": 5}
-        )
 
 
 @pytest.mark.parametrize(

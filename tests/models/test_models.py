@@ -16,7 +16,7 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, MachineError
 from ptfast.core.protocols import DataInfo
-from ptfast.core.sections.targets import Target, check_constructs
+from ptfast.core.sections.targets import Target
 from ptfast.models.build_model import build_model
 from ptfast.models.gpt import Gpt
 from ptfast.models.layers import Block, attention
@@ -337,8 +337,39 @@ def test_a_library_that_fails_to_build_a_model_is_reported_in_a_line() -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     target = Target("ptfast.models.transformers.build", {"name": "glm", **sizes, "vocab_size": 60})
     with pytest.raises(ConfigError, match="AssertionError: Padding_idx must be within") as caught:
-        check_constructs(target, DataInfo("tokens", "language_modelling", vocab_size=20).facts())
+        build_model(target, DataInfo("tokens", "language_modelling", vocab_size=20))
     assert caught.value.code == "C005"
+
+
+class Open(nn.Module):
+    """Hands its keywords on, as torchvision's functions do."""
+
+    def __init__(self, num_classes: int = 10, **kwargs: Any) -> None:
+        super().__init__()
+        self.head = Mlp((4,), num_classes, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (
+            Target(f"{__name__}.Open", {"num_clases": 3}),
+            "num_clases=3: unknown key. Did you mean model.num_classes?",
+        ),
+        (Target(f"{__name__}.Open", {"zzz": 3}), "zzz=3: unknown key."),
+        (
+            Target("torchvision.models.resnet18", {"num_clases": 5, "weights": "DEFAULT"}),
+            "num_clases=5: unknown key. Did you mean model.num_classes?",
+        ),
+    ],
+)
+def test_a_keyword_that_a_signature_hides_is_named_where_the_model_is_built(
+    target: Target, says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_model(target, IMAGES)
+    assert caught.value.code == "C002"
+    assert str(caught.value) == f"model.{says}"
 
 
 def test_a_transformers_model_of_other_sizes_can_be_saved_and_loaded(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import re
 import sys
 import typing
 from collections.abc import Callable, Container
@@ -16,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, MachineError, PtfastError, did_you_mean, nearest, summary_of
+from ptfast.core.errors import ConfigError, MachineError, PtfastError, nearest
 
 EMPTY: Any = inspect.Parameter.empty
 METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
@@ -229,36 +228,6 @@ def swallows_keywords(function: Any) -> bool:
 def takes(function: Any, name: str) -> bool:
     """Return True if `function` can be given the keyword `name`."""
     return name in keywords(function) or swallows_keywords(function)
-
-
-def check_constructs(target: Target, facts: dict[str, Any]) -> None:
-    """Build a model on the meta device if a signature with `**kwargs` hides which keywords it knows.
-
-    C002 names a misspelt one, C005 another that is refused. `facts` are those of `Target.build`.
-    """
-    function = target.resolve()
-    if not swallows_keywords(function):
-        return
-    import torch
-
-    asked = {**target.kwargs, **facts}
-    without_weights = {name: off for name, off in (("pretrained", False), ("weights", None)) if name in asked}
-    try:
-        with torch.device("meta"):
-            replace(target, kwargs={**target.kwargs, **without_weights}).build(**{**facts, **without_weights})
-    except (TypeError, ValueError) as error:
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None or isinstance(error, ValueError):
-            raise ConfigError("C005", str(error), key="model", value=target.path) from error
-        key, value = f"model.{found[1]}", target.kwargs.get(found[1])
-        hint = did_you_mean(found[1], [*keywords(function), *facts], "model.{}")
-        raise ConfigError("C002", "unknown key", key=key, value=value, suggestion=hint) from error
-    except (AssertionError, AttributeError, ArithmeticError, LookupError) as error:
-        if not target.path.startswith("ptfast."):
-            raise  # it is the user's, or named by the user
-        raise ConfigError("C005", summary_of(error), key="model", value=target.path) from error
-    except (NotImplementedError, RuntimeError):
-        return  # a constructor that reads values cannot run on the meta device
 
 
 def plain(value: Any) -> Any:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from ptfast.core.errors import (
     MachineError,
     PtfastError,
     SavedStateError,
-    described,
     name_of,
     name_some,
     shorten,
@@ -26,18 +23,18 @@ from ptfast.core.errors import (
 )
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, takes_own_steps
-from ptfast.core.sections.targets import EMPTY, Target, check_constructs, keywords
+from ptfast.core.sections.targets import EMPTY, Target, keywords
 from ptfast.core.tensors.dtensors import is_expanded
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import num_bytes
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.models import Model
-from ptfast.models.build_model import build_model, lazy_tensors, mismatch, remedy, size_lazy_layers
+from ptfast.models.build_model import build_model, lazy_tensors, size_lazy_layers
 from ptfast.models.lora import add_adapters
 from ptfast.models.warm_start import load_weights
 from ptfast.optim.parameter_groups import Grouping
-from ptfast.tasks.supervised import SupervisedTask, call
+from ptfast.tasks.supervised import call
 from ptfast.techniques.backend.torch_settings import allow_cudnn_attention, expand_segments
 from ptfast.techniques.checkpointing.activation_checkpointing import apply_checkpointing
 from ptfast.techniques.compile.compilation import apply_compile
@@ -50,7 +47,7 @@ from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cance
 from ptfast.training.stages.data_stage import few_samples
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import has_many_lengths
-from ptfast.training.user_code import MODEL, TRACEBACK, constructing, failure
+from ptfast.training.user_code import constructing
 
 LARGE = 10_000
 """A size in the config from which a model of ours is measured before it is built."""
@@ -69,7 +66,6 @@ def build_plain_model(run: PartialRun) -> None:
     target = section.target
     status = run.display.status("building the model")
     with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
-        check_constructs(target, info.facts())
         _check_size(target, info)
         run.model = build_model(target, info, pretrained=loads and section.weights == "pretrained")
     if lazy := lazy_tensors(run.model):
@@ -125,33 +121,6 @@ def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
     if left := lazy_tensors(run.model):
         what = f"has lazy layers that its forward does not use: {name_some([*left])}"
         raise ConfigError("C017", what, key="model._target_", value=path, suggestion="Remove them")
-
-
-def check_fits(run: PartialRun) -> None:
-    """Refuse a model that cannot take what the data gives, in a line with the key that mends it."""
-    config, target, model, task = run.config, run.config.model.target, run.model, run.task
-    ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
-    # Other tasks may call the model with more than the inputs, or in other ways.
-    calls = getattr(type(task), "loss", None) is SupervisedTask.loss and not takes_own_steps(task)
-    if ours or not calls or run.state is not None or not mismatch(model, run.info):
-        return
-    if isinstance(run.splits.train, IterableSource):
-        return
-    # It fails on the meta device, where not every model runs: two samples tell.
-    twin = copy.deepcopy(model)
-    if run.precision.half_weights:
-        apply_half_weights(twin)
-    twin.to(run.device)
-    samples = few_samples(run, twin)
-    try:
-        with run.precision.autocast:
-            task.loss(twin, samples)
-    except Exception as error:
-        given = {MODEL: f", given {described(samples[0])}"}
-        found = failure(error, SimpleNamespace(model=twin, task=task), ours=True, given=given)
-        if found is None:
-            return  # not the model's fault: training reports it
-        raise found.changed(suggestion=remedy(target, config.data.target, run.info) or TRACEBACK) from error
 
 
 @contextlib.contextmanager
