@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -77,7 +76,7 @@ class CrossEntropyTask(SupervisedTask):
     def num_items(self, targets: Tensor) -> Any:
         # Rows of floats are the share of each class.
         if self.counts_samples or (targets.dim() == 2 and targets.is_floating_point()):
-            return len(targets)
+            return targets.shape[0]
         return target_weights(targets, self.class_weights, self.ignore_index).sum()
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -93,13 +92,14 @@ class CrossEntropyTask(SupervisedTask):
     def cross_entropy(self, outputs: Any, targets: Tensor, reduction: str = "none", **how: Any) -> Tensor:
         """As torch's function, of what `aligned` gives, with the task's weights, `ignore_index` and focus."""
         outputs, targets = self.aligned(outputs, targets)
-        loss_of, weight = partial(F.cross_entropy, ignore_index=self.ignore_index, **how), self.class_weights
+        weight, how = self.class_weights, {"ignore_index": self.ignore_index, **how}
         if weight is not None:
             weight = weight.to(torch.promote_types(outputs.dtype, torch.float32))
         if not self.focal_gamma:
-            return loss_of(outputs, targets, weight, reduction=reduction)
-        losses = loss_of(outputs, targets, weight, reduction="none")
-        losses = losses * focus(loss_of(outputs, targets, reduction="none"), self.focal_gamma)
+            return F.cross_entropy(outputs, targets, weight, reduction=reduction, **how)
+        losses = F.cross_entropy(outputs, targets, weight, reduction="none", **how)
+        plain = losses if weight is None else F.cross_entropy(outputs, targets, reduction="none", **how)
+        losses = losses * focus(plain, self.focal_gamma)
         return losses.sum() if reduction == "sum" else losses
 
     def distilled(self, loss: Any, taught: Any, model: Any, data: Any) -> tuple[Tensor, Any]:

@@ -48,7 +48,7 @@ class Accumulator:
         last = len(batch.micro_batches) - 1
         weight, counts = None, list[Any]()
         # Sharded weights are gathered in the half type, and released in between.
-        converts_once = last > 0 and run.precision.half_type is not None and not run.sharded
+        converts_once = last and run.precision.half_type is not None and not run.sharded
         with kept_conversions() if converts_once else _nothing, exchange.step():
             for index, (data, num_samples) in enumerate(batch.micro_batches):
                 if num_samples or exchange.runs_empty:

@@ -69,18 +69,18 @@ class Trainer:
 
     def step(self, batch: StepBatch) -> None:
         """Take one optimizer step."""
-        run, progress = self.run, self.run.progress
-        self.update.prepare()
+        progress, update = self.run.progress, self.update
+        update.prepare()
         self.accumulate(batch)  # forward and backward of each micro-batch
         self.exchange.merge_statistics()  # of BatchNorm, over the ranks
-        run.clock.to("optimizer")
+        self.run.clock.to("optimizer")
         self.window.inspect_gradients()  # their norm, in the last step before a log line
-        self.learning_rates.apply(progress.step - self.update.schedule_lag)
-        self.update.step(batch)  # unscale, check, clip, optimizer
+        self.learning_rates.apply(progress.step - update.schedule_lag)
+        update.step(batch)  # unscale, check, clip, optimizer
         self.zero_grad()
         progress.advance(batch.num_samples)
-        self.update.restore_skipped(batch)
-        self.update_average(progress.step, self.update.skipped)
+        update.restore_skipped(batch)
+        self.update_average(progress.step, update.skipped)
         self.call_back()
 
     def call_back(self) -> None:
