@@ -110,10 +110,16 @@ def erase(images: Tensor, boxes: Tensor, fill: Sequence[float]) -> Tensor:
 
     Source: DeVries, Taylor 2017, arXiv:1708.04552; Zhong et al. 2017, arXiv:1708.04896.
     """
-    hidden, images, fill = inside(boxes.T, images.shape[1:3]), images.clone(), fill or [0] * images.shape[3]
-    if images.device.type == "cpu":  # where looking for the few pixels is faster, and nothing waits for it
-        images[hidden] = torch.tensor(fill).to(images.dtype)
+    images, fill = images.clone(), fill or [0] * images.shape[3]
+    if images.device.type == "cpu" and not images.is_floating_point():
+        # Only the boxes are written. A row of color is copied as one run, where single pixels would not be.
+        pixels = images.numpy()
+        row = np.tile(np.array(fill).astype(pixels.dtype), (images.shape[2], 1))
+        for image, (top, bottom, left, right) in zip(pixels, boxes.clamp(min=0).tolist(), strict=True):
+            box = image[top:bottom, left:right]
+            box[:] = row[: box.shape[1]]
         return images
+    hidden = inside(boxes.T, images.shape[1:3])
     for channel, value in enumerate(fill):
         images[..., channel].masked_fill_(hidden, value)
     return images

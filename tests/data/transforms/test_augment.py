@@ -323,3 +323,14 @@ def test_a_square_that_hides_everything_is_refused() -> None:
 def test_what_makes_no_sense_is_refused(word: str, in_tmp: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("steps=2", word) == 2
     assert word.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("planes", [False, True])
+def test_a_box_is_hidden_in_images_of_any_type_and_layout(dtype: torch.dtype, planes: bool) -> None:
+    images = torch.arange(1, 3 * 5 * 6 * 2 + 1).remainder(100).to(dtype).view(3, 5, 6, 2)
+    images = images.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1) if planes else images
+    boxes = torch.tensor([[-2, 2, 4, 9], [1, 5, 0, 3], [0, 0, 0, 0]], dtype=torch.int32)
+    expected = images.clone()
+    expected[0, :2, 4:], expected[1, 1:, :3] = (torch.tensor([7, 9], dtype=dtype),) * 2
+    assert torch.equal(P.erase(images, boxes, (7, 9)), expected)
