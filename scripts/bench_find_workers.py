@@ -90,11 +90,10 @@ class Row(NamedTuple):
     workers: int = 0
     prefetch: int = 0
     threads: int = 0
-    read_ahead: bool = False
 
     @property
     def words(self) -> list[str]:
-        words = [f"dataloader.kind={self.kind}", f"dataloader.read_ahead={str(self.read_ahead).lower()}"]
+        words = [f"dataloader.kind={self.kind}"]
         if self.workers:
             words += [f"dataloader.workers={self.workers}", f"dataloader.prefetch={self.prefetch}"]
             words += [f"backend.worker_threads={self.threads}"]
@@ -158,8 +157,7 @@ def compare(name: str, words: list[str], rounds: int, seconds: float, folder: Pa
     for row, value in medians.items():
         low, high = min(rates[row]), max(rates[row])
         spread = f"{value:>9,.0f} [{low:,.0f} to {high:,.0f}]  {value / medians[best]:.3f}"
-        kind = row.kind + ", read ahead" * row.read_ahead
-        print(f"  {kind:<20} {row.workers:>3} {spread}{'  chosen' if row == chosen else ''}")
+        print(f"  {row.kind:<20} {row.workers:>3} {spread}{'  chosen' if row == chosen else ''}")
     ratio = medians[chosen] / medians[best]
     unsure = "".join(f"; {note}" for note in found["notes"] if note.startswith("cannot tell"))
     label = chosen.kind if not chosen.workers else f"{chosen.workers} workers"

@@ -75,7 +75,6 @@ class Resolved:
     worker_threads: int = 0
     side_stream: bool = False
     fused_images: bool = False
-    read_ahead: bool = False
     sampling: str | None = None
     """How samples are drawn, in words; None if each comes once in an epoch."""
     padding: str | None = None

@@ -25,7 +25,6 @@ def build(folder: Path) -> list[Row]:
     return [
         Row("DataLoader, torchvision's ImageFolder and v1", one_by_one(folder / "files")),
         Row("plain", epochs(loader(files, "plain"))),
-        Row("plain, read ahead by a thread", epochs(loader(files, "plain", read_ahead=True))),
         Row("workers, one process", epochs(loader(files, "workers"))),
         Row("packed", epochs(loader(pack, "packed"))),
         Row("memory", epochs(loader(held, "memory"))),
@@ -59,7 +58,7 @@ def opened(root: Path, hold: bool) -> Any:
     return build_data(ImageFolder(str(root)), val=nothing, seed=0, task="auto", choose=lambda *splits: choice)
 
 
-def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
+def loader(data: Any, kind: str) -> Any:
     """The training loader of one kind."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.data.loaders.build_loaders import build_train_loader
@@ -68,9 +67,7 @@ def loader(data: Any, kind: str, read_ahead: bool = False) -> Any:
     from ptfast.data.transforms.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
-    loading = ReaderOptions(
-        torch.device("cpu"), channels_last=True, kind=kind, workers=1, read_ahead=read_ahead
-    )
+    loading = ReaderOptions(torch.device("cpu"), channels_last=True, kind=kind, workers=1)
     augment = build_augment(CROP_FLIP, data.info, images=True, task_name="auto", normalize=True)
     return build_train_loader(data, sharding, loading, seed=0, augment=augment)
 

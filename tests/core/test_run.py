@@ -49,7 +49,7 @@ def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> 
         channels_last checkpointed compile_dynamic cudnn_attention cudnn_benchmark curriculum dataloader
         dataloader_reason deterministic device dropped_biases expands_segments float8 flushes_denormals
         fused_images fused_norms holds_memory interop_threads lr_scaling matmul_precision micro_batches
-        momentum num_ranks optimizer padding padding_share precision read_ahead sampling shards side_stream
+        momentum num_ranks optimizer padding padding_share precision sampling shards side_stream
         task task_reason threads threads_reason total_steps worker_threads workers
     """
     assert sorted(json.loads((tmp_path / "resolved.json").read_text())) == keys.split()

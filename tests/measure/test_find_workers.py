@@ -57,7 +57,7 @@ class Machine(Laboratory):
     def _measured(self, words: Sequence[str], timed: bool) -> TrialResult:
         _, config = read(tuple(words))
         section, threads = config.dataloader, config.backend.worker_threads
-        loader = LoaderSetup(section.kind, read_ahead=section.read_ahead)
+        loader = LoaderSetup(section.kind)
         if loader.kind == "auto":
             loader = self.auto
         elif loader.kind == "workers":
@@ -66,7 +66,7 @@ class Machine(Laboratory):
             return TrialResult(
                 tuple(words), None, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"}
             )
-        resolved = {"dataloader": loader.kind, "workers": loader.workers, "read_ahead": loader.read_ahead}
+        resolved = {"dataloader": loader.kind, "workers": loader.workers}
         rate = self.rate(loader)
         figures = {"samples_per_s": rate, "waiting": self.waiting, "memory": (self.bytes(loader), "PSS")}
         time = -math.log(rate) + self._draws.gauss(0, self.noise)
@@ -110,11 +110,10 @@ def test_fast_data_gets_none() -> None:
 
 def test_the_quickest_kind_wins() -> None:
     assert searched(Machine(lambda one: 5000.0 if one.kind == "memory" else slow(one))).chosen == MEMORY
-    assert searched(Machine(lambda one: 5000.0 if one.read_ahead else slow(one))).chosen.read_ahead
 
 
 def test_of_loaders_as_quick_the_fewest_processes_are_taken() -> None:
-    machine = Machine(lambda loader: 100 + 0.1 * loader.workers + loader.read_ahead)
+    machine = Machine(lambda loader: 100 + 0.1 * loader.workers)
     assert searched(machine, 8).chosen == PLAIN
     machine = Machine(lambda loader: 100.0)
     machine.bytes = lambda loader: (90 if loader.kind == "memory" else 100) * MB
@@ -142,7 +141,7 @@ def test_what_may_be_faster_is_named_where_figures_cannot_tell() -> None:
 
 def test_what_lies_beside_the_best_is_tried() -> None:
     search = searched(Machine(lambda one: slow(one) + 20 * (one.prefetch == 4) + (one.workers == 6) * 200))
-    assert {of(6), of(8, prefetch=4), of(8, read_ahead=True)} <= {*search.seen}
+    assert {of(6), of(8, prefetch=4)} <= {*search.seen}
 
 
 def test_no_more_are_tried_than_allowed() -> None:
@@ -196,16 +195,15 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked(capsys: pytest.Capture
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = (*SMALL, "dataloader.workers=5", "dataloader.read_ahead=true", "backend.worker_threads=2")
-    ahead, three = LoaderSetup("plain", read_ahead=True), of(3, threads=2)
+    words = (*SMALL, "dataloader.workers=5", "backend.worker_threads=2")
+    three = of(3, threads=2)
     search = searched(Machine(lambda one: 900.0 if one == three else fast(one)), words=words)
-    search.measure(ahead, three)
-    for name, chosen in {"a": ahead, "b": PLAIN, "c": three}.items():
+    search.measure(MEMORY, three)
+    for name, chosen in {"a": MEMORY, "b": PLAIN, "c": three}.items():
         search.chosen = chosen
         loader_finder._write(Path(f"{name}.yaml"), search)
         _, config = read_config([f"+recipe=./{name}.yaml"])
         assert config.dataloader.kind == chosen.kind
-        assert config.dataloader.read_ahead == chosen.read_ahead
         assert config.model.target.kwargs["hidden"] == [8]
         _, tried = read_config(search._words(chosen))
         assert tried.dataloader.kind == chosen.kind

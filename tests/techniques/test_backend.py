@@ -64,19 +64,18 @@ def test_ranks_share_the_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("busy", "ahead", "threads", "says"),
+    ("busy", "threads", "says"),
     [
-        (0.3, False, 4, ""),
-        (1.2, False, 3, "others keep 1.2 of 4 cores busy"),
-        (9.0, False, 1, "9.0"),
-        (0.0, True, 3, ""),
+        (0.3, 4, ""),
+        (1.2, 3, "others keep 1.2 of 4 cores busy"),
+        (9.0, 1, "9.0"),
     ],
 )
-def test_threads_leave_cores_to_who_keeps_them_busy(restore_backend, monkeypatch, busy, ahead, threads, says):
+def test_threads_leave_cores_to_who_keeps_them_busy(restore_backend, monkeypatch, busy, threads, says):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch_settings, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch_settings, "others_cores", lambda ranks: busy)
-    found = apply_backend(Backend(), device=CPU, reads_ahead=ahead)
+    found = apply_backend(Backend(), device=CPU)
     assert found["threads"] == threads
     assert says in found["threads_reason"]
     assert bool(found["threads_reason"]) == bool(says)

@@ -9,10 +9,8 @@ from typing import Literal
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.core.machine import usable_cores
-from ptfast.core.sections.given import is_ours
 from ptfast.core.sections.section import Count, Family, Natural, OrAuto, Section, Unused
 from ptfast.data import DataSection
-from ptfast.data.sampling import Sampling
 from ptfast.techniques.backend import Backend
 
 
@@ -31,8 +29,6 @@ class Dataloader(Section):
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
     fused: bool = True
     """Gather, change and normalise images on a CUDA device in one kernel, by Triton."""
-    read_ahead: bool = False
-    """Read the next batch in a thread while this one trains, on a CPU."""
     last: Literal["auto", "keep", "drop", "pad"] = "auto"
     """Treatment of an epoch's last, smaller batch: `pad` fills it from the epoch's start; `auto` keeps it,
     unless BatchNorm would get a single sample."""
@@ -66,24 +62,11 @@ def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | N
 
 
 def transfers_of_the_device(dataloader: Dataloader, device: str) -> Iterator[PtfastError]:
-    """Refuse pinned memory without a CUDA device, and a thread that reads ahead for a GPU."""
+    """Refuse pinned memory without a CUDA device."""
     if dataloader.pin is True and devices.usable_type(device) != "cuda":
         what = "pinned memory is for copies to a CUDA device, and none is used"
         hint = "Use dataloader.pin=auto"
         yield MachineError("E005", what, key="dataloader.pin", value=True, suggestion=hint)
-    if dataloader.read_ahead and devices.usable_type(device) != "cpu":
-        what = "reading ahead in a thread is for training on a CPU"
-        hint = "Use dataloader.side_stream=true, which does the same for a GPU"
-        yield ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
-
-
-def thread_beside_own_order(dataloader: Dataloader, sampling: Sampling) -> PtfastError | None:
-    """Refuse a thread beside an order of the user's, which may draw from the training's generators."""
-    target = sampling.target
-    if not dataloader.read_ahead or target is None or is_ours(target.path):
-        return None
-    what, hint = f"a thread would ask {target.path} for its order", "Use dataloader=workers"
-    return ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
 
 
 def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastError]:
@@ -100,7 +83,7 @@ def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastEr
 
 
 FAMILY = Family(
-    rules=(data_of_a_pack, thread_beside_own_order),
+    rules=(data_of_a_pack,),
     machine_rules=(transfers_of_the_device, crowded_cores),
     unused=(
         Unused.unless(
@@ -109,12 +92,9 @@ FAMILY = Family(
             *("dataloader.workers", "dataloader.prefetch", "backend.worker_threads"),
         ),
     ),
-    free_keys=tuple(
-        f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "read_ahead", "fused")
-    ),
+    free_keys=tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "fused")),
     panel=lambda resolved: {
         "images": "gathered, changed and normalised in one kernel" if resolved.fused_images else None,
         "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
-        "reading": "by a thread, one batch ahead" if resolved.read_ahead else None,
     },
 )

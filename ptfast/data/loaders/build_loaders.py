@@ -21,7 +21,7 @@ from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import DeviceBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, prefetched, read_ahead
+from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, prefetched
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
@@ -63,21 +63,16 @@ class Loader:
         self.batches, self.workers, self.reason = batches, batches.workers, reason
         self.kind = "plain" if loading.kind == "workers" and not self.workers else loading.kind
         self.plan, self._first, self._data = sharding.plan, sharding.first, data
-        self.transforms, self.reads_ahead, self.side = transforms, loading.read_ahead, side
+        self.transforms, self.side = transforms, side
         self._report = report
-        self._thread: Any = None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         batches = self.batches.steps(first_step, last_step)
-        if self.reads_ahead:
-            batches = self._thread = read_ahead(batches)
         if self.side is not None:
             batches = prefetched(batches, self.side, self._report)
         return self._transformed(batches, first_step) if self.transforms else batches
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
         self.batches.close()
 
     def batch_at(self, step: int) -> StepBatch | None:
@@ -138,13 +133,9 @@ def build_train_loader(
     `seed` is that of the order of the samples and of their augmentation; other arguments are as for `Loader`.
 
     Raises:
-        ConfigError: C011 for samples that no thread may read, and for augmentation that streams cannot have.
+        ConfigError: C011 for augmentation that streams cannot have.
         DataError: D002 or D006 if there are too few samples.
     """
-    if loading.read_ahead and not (data.train.repeatable or data.train.storage == "memory"):
-        what = "samples may draw from the training's random generators, which a thread would share"
-        hint = "Use dataloader=workers, which have generators of their own"
-        raise ConfigError("C011", what, key="dataloader.read_ahead", value="true", suggestion=hint)
     augment = (augment or Augment()).model_copy(update={"seed": seed})
     prepare = Prepare(loading, data.info, images=data.train.images)
     if isinstance(data.train, IterableSource):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +36,6 @@ class ReaderOptions:
     worker_threads: int = 1
     """Threads of each worker process."""
     pin: bool | str = "auto"
-    read_ahead: bool = False
     fused: bool = True
     """Images on a GPU are gathered, changed and normalised in one kernel."""
 
@@ -104,60 +100,6 @@ def prefetched(
         report("data")
         yield filled[0]
         filled = following
-
-
-_LOOK_S = 0.1
-"""How often a thread that waits for room checks whether its batches are still wanted."""
-_CLOSE_S = 2.0
-"""How long the thread may take to stop; one that is stuck ends with the process."""
-
-
-def read_ahead(batches: Iterator[T]) -> Iterator[T]:
-    """The same batches, read one ahead by a thread.
-
-    Decoding, gathering and normalising release the interpreter lock for most of their time. The thread ends
-    with the last batch, or when the iterator is closed; its errors are raised here, in their turn.
-    """
-    queue: Queue[tuple[T | None, BaseException | None]] = Queue(1)
-    unwanted = threading.Event()
-
-    def put(item: tuple[T | None, BaseException | None]) -> bool:
-        while not unwanted.is_set():
-            try:
-                queue.put(item, timeout=_LOOK_S)
-            except Full:
-                continue
-            return True
-        return False
-
-    def read() -> None:
-        error: BaseException | None = None
-        try:
-            for batch in batches:
-                if not put((batch, None)):
-                    return
-        except BaseException as caught:
-            error = caught
-        put((None, error))
-
-    thread = threading.Thread(target=read, name="ptfast-read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, error = queue.get()
-            if error is not None:
-                raise error
-            if batch is None:
-                return
-            yield batch
-    finally:
-        unwanted.set()
-        late_s = time.monotonic() + _CLOSE_S
-        while thread.is_alive() and time.monotonic() < late_s:
-            try:
-                queue.get(timeout=_LOOK_S)
-            except Empty:
-                continue
 
 
 class Prepare:

@@ -156,8 +156,7 @@ class Segments:
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may be prefetched when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
-        of_workers = -(-run.resolved.workers * config.dataloader.prefetch // per_rank)
-        self._prefetched_steps = of_workers + run.resolved.read_ahead
+        self._prefetched_steps = -(-run.resolved.workers * config.dataloader.prefetch // per_rank)
         kinds = [type(module) for module in run.model.modules()]
         needs: dict[Need, bool] = {
             "images": run.info.kind == "image",

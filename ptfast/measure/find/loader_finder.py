@@ -45,7 +45,6 @@ class LoaderSetup(NamedTuple):
     prefetch: int = 0
     threads: int = 0
     """Of each worker process."""
-    read_ahead: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -55,7 +54,7 @@ class LoaderSetup(NamedTuple):
     @property
     def values(self) -> dict[str, Any]:
         """Config values by key, those that this kind uses."""
-        found: dict[str, Any] = {"dataloader.kind": self.kind, "dataloader.read_ahead": self.read_ahead}
+        found: dict[str, Any] = {"dataloader.kind": self.kind}
         if self.workers:
             found |= {"dataloader.workers": self.workers, "dataloader.prefetch": self.prefetch}
             found["backend.worker_threads"] = self.threads
@@ -142,8 +141,8 @@ class LoaderSearch:
         for name, measured in zip(("auto", "configured"), others, strict=True):
             if (resolved := measured.facts.get("resolved")) is not None:
                 kind, count = resolved["dataloader"], resolved["workers"]
-                found = self.workers(count) if kind in ("plain", "workers") else LoaderSetup(kind)
-                self.named[name] = found._replace(read_ahead=bool(resolved["read_ahead"]))
+                reads = kind in ("plain", "workers")
+                self.named[name] = self.workers(count) if reads else LoaderSetup(kind)
         if self.config.dataloader.kind == "auto":
             self.named.pop("configured", None)
         self.measure(PLAIN, *self._other_kinds(), *self.named.values())
@@ -226,7 +225,7 @@ class LoaderSearch:
         """Among the quickest, the loader with the fewest processes, then the least memory."""
         ratios = self.ratios(self.best)
         close = [loader for loader in self.seen if ratios[loader] >= 1 - CLOSE]
-        return min(close, key=lambda one: (one.workers, one.read_ahead, self.figure(one, "memory_bytes")))
+        return min(close, key=lambda one: (one.workers, self.figure(one, "memory_bytes")))
 
     def figure(self, loader: LoaderSetup, name: str) -> float:
         """The median of a figure over the processes of a loader."""
@@ -239,8 +238,6 @@ class LoaderSearch:
             words.append(f"prefetch {loader.prefetch}")
         if loader.workers and loader.threads != self.config.backend.worker_threads:
             words.append(counted(loader.threads, "thread"))
-        if loader.read_ahead:
-            words.append("read ahead")
         return ", ".join(words)
 
     def _other_kinds(self) -> Iterator[LoaderSetup]:
@@ -303,8 +300,6 @@ class LoaderSearch:
             variants.append({"prefetch": 2 * best.prefetch})
             if 2 * best.workers <= self.cores_per_rank:
                 variants.append({"threads": 2 * best.threads})
-        if self.data["device"] == "cpu" and (self.data["in_memory"] or self.data["repeatable"]):
-            variants.append({"read_ahead": True})
         self.measure(*(best._replace(**variant) for variant in variants))
         if self.choose().workers == self.most and not self.data["num_shards"]:
             self.notes.append(f"more than {self.most} workers were not tried: --to goes further")

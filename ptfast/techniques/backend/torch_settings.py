@@ -30,26 +30,24 @@ def apply_backend(
     device: torch.device,
     num_local_ranks: int = 1,
     before: Resolved | None = None,
-    reads_ahead: bool = False,
 ) -> dict[str, Any]:
     """Set torch's process-wide switches, before anything runs on the device; return fields of `Resolved`.
 
     `threads=auto` takes an equal share of the usable cores for each local rank, without those that other
-    processes or reading ahead keep busy: a thread that waits for a core delays all others. Their number
+    processes keep busy: a thread that waits for a core delays all others. Their number
     changes the order of sums, so a resumed run keeps it. `cudnn_benchmark=auto` lets cuDNN time its kernels
     until `watch_shapes` has seen too many shapes.
 
     Args:
         before: what `auto` became when the run began; None for a new one.
-        reads_ahead: a thread of this process reads the next batch meanwhile.
     """
     before = before or Resolved()
     threads, deterministic = resolved_or(backend.threads, before.threads), backend.deterministic
     reason = before.threads_reason if before.threads else ""
     if threads == "auto":
         busy = others_cores(num_local_ranks) if device.type == "cpu" else 0.0
-        num_threads = resolve_threads(num_local_ranks, busy, reads_ahead=reads_ahead and device.type == "cpu")
-        if num_threads < resolve_threads(num_local_ranks, reads_ahead=reads_ahead):
+        num_threads = resolve_threads(num_local_ranks, busy)
+        if num_threads < resolve_threads(num_local_ranks):
             reason = f"others keep {busy:.1f} of {usable_cores()} cores busy"
     else:
         num_threads = threads
@@ -102,13 +100,13 @@ def watch_shapes(
     yield from batches
 
 
-def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0, *, reads_ahead: bool = False) -> int:
+def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0) -> int:
     """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set."""
     # Torchrun sets the variable to 1, which would leave all other cores unused.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return max((usable_cores() - round(busy_cores)) // num_local_ranks - reads_ahead, 1)
+    return max((usable_cores() - round(busy_cores)) // num_local_ranks, 1)
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:

@@ -304,7 +304,6 @@ def build_loaders(run: PartialRun) -> None:
         prefetch=loader.prefetch,
         worker_threads=config.backend.worker_threads,
         pin=loader.pin,
-        read_ahead=loader.read_ahead,
         fused=loader.fused,
     )
     side = open_side_stream(run.device) if loader.side_stream else None
@@ -333,7 +332,7 @@ def build_loaders(run: PartialRun) -> None:
     resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
     resolved.workers = run.train_loader.workers
     resolved.worker_threads = config.backend.worker_threads
-    resolved.side_stream, resolved.read_ahead = side is not None, loader.read_ahead
+    resolved.side_stream = side is not None
     resolved.fused_images = getattr(run.train_loader.batches, "fused", False)
     if why := getattr(run.train_loader.batches, "unfused", ""):
         run.display.note(f"dataloader.fused: batches of images take single operators, not one kernel: {why}")

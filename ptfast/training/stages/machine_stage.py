@@ -34,7 +34,6 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
         # As many ranks as there can be: the number of threads changes the order of sums.
         num_local_ranks=config.micro_batches or 1 if elastic else ranks.num_local_ranks,
         before=run.before,
-        reads_ahead=config.dataloader.read_ahead,
     )
     run.precision = build_precision(config.precision, device, ranks, before=run.before)
     run.resolved = Resolved(
