@@ -8,7 +8,7 @@ from ptfast.core.errors import ConfigError
 
 RENAMED: dict[str, tuple[str, Any]] = {"optimizer.backbone_from": ("optimizer.freeze_backbone", None)}
 """Today's names of keys by their former ones, with the default they had."""
-REMOVED: dict[str, Any] = {"debug.torch_check": "none"}
+REMOVED: dict[str, Any] = {"debug.torch_check": "none", "dataloader.read_ahead": False}
 """Keys that are gone, with the default they had."""
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
 """Former defaults of keys that are null by default now."""
