@@ -137,21 +137,7 @@ def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
             sides = (side for side in _SIDES if side > max(shape[1:]))
             side = next((side for side in sides if _fits(model, info, (shape[0], side, side))), None)
             found += [f"data.image_size={side}"] * (side is not None)
-        if found:
-            return f"Set {' or '.join(found)}"
-        # Other shapes, those that differ in one respect first.
-        others: list[tuple[int, ...]] = []
-        if len(shape) == 3:
-            channels = [number for number in (3, 1) if number != shape[0]]
-            larger = [side for side in _SIDES if side > max(shape[1:])]
-            others = [(number, *shape[1:]) for number in channels]
-            others += [(number, side, side) for number in (shape[0], *channels) for side in larger]
-        taken = next((other for other in others if _fits(model, info, other)), None)
-    if taken is None:
-        return None
-    what = "images" if info.kind == "image" else "inputs"
-    takes, gives = (" x ".join(map(str, sizes)) for sizes in (taken, shape))
-    return f"It takes {what} of {takes}, and the data gives {gives}"
+    return f"Set {' or '.join(found)}" if found else None
 
 
 def _settings(model: Target, info: DataInfo) -> Iterator[tuple[str, Any]]:

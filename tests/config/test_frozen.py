@@ -12,7 +12,6 @@ import yaml
 from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.files.frozen import freeze, load, redact
-from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.multirun import show_config
 from ptfast.config.schema import changed_keys, defaults, flatten
 from ptfast.core.errors import ConfigError, is_secret
@@ -290,31 +289,3 @@ def test_a_key_that_a_run_was_written_without_has_its_default() -> None:
         "rewrites.bias_before_norm",
         "rewrites.channels_last",
     ]
-
-
-FORMER_NAMES = {
-    "ptfast.data.digits.Digits": "ptfast.data.sources.digits.Digits",
-    "ptfast.data.hf.HfDataset": "ptfast.data.sources.hf_dataset.HfDataset",
-    "ptfast.data.text.TextTsv": "ptfast.data.sources.text_dataset.TextTsv",
-    "ptfast.data.webdataset.WebDataset": "ptfast.data.sources.webdataset_shards.WebDataset",
-    "ptfast.logger.Csv": "ptfast.report.loggers.Csv",
-    "ptfast.models.hf.build": "ptfast.models.transformers.build",
-    "ptfast.optim.nvlamb.Nvlamb": "ptfast.optim.lamb.Lamb",
-    "ptfast.techniques.schedule.wsd.Wsd": "ptfast.techniques.schedule.lr_schedules.Wsd",
-    "ptfast.schedule.OneCycle": "ptfast.techniques.schedule.lr_schedules.OneCycle",
-    **{
-        f"ptfast.data.{module}.{name}": f"ptfast.data.sources.{module}.{name}"
-        for module, name in (("arrays", "Arrays"), ("cifar", "Cifar"), ("imagefolder", "ImageFolder"))
-    },
-}
-
-
-@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
-def test_a_config_from_before_the_modules_moved_names_what_there_is(
-    in_tmp: Path, former: str, name: str
-) -> None:
-    Path("old.yaml").write_text(f"part: {{_target_: {former}}}\ncallbacks: [{{_target_: mine.{former}}}]\n")
-    read = read_yaml(Path("old.yaml")).data
-    assert read["part"].pop("max_grad_norm", None) == (1.0 if former.endswith("Nvlamb") else None)
-    assert read == {"part": {"_target_": name}, "callbacks": [{"_target_": f"mine.{former}"}]}
-    assert callable(locate(name))

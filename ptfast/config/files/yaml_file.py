@@ -131,7 +131,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
                 check_grammar(key, value_node.value, file.places[key])
             if surprise := _surprise(value_node):
                 file.warnings.append(f"{key}={value_node.value} ({file.places[key]}): {surprise}")
-        file.data.update(_with_todays_names(loader.construct_document(node)))
+        file.data.update(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         raise _unreadable(text, error) from None
     except RecursionError:
@@ -139,37 +139,6 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError("C007", f"cannot be read as YAML: {shorten(error)}", place=name) from None
     return file
-
-
-_NVLAMB = "ptfast.optim.nvlamb.Nvlamb"
-_MOVED = {
-    **{f"ptfast.data.{name}": f"ptfast.data.sources.{name}" for name in ("arrays", "cifar", "digits")},
-    "ptfast.data.hf": "ptfast.data.sources.hf_dataset",
-    "ptfast.data.imagefolder": "ptfast.data.sources.imagefolder",
-    "ptfast.data.text": "ptfast.data.sources.text_dataset",
-    "ptfast.data.webdataset": "ptfast.data.sources.webdataset_shards",
-    "ptfast.logger": "ptfast.report.loggers",
-    "ptfast.models.hf": "ptfast.models.transformers",
-    "ptfast.schedule": "ptfast.techniques.schedule.lr_schedules",
-    "ptfast.techniques.schedule.wsd": "ptfast.techniques.schedule.lr_schedules",
-    _NVLAMB: "ptfast.optim.lamb.Lamb",
-}
-"""New places of modules, and of a class, whose targets stand in the configs of earlier runs."""
-
-
-def _with_todays_names(value: Any, key: str = "") -> Any:
-    """`value` with targets that have moved under their current import paths."""
-    if isinstance(value, dict):
-        found = {name: _with_todays_names(item, name) for name, item in value.items()}
-        if value.get("_target_") == _NVLAMB:
-            found.setdefault("max_grad_norm", 1.0)  # its default, which Lamb does not share
-        return found
-    if isinstance(value, list):
-        return [_with_todays_names(item) for item in value]
-    if key == "_target_" and isinstance(value, str):
-        module, _, name = value.rpartition(".")
-        return _MOVED.get(value) or (f"{_MOVED[module]}.{name}" if module in _MOVED else value)
-    return value
 
 
 def _walk(
