@@ -30,8 +30,10 @@ class Shown(NamedTuple):
         return f"{Path(self.page).stem}: {' '.join(self.words)}"[:100]
 
 
-def fences(page: str, language: str) -> list[str]:
-    return [text for kind, text in FENCE.findall(PAGES[page]) if kind == language]
+def fences(pages: str | Sequence[str], language: str) -> list[str]:
+    """The blocks of code in `language` on a page, or on several."""
+    texts = [PAGES[page] for page in ([pages] if isinstance(pages, str) else pages)]
+    return [code for text in texts for kind, code in FENCE.findall(text) if kind == language]
 
 
 def spans(page: str) -> list[str]:
@@ -52,12 +54,12 @@ def shown_commands() -> Iterator[Shown]:
 
 COMMANDS_SHOWN = sorted({shown.words: shown for shown in shown_commands()}.values())
 """Each once, whatever pages show it."""
-OWN_PARTS = "docs/how-to/models/own-parts.md"
-"""The page of which every example is trained."""
+OWN_PARTS = tuple(page for page in PAGES if page.startswith("docs/how-to/custom-parts/"))
+"""The pages of which every example is trained."""
 OWN_CONF = "docs/how-to/operate/project-layout.md"
 """The page whose commands are given in a folder with a conf of its own."""
-TASKS = "docs/how-to/models/tasks.md"
-"""The page whose examples are modules, named in their first lines."""
+TASKS = tuple(page for page in PAGES if page.startswith("docs/how-to/models/") and fences(page, "python"))
+"""The pages whose examples are modules, named in their first lines."""
 FORMS = {"FILE", "NAME", "RUN", "WORDS", "..."}
 """Words that stand for what a reader has: such a command cannot be given as it stands."""
 
@@ -97,15 +99,11 @@ DRY_RUN = [
 @contextlib.contextmanager
 def users_folder(folder: Path) -> Iterator[Path]:
     """Work in `folder` with what the commands on the pages name: modules and recipes."""
-    code = [text for page in (OWN_PARTS, "docs/how-to/data/streams.md") for text in fences(page, "python")]
+    code = fences((*OWN_PARTS, "docs/how-to/data/streams.md"), "python")
     files = {"mine.py": "\n".join(code)} | {code.split()[1]: code for code in fences(TASKS, "python")}
     for name, text in files.items():
         (folder / name).write_text(text)
-    for text in [
-        text
-        for page in ("docs/concepts/configuration.md", OWN_PARTS, OWN_CONF)
-        for text in fences(page, "yaml")
-    ]:
+    for text in fences(("docs/concepts/configuration.md", *OWN_PARTS, OWN_CONF), "yaml"):
         if name := re.match(r"# ([\w/]+\.yaml)", text):
             (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
             (folder / name[1]).write_text(text)
