@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ def cells(*texts: Any) -> str:
     """A row of a table, whose texts may hold anything."""
     clean = [re.sub(r"\s+", " ", str(text)).replace("|", "\\|").strip() for text in texts]
     return "| " + " | ".join(clean) + " |"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 150, break_long_words=False, break_on_hyphens=False)
 
 
 def code(text: str) -> str:
@@ -172,7 +177,7 @@ def config_keys() -> str:
 
 
 def section_lines(name: str, section: type) -> Iterator[str]:
-    yield from ("", f"## {name}", "", " ".join((section.__doc__ or "").split()))
+    yield from ("", f"## {name}", "", wrapped(section.__doc__ or ""))
     grouped = name in paths.groups() or name == "task"
     if grouped and (listed := option_list(name)):
         yield from ("", *listed)
@@ -190,7 +195,7 @@ def section_lines(name: str, section: type) -> Iterator[str]:
         alike.setdefault(tuple((key, meaning) for key, _, meaning in rows), []).append(option)
     for meanings, options in alike.items():
         if meanings:
-            yield from ("", f"Keys of {', '.join(code(f'{name}={option}') for option in options)}:")
+            yield from ("", wrapped(f"Keys of {', '.join(code(f'{name}={option}') for option in options)}:"))
             yield from ("", OPTION_TABLE)
         for number, (key, meaning) in enumerate(meanings):
             values = list(dict.fromkeys(found[option][number][1] for option in options))
