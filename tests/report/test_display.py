@@ -244,8 +244,9 @@ def test_the_live_line_fits_the_terminal_and_keeps_the_loss(
     assert len(text) <= columns
     if columns >= 40:
         assert "loss 0.2310" in text
-    if columns == 200:
-        assert all(part in text for part in ("lr 3.2e-03", "3,412 samples/s", "step 400"))
+    if columns >= 80:
+        assert all(part in text for part in ("3,412 samples/s", "step 400"))
+        assert "lr 3.2e-03" in text or columns == 80
         assert ("eta" in text) == (total_steps is not None)
 
 

@@ -324,32 +324,27 @@ class LiveDisplay(Display):
         from rich.text import Text
 
         fields = self._fields(*self._state)
-        where = fields.pop("where")
-        figures = {name: text for name, text in fields.items() if name not in ("loss", "eta")}
+        step, has_epoch, epoch = fields.pop("where").partition("  epoch ")
+        fields = {"step": step, **({"epoch": f"epoch {epoch}"} if has_epoch else {}), **fields}
         # What gives way first in a narrow terminal comes last here.
-        order = ["loss", "eta", "samples_per_s", "lr", *figures]
+        order = ["loss", "eta", "samples_per_s", "step", "lr", "epoch", *fields]
         done = self._state[0] / self._total_steps if self._total_steps else None
-        percent = "" if done is None else f" {done:4.0%}"
-        room = options.max_width - 1 - len(percent) - (0 if done is None else 8)
-        shown: dict[str, str] = {}
+        percent = "" if done is None else f" {done:4.0%}  "
+        room = options.max_width + 1 - len(percent) - (0 if done is None else 8)
+        shown: list[str] = []
         for name in dict.fromkeys(order):
             if name in fields and len(fields[name]) + 2 <= room:
-                shown[name] = fields[name]
+                shown.append(name)
                 room -= len(fields[name]) + 2
         line = Text(no_wrap=True, overflow="ellipsis")
         if done is not None:
-            # The bar gets what is left over after the place, if that fits.
-            fits = len(where) + 2 <= room - 2
-            width = 8 + min(32, room - (len(where) + 2 if fits else 0))
+            width = 8 + min(32, room)
             full = round(width * min(1.0, done))
             filled, empty = ("#", "-") if options.ascii_only else ("━", "─")
             line.append(filled * full, style="cyan").append(empty * (width - full), style="dim")
-            line.append(percent + (f"  {where}" if fits else ""))
-        else:
-            line.append(where)
-        for name in fields:
-            if name in shown:
-                line.append("  ").append(shown[name], style="bold" if name == "loss" else "")
+            line.append(percent)
+        texts = (Text(fields[name], "bold" if name == "loss" else "") for name in fields if name in shown)
+        line.append_text(Text("  ").join(texts))
         yield line
 
     def _print(self, text: str, *, copied: bool = False, style: str = "") -> None:
