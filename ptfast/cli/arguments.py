@@ -21,7 +21,7 @@ class Flag:
     """An option with dashes.
 
     Args:
-        names: the long name, and perhaps a short one.
+        names: the long name, perhaps a short one, and a word for the value that help shows: `--out FILE`.
         dest: the attribute that it sets; by default its name.
         read: makes the value of its text, or raises ValueError; None for a flag without a value.
     """
@@ -31,6 +31,13 @@ class Flag:
     dest: str | None = None
     read: Callable[[str], Any] | None = str
     default: Any = None
+    metavar: str = "VALUE"
+
+    def __post_init__(self) -> None:
+        *names, last = self.names.split()
+        if not last.startswith("-"):
+            object.__setattr__(self, "names", " ".join(names))
+            object.__setattr__(self, "metavar", last)
 
     @property
     def name(self) -> str:
@@ -83,7 +90,7 @@ def choice(names: str, help: str, *choices: str, default: str | None = None) -> 
             raise ValueError(f"unknown choice. Use {shown}")
         return text
 
-    return Flag(names, f"{help}: {shown}", read=read, default=default)
+    return Flag(f"{names} NAME", f"{help}: {shown}", read=read, default=default)
 
 
 def path(text: str) -> Path:
@@ -99,10 +106,10 @@ def write_out(out: Path, text: str) -> None:
 
 
 COMMON = (
-    Flag("--config-dir", "folder of GROUP/OPTION.yaml and recipes/ to look in first", read=path),
+    Flag("--config-dir FOLDER", "your own GROUP/OPTION.yaml and recipes/, searched first", read=path),
     switch("--json", "print one JSON object a line, for programs"),
-    switch("--traceback", "show where an error comes from"),
-    switch("--help -h", "show this"),
+    switch("--traceback", "show the Python traceback of an error"),
+    switch("--help -h", "show this help"),
 )
 
 
@@ -125,7 +132,7 @@ def _parser(name: str, command: Command) -> _Parser:
         argparse.SUPPRESS,
         summary,
         "key=value sets a key of the config: ptfast --help lists its groups." if takes_config else None,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH + 2),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH),
         add_help=False,
         allow_abbrev=False,
     )
@@ -134,7 +141,7 @@ def _parser(name: str, command: Command) -> _Parser:
     for flag in (*command.flags, *COMMON):
         keywords: dict[str, Any] = {"action": "store_true"}
         if flag.read is not None:
-            keywords = {"action": "append", "metavar": "VALUE"}
+            keywords = {"action": "append", "metavar": flag.metavar}
         group.add_argument(
             *flag.names.split(), dest=flag.attribute, help=flag.help.replace("%", "%%"), **keywords
         )

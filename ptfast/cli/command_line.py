@@ -26,6 +26,9 @@ from ptfast.core.errors import (
     traceback_of,
 )
 
+RARELY_USED = ("chaos", "copy", "schema", "completion")
+"""Commands that `ptfast --help` only names."""
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed as one line."""
@@ -133,7 +136,7 @@ def _no_command(name: str) -> ConfigError:
     if "=" in name or name.partition("=")[0] in flags:
         hint = f"Did you mean ptfast train {name}?"
     elif paths.recipe_file(name):
-        hint = f"Did you mean ptfast train +recipe={name}?"
+        hint = f"Did you mean ptfast train recipe={name}?"
     return ConfigError("C015", "no such command", key=name, suggestion=hint)
 
 
@@ -161,25 +164,21 @@ def _overview() -> str:
     groups = textwrap.fill(
         " ".join(sorted([*paths.groups(), "task"])), WIDTH, initial_indent="  ", subsequent_indent="  "
     )
-    main = {name: command for name, command in COMMANDS.items() if command.examples}
-    rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in main.items())
-    others = ", ".join(name for name in COMMANDS if name not in main)
+    rows = "\n".join(f"  {name:<12}{COMMANDS[name].summary}" for name in COMMANDS if name not in RARELY_USED)
     return f"""\
 ptfast {__version__}: PyTorch training from YAML, as fast as this machine allows
-  ptfast train +recipe=resnet_digits optimizer=adamw optimizer.lr=1e-3
+  ptfast train recipe=resnet_digits optimizer=adamw optimizer.lr=1e-3
 
 Commands; ptfast COMMAND --help shows arguments, flags and examples:
 {rows}
-  {"also":<12}{others}
+  {"also":<12}{", ".join(RARELY_USED)}; ptfast --version
 Config groups; ptfast --help GROUP shows options (GROUP=OPTION) and keys:
 {groups}"""
 
 
 def _of_group(group: str, section: Any) -> Iterator[str]:
     """The options of a group, and the keys of its section."""
-    from ptfast.config.editors.help import entries, field_docs
-    from ptfast.core.sections.coerce import describe
-    from ptfast.core.sections.targets import plain
+    from ptfast.config.editors.help import entries
 
     if section is not None:
         yield textwrap.fill(f"{group}: {' '.join((section.__doc__ or '').split())}", WIDTH) + "\n"
@@ -187,17 +186,32 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
         yield f"Options, chosen with {group}=OPTION:"
         yield from (_row(option.name, option.summary) for option in options)
         yield ""
-    fields = section.model_fields if section is not None else {}
-    fixed = {key: field for key, field in fields.items() if key not in ("target", "options")}
-    if fixed:
+    rows = [*_key_rows(section)] if section is not None else []
+    if rows:
         yield f"Keys and defaults, set with {group}.KEY=VALUE:"
-    for key, field in fixed.items():
-        default = None if field.is_required() else plain(field.get_default(call_default_factory=True))
-        value = json.dumps(default).strip('"')
-        yield _row(f"{key}={value}", f"{field_docs(section).get(key, '')} ({describe(field.annotation)})")
-    if options and "target" in fields:
+        yield from rows
+    if options and section is not None and "target" in section.model_fields:
         yield f"\nptfast --help {group}=OPTION explains an option's own keys."
         yield f"ptfast train {group}=OPTION --cfg job prints the values that an option sets."
+
+
+def _key_rows(section: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of a section and of the sections inside it."""
+    from ptfast.config.editors.help import field_docs
+    from ptfast.config.schema import section_of
+    from ptfast.core.sections.coerce import describe
+    from ptfast.core.sections.targets import plain
+
+    for key, field in section.model_fields.items():
+        if key in ("target", "options"):
+            continue
+        if inner := section_of(field.annotation):
+            yield from _key_rows(inner, f"{prefix}{key}.")
+            continue
+        default = None if field.is_required() else plain(field.get_default(call_default_factory=True))
+        value = json.dumps(default).strip('"')
+        docs = field_docs(section).get(key, "")
+        yield _row(f"{prefix}{key}={value}", f"{docs} ({describe(field.annotation)})")
 
 
 def _of_option(group: str, option: str, section: Any) -> Iterator[str]:

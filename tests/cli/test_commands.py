@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from running import records, summary, train
 
+from ptfast.cli.arguments import help_of
 from ptfast.cli.command_line import COMMANDS, run
 from ptfast.config.files import paths
 
@@ -291,6 +292,16 @@ def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert all(name in re.findall(r"\w+", shown) for name in COMMANDS)
     assert "optimizer" in shown.split()
+    assert "--version" in shown
+    assert "\n  doctor " in shown
+
+
+def test_help_names_the_kind_of_each_value_in_80_columns() -> None:
+    commands = {**COMMANDS, **{f"find {kind}": one for kind, one in COMMANDS["find"].kinds.items()}}
+    for name, command in commands.items():
+        assert all(flag.metavar != "VALUE" for flag in command.flags if flag.read), name
+        assert all(len(line) <= 80 for line in help_of(name, command).splitlines()), name
+    assert "  --out FOLDER  " in help_of("export", COMMANDS["export"])
 
 
 def test_help_of_a_group_names_its_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
