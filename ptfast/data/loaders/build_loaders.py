@@ -16,6 +16,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
+from ptfast.core.tensors.arrivals import Arrival
 from ptfast.core.tensors.trees import copied
 from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
@@ -196,11 +197,20 @@ class EvaluationLoader:
     """Prepare the batches once, and keep them."""
     lends: bool = False
     """Batches lie in memory that later evaluations read again."""
-    written: str | None = None
-    """The part of a batch, `inputs` or `targets`, that code which evaluates has changed in place."""
+    _written: str | None = field(default=None, init=False)
+    _compared: list[tuple[str, Arrival]] = field(default_factory=list, init=False)
+    """Whether the parts of a batch differ from their copies, on the way from the device."""
     _cached: list[MicroBatch] | None = field(default=None, init=False)
-    _copies: bool = field(default=True, init=False)
-    """Until a whole pass has shown that nobody writes to the batches."""
+    _passed: bool = field(default=False, init=False)
+    """A whole pass has shown whether code that evaluates writes to the batches."""
+
+    @property
+    def written(self) -> str | None:
+        """The part of a batch, `inputs` or `targets`, that code which evaluates has changed in place."""
+        while self._compared:
+            name, differs = self._compared.pop()
+            self._written = name if any(differs.read()) else self._written
+        return self._written
 
     def __iter__(self) -> Iterator[MicroBatch]:
         batches = iter(self._cached or ())
@@ -222,7 +232,7 @@ class EvaluationLoader:
         Raises:
             ConfigError: C017 if samples are changed after a pass in which none were.
         """
-        copies, first = self._copies, True
+        copies, first = not self._passed or self.written is not None, True
         for data, num_samples in batches:
             lent = data
             if copies:
@@ -231,18 +241,19 @@ class EvaluationLoader:
                     lent = copied(data)
             versions = [part._version for part in lent]
             yield MicroBatch(lent, num_samples)
-            for name, part, held, version in zip(("inputs", "targets"), lent, data, versions, strict=True):
+            for name, part, kept, version in zip(("inputs", "targets"), lent, data, versions, strict=True):
                 changed = part._version != version
-                # Changes by way of `.data` or numpy are not counted: one batch is compared.
-                if copies and first and self.written is None:
-                    changed = changed or not torch.isclose(part, held, rtol=0, atol=0, equal_nan=True).all()
                 if changed and not copies:
                     what = f"the {name} of evaluation were changed in place, which no earlier pass did"
                     hint = "Make a new tensor: x = x - 1 in place of x -= 1 or x.sub_(1)"
                     raise ConfigError("C017", what, key="model._target_", suggestion=hint)
-                self.written = name if changed else self.written
+                self._written = name if changed else self._written
+                # Changes by way of `.data` or numpy are not counted: one batch is compared.
+                if first and not self._passed:
+                    same = torch.isclose(part, kept, rtol=0, atol=0, equal_nan=True).all()
+                    self._compared.append((name, Arrival((~same).float().view(1))))
             first = False
-        self._copies = self.written is not None
+        self._passed = True
 
     def close(self) -> None:
         self.batches.close()
