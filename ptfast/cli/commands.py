@@ -220,7 +220,7 @@ COMMANDS: dict[str, Command] = {
             Flag("--target METRIC=VALUE", "metric to reach and its value, such as accuracy=0.9"),
             Flag("--seeds N", "runs per variant, each with its own seed", read=number(1), default=5),
         ),
-        ("race recipe=resnet_digits schedule=onecycle,cosine --target accuracy=0.9",),
+        ("race recipe=resnet_digits optimizer=adamw,muon --target accuracy=0.9",),
         alone=True,
     ),
     "chaos": Command(
