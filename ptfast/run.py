@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
     from ptfast.data.streams.stream_loaders import Marks
     from ptfast.optim.parameter_groups import Freezing
+    from ptfast.techniques.backend.garbage_collection import Collector
     from ptfast.techniques.compile.compilation import Compilation
     from ptfast.techniques.ema.weight_averages import Average
     from ptfast.techniques.precision.number_formats import NumberFormats
@@ -85,6 +86,7 @@ class Run:
     """None if the same parameters train throughout."""
     freezes_statistics: bool = False
     """BatchNorm in frozen layers keeps its running statistics."""
+    collector: Collector = field(init=False)
     train_loader: Loader = field(init=False)
     eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
     """By split."""

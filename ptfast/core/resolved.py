@@ -53,6 +53,8 @@ class Resolved:
     """cuDNN may compute attention; None without a GPU."""
     flushes_denormals: bool = False
     """The CPU takes numbers below 1e-38 for 0."""
+    collects_between: bool = False
+    """Python's garbage is collected between steps only."""
     precision: str = ""
     matmul_precision: str = ""
     float8: list[str] = field(default_factory=list)

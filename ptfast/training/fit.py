@@ -39,6 +39,8 @@ def fit(run: Run) -> str:
     except BaseException:
         run.saver.leave()
         raise
+    finally:
+        run.collector.release()
 
 
 def _fit_or_stop(run: Run) -> StopReason:

@@ -26,6 +26,8 @@ class Backend(Section):
     """Let cuDNN compute attention where it can; `auto` unless texts come in many lengths."""
     flush_denormals: bool = True
     """Take numbers below 1e-38 for 0 on a CPU, which computes with them many times slower."""
+    gc: bool | OrAuto = "auto"
+    """Collect Python's garbage between steps only; `auto` where a dataset's own code runs in this process."""
 
 
 def repeatable_kernels(backend: Backend) -> PtfastError | None:
@@ -47,11 +49,12 @@ def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
         "kernels": "deterministic" if resolved.deterministic else searched,
         "attention": unplanned if resolved.cudnn_attention is False else None,
         "memory": "in segments that grow" if resolved.expands_segments else held,
+        "garbage collection": "between steps only" if resolved.collects_between else None,
     }
 
 
 FAMILY = Family(
     rules=(repeatable_kernels,),
-    free_keys=("backend.hold_memory", "backend.expandable_segments"),
+    free_keys=("backend.hold_memory", "backend.expandable_segments", "backend.gc"),
     panel=panel,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -57,11 +57,13 @@ class Trainer:
         self.update_average = run.ema.update if run.ema is not None else _nothing
         self.window.inspected_step = last_step - 1
         self.learning_rates.prepare(last_step, self.update.schedule_lag)
-        for batch in islice(batches, last_step - progress.step):
-            self.step(batch)
-            # Several ranks agree on where to stop, at the next check of signals.
-            if run.stop_signal is not None and not run.ranks.distributed:
-                return
+        is_warm = progress.step > self.first_step
+        with run.collector.waiting() if is_warm else nullcontext():
+            for batch in islice(batches, last_step - progress.step):
+                self.step(batch)
+                # Several ranks agree on where to stop, at the next check of signals.
+                if run.stop_signal is not None and not run.ranks.distributed:
+                    return
         if progress.step < last_step and run.stop_signal is None:
             what = f"the data ended after step {progress.step} of {run.total_steps}"
             hint = "Lower steps to what the data provides"

@@ -26,6 +26,7 @@ from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.label_checks import missing_classes
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
+from ptfast.data.loaders.dataset_source import DatasetSource
 from ptfast.data.loaders.loader_choice import HELD, Choice, choose
 from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
 from ptfast.data.loaders.sample_form import InputOptions
@@ -42,6 +43,7 @@ from ptfast.tasks import build_task, collate_of
 from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.cross_entropy import CrossEntropyTask, balanced_weights
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
+from ptfast.techniques.backend.garbage_collection import Collector
 from ptfast.training.evaluate import check_views
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import describe_padding, pack_or_pad
@@ -331,6 +333,10 @@ def build_loaders(run: PartialRun) -> None:
     build_eval_loaders(run, data if config.eval.test else replace(data, test=None), side)
     resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
     resolved.workers = run.train_loader.workers
+    # Their code may make many Python objects for each sample; ours makes few.
+    runs_theirs = not resolved.workers and isinstance(data.train, (DatasetSource, IterableSource))
+    resolved.collects_between = runs_theirs if config.backend.gc == "auto" else config.backend.gc
+    run.collector = Collector(resolved.collects_between)
     resolved.worker_threads = config.backend.worker_threads
     resolved.side_stream = side is not None
     resolved.fused_images = getattr(run.train_loader.batches, "fused", False)

@@ -1,0 +1,48 @@
+"""Python's garbage collector, held back while one step follows another."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LEAST_S = 1.0
+"""Seconds between collections; segments may be as short as a step."""
+
+
+class Collector:
+    """Python's garbage collector, which runs as usual, or only between segments of steps if it `waits`.
+
+    Most objects that exist after the warm-up last as long as the run. They are frozen, so that collections
+    skip them. A collector that is off and objects that are frozen already stay as they are.
+    """
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+        self._freezes, self._collected_s = False, 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context without collections. At its end garbage is collected, but at most once a second."""
+        if not self.waits or not gc.isenabled():
+            yield
+            return
+        if not self._freezes and not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            self._freezes = True
+        gc.disable()
+        try:
+            yield
+        finally:
+            if time.perf_counter() - self._collected_s > _LEAST_S:
+                gc.collect()
+                self._collected_s = time.perf_counter()
+            gc.enable()
+
+    def release(self) -> None:
+        """Unfreeze the objects, at the end of a run."""
+        if self._freezes:
+            gc.unfreeze()
+            self._freezes = False
