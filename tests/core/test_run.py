@@ -42,7 +42,7 @@ def test_a_state_stands_in_for_a_file_that_is_gone(tmp_path: Path) -> None:
     assert Resolved.read(tmp_path, facts) == Resolved(threads=3)
 
 
-def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> None:
+def test_resolved_json_keeps_the_keys_of_earlier_runs(tmp_path: Path) -> None:
     """Notebooks and scripts read them."""
     Resolved().write(tmp_path)
     keys = """
@@ -52,7 +52,7 @@ def test_the_keys_of_resolved_json_are_those_of_earlier_runs(tmp_path: Path) -> 
         momentum num_ranks optimizer padding padding_share precision sampling shards side_stream
         task task_reason threads threads_reason total_steps worker_threads workers
     """
-    assert sorted(json.loads((tmp_path / "resolved.json").read_text())) == keys.split()
+    assert set(keys.split()) <= set(json.loads((tmp_path / "resolved.json").read_text()))
 
 
 @pytest.mark.parametrize(

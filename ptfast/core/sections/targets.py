@@ -197,7 +197,8 @@ def steps_on_metric(found: Any) -> bool:
     """Return True for a scheduler class whose `step` requires a metric, as that of ReduceLROnPlateau."""
     takes = [*keywords(getattr(found, "step", None)).values()][1:] if inspect.isclass(found) else []
     required = [parameter.name for parameter in takes if parameter.default is parameter.empty]
-    return len(required) == 1 and "epoch" not in required[0]
+    # An optimizer's may require a closure.
+    return len(required) == 1 and not re.search("epoch|closure", required[0])
 
 
 def keywords(function: Any) -> dict[str, inspect.Parameter]:
