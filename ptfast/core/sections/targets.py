@@ -197,8 +197,7 @@ def steps_on_metric(found: Any) -> bool:
     """Return True for a scheduler class whose `step` requires a metric, as that of ReduceLROnPlateau."""
     takes = [*keywords(getattr(found, "step", None)).values()][1:] if inspect.isclass(found) else []
     required = [parameter.name for parameter in takes if parameter.default is parameter.empty]
-    # An optimizer's may require a closure.
-    return len(required) == 1 and not re.search("epoch|closure", required[0])
+    return len(required) == 1 and required[0] not in ("epoch", "closure")  # of an optimizer
 
 
 def keywords(function: Any) -> dict[str, inspect.Parameter]:
