@@ -1,7 +1,7 @@
 """Write the tables of docs/ that follow from the code: scripts/doc_tables.py
 
 The tables of docs/reference/techniques.md, from the catalogue; where techniques act, in
-docs/contributing/adding-a-part.md; new options in the table of docs/concepts/configuration.md.
+docs/contributing/adding-a-part.md.
 """
 
 from __future__ import annotations
@@ -20,18 +20,10 @@ sys.path.insert(0, str(ROOT))
 from ptfast.cli.listing_commands import ALWAYS_ON, in_order  # noqa: E402
 from ptfast.config.catalogue import CATALOGUE  # noqa: E402
 from ptfast.config.families import PARTS  # noqa: E402
-from ptfast.config.files import paths  # noqa: E402
 
 DOCS = ROOT / "docs"
 MARK = "<!-- Below: written by scripts/doc_tables.py -->"
 """The text above it on the page is written by hand."""
-FOR_RECIPES = {
-    *("adamw_onecycle", "adamw_gpt", "adamw_gpt2", "adamw_text", "adamw_finetune", "sgd_imagenet"),
-    *("resnet_digits", "gpt2_124m", "muon_airbench94", "sgd_airbench96"),
-}
-"""Options with a recipe's numbers, which the table of groups leaves out."""
-GROUP = re.compile(r"^\| `(\w+)` \| ((?:`\w+`(?: \([^()]*\))? ?)*)(.*) \|$")
-"""A row of the table of groups: the group, its options with what is said of each, and what else is said."""
 
 
 def techniques(text: str) -> str:
@@ -90,31 +82,9 @@ def _of_families(stage: Any) -> dict[str, str]:
     return found
 
 
-def groups(text: str) -> str:
-    """`text` with each option that its group's row does not name behind those that it does."""
-    before, heading, after = text.partition("## Groups and options\n")
-    section, end, rest = after.partition("\n## ")
-    lines = [_with_new_options(line) for line in section.splitlines()]
-    return "".join([before, heading, "\n".join(lines), "\n" if section.endswith("\n") else "", end, rest])
-
-
-def _with_new_options(line: str) -> str:
-    row = GROUP.match(line)
-    if row is None:
-        return line
-    group, listed, said = row.groups()
-    new = [name for name in paths.options(group) if f"`{name}`" not in line and name not in FOR_RECIPES]
-    if not new:
-        return line
-    names = " ".join(f"`{name}`" for name in new)
-    gap = " " if listed.endswith(" ") else ""
-    return f"| `{group}` | {listed.rstrip()} {names}{gap}{said} |"
-
-
 if __name__ == "__main__":
     pages = {
         "reference/techniques.md": techniques,
-        "concepts/configuration.md": groups,
         "contributing/adding-a-part.md": stages,
     }
     for page, written in pages.items():

@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,17 +273,6 @@ def check_keys(page: str) -> None:
                 assert value in paths.options(key), word
 
 
-def test_the_table_of_groups_lists_the_options_that_there_are(in_tmp: Path) -> None:
-    section = PAGES["docs/concepts/configuration.md"].split("## Groups and options")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", section, re.MULTILINE)
-    listed = {group: set(re.findall(r"`(\w+)`", text)) for group, text in rows}
-    assert set(listed) == set(paths.groups())
-    for group, options in listed.items():
-        assert options == set(paths.options(group)) - doc_tables.FOR_RECIPES, (
-            f"{group}: scripts/doc_tables.py"
-        )
-
-
 def test_the_tables_of_techniques_are_the_catalogue() -> None:
     page = PAGES["docs/reference/techniques.md"]
     assert doc_tables.techniques(page) == page, "scripts/doc_tables.py writes it"
@@ -296,15 +284,6 @@ def test_the_table_of_the_audit_is_its_checks() -> None:
         r"^\| (?:model|data|loop|machine) \| ([^|]+) \| .+ \|$", PAGES["docs/speed/audit.md"], re.M
     )
     assert sorted(rows) == sorted(set(re.findall(r'Finding\(\s*"([^"]+)"', code)))
-
-
-def test_a_new_option_goes_into_the_table_of_groups(in_tmp: Path) -> None:
-    page = PAGES["docs/concepts/configuration.md"]
-    assert doc_tables.groups(page) == page
-    for name in (" `longest`", " `muon`", " `workers`"):
-        assert page.count(name) == 1
-        added = doc_tables.groups(page.replace(name, ""))
-        assert Counter(re.findall(r"\w+", added)) == Counter(re.findall(r"\w+", page)), name
 
 
 def test_every_code_is_explained() -> None:
