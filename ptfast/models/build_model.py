@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -62,11 +62,10 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     try:
         model = target.build(**facts)
     except (TypeError, ValueError, AssertionError, AttributeError, ArithmeticError, LookupError) as error:
-        function = target.resolve()
-        if not swallows_keywords(function):
+        if not swallows_keywords(target.resolve()):
             raise
         if isinstance(error, TypeError) and "keyword argument" in str(error):
-            raise unknown_keyword("unknown key", error, target.kwargs, function, function) from error
+            raise _unknown_keyword(target, error) from error
         if not target.path.startswith("ptfast."):
             raise  # it is the user's, or named by the user
         raise ConfigError("C005", summary_of(error), key="model", value=target.path) from error
@@ -94,27 +93,23 @@ def size_lazy_layers(model: nn.Module, forward: Callable[[], Any]) -> None:
             module.training = trains
 
 
-def unknown_keyword(
-    what: str, error: TypeError, given: dict[str, Any], door: Any, make: Callable[..., Any]
-) -> ConfigError:
-    """C002 for a keyword that no model of a library takes, with the nearest one that is taken.
-
-    Args:
-        door: the function that passes keywords on.
-        make: the library's function that makes the model; the classes beside it say what it takes.
-    """
+def _unknown_keyword(target: Target, error: TypeError) -> ConfigError:
+    """C002 for a keyword that `**kwargs` hid, with the nearest one that the model or its library takes."""
     found = re.search(r"(unexpected|multiple values for) keyword argument\W.*?'(\w+)'", str(error))
     if found is None:
-        return ConfigError("C002", f"{what} ({error})", key="model")
-    key, value = f"model.{found[2]}", given.get(found[2])
+        return ConfigError("C002", f"the library does not take this ({error})", key="model")
+    key, value = f"model.{found[2]}", target.kwargs.get(found[2])
     if found[1] != "unexpected":
-        return ConfigError("C002", f"{what}, because it sets it itself", key=key, value=value)
-    beside = vars(sys.modules[make.__module__]).values()
-    classes = [each for each in beside if isinstance(each, type) and each.__module__ == make.__module__]
-    known = {name for each in (door, make, *classes) for name in keywords(each)}
+        return ConfigError("C002", "the library sets this itself", key=key, value=value)
+    # The classes beside the functions that have passed it on say what there is.
+    passed_on = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    beside = [each for names in passed_on for each in names.values() if isinstance(each, type)]
+    here = {names["__name__"] for names in passed_on} - {Target.__module__}
+    classes = [each for each in beside if each.__module__ in here]
+    known = {name for each in (target.resolve(), *classes) for name in keywords(each)}
     known -= {"self", "target", found[2]}
     hint = did_you_mean(found[2], sorted({*Model.model_fields, *known}), "model.{}")
-    return ConfigError("C002", what, key=key, value=value, suggestion=hint)
+    return ConfigError("C002", "unknown key", key=key, value=value, suggestion=hint)
 
 
 _CHANNELS = ("in_channels", "in_chans", "num_channels", "input_channels", "channels")

@@ -8,7 +8,6 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, did_you_mean, import_extra
 from ptfast.core.sections.section import Count
-from ptfast.models.build_model import unknown_keyword
 
 
 def build(
@@ -25,16 +24,12 @@ def build(
 
     Raises:
         MachineError: timm is not installed (E004).
-        ConfigError: there is no such model (C003) or keyword (C002).
+        ConfigError: there is no such model (C003).
     """
     timm = import_extra("timm", "timm", "model")
     if not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models()) or "See timm.list_models()"
         raise ConfigError("C003", "timm has no such model", key="model.name", value=name, suggestion=hint)
-    try:
-        return timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs
-        )
-    except TypeError as error:
-        make = timm.models.model_entrypoint(name.partition(".")[0])
-        raise unknown_keyword(f"timm's {name} does not take this", error, kwargs, build, make) from error
+    return timm.create_model(
+        name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **kwargs
+    )

@@ -10,7 +10,6 @@ from torch import nn
 
 from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.sections.section import Count
-from ptfast.models.build_model import unknown_keyword
 
 _AUXILIARY = ("googlenet", "inception_v3")
 """Classifiers with auxiliary heads, whose outputs in training would be no logits."""
@@ -29,7 +28,7 @@ def build(
         kwargs: keywords of the torchvision builder or class, such as `dropout`.
 
     Raises:
-        ConfigError: there is no such model (C003) or keyword (C002), or a keyword does not fit (C005).
+        ConfigError: there is no such model (C003), or a keyword does not fit (C005).
         ConnectionError: the published weights cannot be downloaded.
     """
     models: Any = importlib.import_module("torchvision.models")
@@ -48,9 +47,6 @@ def build(
         kwargs = {"aux_logits": False, "init_weights": True, **kwargs}
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    except TypeError as error:
-        what = f"torchvision's {name} does not take this"
-        raise unknown_keyword(what, error, kwargs, build, models.get_model_builder(name)) from error
     except ValueError as error:
         raise ConfigError(
             "C005", f"torchvision's {name} does not take this ({error})", key="model"
