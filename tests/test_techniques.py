@@ -137,7 +137,7 @@ def check_complete(technique: Technique) -> None:
     assert technique.kind in PROMISES
     assert set(technique.needs) <= set(get_args(Need))
     assert (technique.drift is not None) == (technique.kind == "reduced")
-    assert technique.on or not technique.off
+    assert bool(technique.on) == bool(technique.off)
     if not technique.on:
         file, _, function = ALWAYS_ON[technique.name].partition("::")
         tree = ast.parse(next((ROOT / "tests").rglob(file)).read_text())

@@ -147,7 +147,7 @@ class Technique:
     on: tuple[str, ...] = ()
     """Overrides that switch it on; none for what is always on."""
     off: tuple[str, ...] = ()
-    """Overrides that switch it off; by default those of `on` with true and false exchanged, and numbers 0."""
+    """Overrides that switch it off."""
     why: str
     """Why it is faster, or reaches the same result sooner, as one sentence."""
     claim: str
@@ -174,14 +174,6 @@ class Technique:
     """The command that measures that again, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
     """For a reduced technique: the largest relative drift of the loss over ten steps that it stands for."""
-
-    def __post_init__(self) -> None:
-        if not self.off:
-            other = {"true": "false", "false": "true"}
-            words = [word.rpartition("=") for word in self.on]
-            other |= {value: "0" for _, _, value in words if value.replace(".", "").isdigit()}
-            off = tuple(f"{key}={other[value]}" for key, _, value in words if value in other)
-            object.__setattr__(self, "off", off)
 
     @property
     def options(self) -> tuple[str, ...]:
