@@ -83,7 +83,7 @@ def cli() -> str:
 
 
 def flag_row(name: str, command: Command, flag: Flag) -> str:
-    names = ", ".join(code(each + (" VALUE" if flag.read else "")) for each in flag.names.split())
+    names = ", ".join(code(f"{each} {flag.metavar}" if flag.read else each) for each in flag.names.split())
     return cells(names, default_of(name, command, flag), flag.help)
 
 

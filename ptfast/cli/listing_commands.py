@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptfast.cli.arguments import WIDTH, write_out
-from ptfast.config.catalogue import CATALOGUE, ThisMachine, plain_name, verdict
+from ptfast.config.catalogue import CATALOGUE, ThisMachine, default_state, plain_name, verdict
 from ptfast.config.editors.help import entries
 from ptfast.config.files import paths
-from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, cannot_write, did_you_mean
+from ptfast.core.errors import EXIT_OK, ConfigError, MachineError, cannot_write, did_you_mean, shorten
 from ptfast.core.sections.section import PROMISES, Technique
 from ptfast.report.terminal.display import build_display, is_terminal, say, standard_output, table
 from ptfast.report.terminal.json_lines import emit, emit_rows, lines
@@ -72,6 +72,8 @@ def schema(args: Namespace) -> int:
 
 
 ALWAYS_ON = "always on"
+NAME_WIDTH, CELLS_WIDTH = 29, 25
+"""Columns for the name of a technique, and for its class, its default and the space between cells."""
 
 
 def techniques(args: Namespace) -> int:
@@ -99,8 +101,11 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
-    """A table on a terminal, and lines of cells between tabs elsewhere."""
-    headers = ["family", "technique", "class", "switch", "here", "worth"]
+    """A table on a terminal, a line each, and lines of cells between tabs elsewhere."""
+    from ptfast.config.compose import compose
+
+    tree = compose([], complete=False).tree
+    headers = ["family", "technique", "class", "default", "switch", "here", "worth"]
     rows, muted = [], set()
     for number, technique in enumerate(in_order(techniques)):
         here = verdict(technique, machine)
@@ -108,13 +113,21 @@ def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
             muted.add(number)
         switch = " ".join(technique.on) or ALWAYS_ON
         worth = f"{technique.claim} {technique.measured}".rstrip()
-        rows.append([technique.family, technique.name, technique.kind, switch, here.text, worth])
+        name, state = technique.name, default_state(technique, tree)
+        rows.append([technique.family, name, technique.kind, state, switch, here.text, worth])
     stream = standard_output()
     if is_terminal(stream):
-        table(headers[:-1], [row[:-1] for row in rows], grouped=True, muted=muted)
-        for kind, promise in PROMISES.items():
-            print(textwrap.fill(f"{kind}: {promise}.", shutil.get_terminal_size().columns))
-        print("\nptfast techniques NAME shows all about one, and what it is worth.")
+        room = shutil.get_terminal_size().columns - NAME_WIDTH - CELLS_WIDTH
+        lines = [
+            [family, shorten(name, NAME_WIDTH), kind, state if applies else "not here", shorten(switch, room)]
+            for number, (family, name, kind, state, switch, *_) in enumerate(rows)
+            for applies in [number not in muted]
+        ]
+        table(headers[:5], lines, grouped=True, muted=muted)
+        promises = [f"{kind}: {promise}" for kind, promise in PROMISES.items()]
+        say(f"class: {'; '.join(promises)}.")
+        say("default: on, off, or auto (the run decides) without a recipe; not here: needs another machine.")
+        say("ptfast techniques NAME has the rest: whole switch, reason, worth and when not to use it.")
     elif not emit_rows(headers, rows, None):
         # Aligned, a line would be as long as the longest of each column: some 500 characters.
         print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)

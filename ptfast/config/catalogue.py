@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, reduce
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from ptfast.config.families import PARTS
+from ptfast.config.files import paths
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.machine import ROOT, spare_cores
@@ -120,3 +121,25 @@ def verdict(technique: Technique, machine: ThisMachine) -> Applicability:
             return Applicability(False, f"no: {lack}")
     where = [OF_THE_RUN[need] for need in technique.needs if need in OF_THE_RUN]
     return Applicability(True, ", ".join(["yes", *where]))
+
+
+def default_state(technique: Technique, tree: Mapping[str, Any]) -> str:
+    """`on`, `off`, or `auto` where each run decides: the state of `technique` in the config `tree`."""
+    off, states = dict(_settings(technique.off)), set[str]()
+    for key, value in _settings(technique.on):
+        now: Any = reduce(lambda part, name: (part or {}).get(name), key.split("."), tree)
+        # An amount other than that of the record, such as a shorter warm-up, is on, too.
+        is_on = now == value or (off.get(key) == 0 and now and now != "auto")
+        states.add("on" if is_on else "auto" if now == "auto" else "off")
+    return next((state for state in ("off", "auto") if state in states), "on")
+
+
+def _settings(words: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The keys that overrides set, and their values; an option sets those of its file."""
+    for word in words:
+        key, _, text = word.partition("=")
+        if "." in key:
+            yield key, yaml.safe_load(text)
+        else:
+            option = yaml.safe_load(paths.options(key)[text].read_text(encoding="utf-8"))
+            yield from ((f"{key}.{name}", value) for name, value in (option or {}).items())

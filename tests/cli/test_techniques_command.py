@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from ptfast.cli import listing_commands
 from ptfast.cli.command_line import run
 from ptfast.cli.completion_command import complete
 from ptfast.config import catalogue
-from ptfast.config.catalogue import CATALOGUE, ThisMachine, verdict
+from ptfast.config.catalogue import CATALOGUE, ThisMachine, default_state, verdict
+from ptfast.config.compose import compose
 from ptfast.core import devices
+from ptfast.core.errors import shorten
 from ptfast.core.sections.section import Need, Technique
 
 Capture = pytest.CaptureFixture[str]
@@ -31,7 +34,7 @@ def needing(*needs: Need) -> Technique:
 def test_every_technique_has_a_line(capsys: Capture) -> None:
     assert run(["techniques"]) == 0
     headers, *lines = capsys.readouterr().out.splitlines()
-    assert headers.split() == ["family", "technique", "class", "switch", "here", "worth"]
+    assert headers.split() == ["family", "technique", "class", "default", "switch", "here", "worth"]
     assert len(lines) == len(CATALOGUE)
     for technique in CATALOGUE:
         (line,) = [line for line in lines if f"\t{technique.name}\t" in line]
@@ -104,7 +107,7 @@ def test_a_terminal_gets_families_as_headings(monkeypatch: pytest.MonkeyPatch) -
     assert any("transfers" in line and "exact" not in line for line in lines)
 
 
-def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_80_columns_shows_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -114,8 +117,25 @@ def test_a_narrow_terminal_breaks_no_switch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["techniques"]) == 0
-    shown = stream.getvalue()
-    assert all(word in shown for technique in CATALOGUE for on in technique.on for word in on.split())
+    lines = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    states = r" (on|off|auto|not here)  "
+    assert len([line for line in lines if re.search(states, line)]) == len(CATALOGUE)
+    for technique in CATALOGUE:
+        start = f" {shorten(technique.name, 29):<29} "
+        (line,) = [line for line in lines if line.startswith(start) and re.search(states, line)]
+        assert f" {technique.kind} " in line
+
+
+def test_what_a_run_without_a_recipe_has_on() -> None:
+    tree = compose([], complete=False).tree
+    states = {technique.name: default_state(technique, tree) for technique in CATALOGUE}
+    on = ("adamw", "cosine", "warm-up", "input normalisation", "fused optimizer step", "inference mode")
+    auto = ("data in memory", "channels last")
+    off = ("selective checkpointing", "one cycle", "sgd with momentum", "gradient accumulation", "cutmix")
+    assert [states[name] for name in on] == ["on"] * len(on)
+    assert [states[name] for name in auto] == ["auto"] * len(auto)
+    assert [states[name] for name in off] == ["off"] * len(off)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,6 @@ def table(
         for number, row in enumerate(cells):
             if grouped and row[0] != group:
                 group = row[0]
-                ruled.add_section()
                 ruled.add_row(Text(group, style="bold cyan"))
             texts = [Text(row[place]) for place in columns]
             if number < len(links):
