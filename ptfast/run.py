@@ -153,8 +153,6 @@ class Run:
     best_figures: dict[str, float] = field(default_factory=dict)
     outputs_checked: bool = False
     """The outputs of an evaluation were looked at, once a process."""
-    writes_told: bool = False
-    """The user knows that inputs of evaluation are changed in place."""
     slow_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Ranks that the others wait for: since which `step`, in which `cause`, how much `slower` steps are."""
     resumed_note: str = ""

@@ -216,10 +216,6 @@ class TensorSource(MapSource):
     def contents(self) -> list[Any]:
         return describe_part(len(self), "samples", self.inputs.numpy(), self.targets.numpy())
 
-    def slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The raw batch of consecutive samples, without a copy."""
-        return self.inputs[start:stop], self.targets[start:stop]
-
     @property
     def prepared_bytes(self) -> int:
         """Size of the inputs once normalised."""

@@ -189,10 +189,6 @@ def evaluate(
             figures = Arrival(scalars(on_device.values(), device, loss_sum.dtype))
             values |= zip(on_device, figures.read(), strict=True)
         total_loss, total_items, _ = sums.read()
-        if loader.written and not run.writes_told:
-            run.writes_told = True
-            what = f"the model, loss or a metric changes the {loader.written} of evaluation in place"
-            run.display.note(f"{what}, and gets copies: x = x - 1 in place of x -= 1 would save them")
         values = {name: float(value) for name, value in values.items()}
         return task.figures(total_loss / (total_items or 1), values)
 

@@ -25,7 +25,7 @@ from ptfast.core.run_directory import plain_json
 from ptfast.core.tensors.saved_state import MANIFEST, config_of, find_checkpoint, name_checkpoint, read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import as_known, check_same_data, read_info
-from ptfast.data.loaders.loading import open_side_stream
+from ptfast.data.loaders.pipeline import open_side_stream
 from ptfast.data.new_inputs import read_inputs
 from ptfast.report.terminal.display import is_terminal, say, standard_output, terminal_display
 from ptfast.tasks.added_metrics import MetricTable, as_lists

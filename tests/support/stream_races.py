@@ -11,7 +11,8 @@ import torch
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode, EventHandler
 
 from ptfast.core.protocols import DataInfo
-from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, prefetched
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.pipeline import SideStream, prefetched
 
 DEVICE = torch.device("cuda", 0)
 

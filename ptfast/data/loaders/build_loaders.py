@@ -16,13 +16,13 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
-from ptfast.core.tensors.arrivals import Arrival
 from ptfast.core.tensors.trees import copied
 from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import DeviceBatches
 from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import Prepare, ReaderOptions, SideStream, prefetched
+from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.pipeline import SideStream, Transform, batch_pipeline
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
@@ -38,16 +38,9 @@ CACHE_LIMIT_BYTES = 128 * 2**20
 STATIC_LIMIT_BYTES = 512 * 2**20
 """Training data up to this size once normalised is normalised up front."""
 
-Transform = Callable[[Any, int, int], Any]
-"""Changes a micro-batch's data, given the step and the number of the micro-batch in the whole step."""
-
 
 class Loader:
-    """The training batches of one rank, on the device and transformed.
-
-    Transforms are functions of data, step and micro-batch, so that they depend neither on the kind of loader
-    nor on its workers, resuming or the number of ranks. `side` and `report` are those of `prefetched`.
-    """
+    """The training batches of one rank: those of `batch_pipeline`, whose arguments the last three are."""
 
     def __init__(
         self,
@@ -63,15 +56,14 @@ class Loader:
     ) -> None:
         self.batches, self.workers, self.reason = batches, batches.workers, reason
         self.kind = "plain" if loading.kind == "workers" and not self.workers else loading.kind
-        self.plan, self._first, self._data = sharding.plan, sharding.first, data
-        self.transforms, self.side = transforms, side
-        self._report = report
+        self.plan, self._data = sharding.plan, data
+        self.side, self._report = side, report
+        self._pipeline = partial(
+            batch_pipeline, batches, transforms=transforms, first_micro_batch=sharding.first
+        )
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        batches = self.batches.steps(first_step, last_step)
-        if self.side is not None:
-            batches = prefetched(batches, self.side, self._report)
-        return self._transformed(batches, first_step) if self.transforms else batches
+        return self._pipeline(first_step, last_step, side=self.side, report=self._report)
 
     def close(self) -> None:
         self.batches.close()
@@ -80,8 +72,7 @@ class Loader:
         """The batch of a step once more; None where to read it would disturb those to come."""
         if self.batches.shares is None or self.workers:
             return None
-        batches = self.batches.steps(step, step + 1)
-        return next(self._transformed(batches, step) if self.transforms else batches, None)
+        return next(self._pipeline(step, step + 1), None)
 
     def sample_numbers(self, step: int) -> list[NDArray[np.int64]]:
         """The samples of each of this rank's micro-batches in a step; none for a stream."""
@@ -107,15 +98,6 @@ class Loader:
         kept = self._data.kept
         shares = (share for share in self.batches.shares(step)[0] if share.num_samples)
         return [(share, share.indices if kept is None else kept[share.indices]) for share in shares]
-
-    def _transformed(self, batches: Iterator[StepBatch], first_step: int) -> Iterator[StepBatch]:
-        for step, batch in enumerate(batches, first_step):
-            micro_batches: list[MicroBatch] = []
-            for number, (data, num_samples) in enumerate(batch.micro_batches, self._first):
-                for transform in self.transforms:
-                    data = transform(data, step, number)
-                micro_batches.append(MicroBatch(data, num_samples))
-            yield StepBatch(tuple(micro_batches), batch.num_samples)
 
 
 def build_train_loader(
@@ -194,66 +176,22 @@ class EvaluationLoader:
     """Samples of the split that are not evaluated."""
     side: SideStream | None = None
     caches: bool = False
-    """Prepare the batches once, and keep them."""
-    lends: bool = False
-    """Batches lie in memory that later evaluations read again."""
-    _written: str | None = field(default=None, init=False)
-    _compared: list[tuple[str, Arrival]] = field(default_factory=list, init=False)
-    """Whether the parts of a batch differ from their copies, on the way from the device."""
+    """Make the batches once, and give copies of them, to which whoever evaluates may write."""
     _cached: list[MicroBatch] | None = field(default=None, init=False)
-    _passed: bool = field(default=False, init=False)
-    """A whole pass has shown whether code that evaluates writes to the batches."""
-
-    @property
-    def written(self) -> str | None:
-        """The part of a batch, `inputs` or `targets`, that code which evaluates has changed in place."""
-        while self._compared:
-            name, differs = self._compared.pop()
-            self._written = name if any(differs.read()) else self._written
-        return self._written
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        batches = iter(self._cached or ())
+        if not self.caches:
+            return self._micro_batches()
+        # Tensors made under inference mode could not be used with gradients later.
         if self._cached is None:
-            steps = self.batches.steps(0, self.num_steps)
-            batches = (micro_batch for step in steps for micro_batch in step.micro_batches)
-        if self.caches and self._cached is None:
-            # Tensors made under inference mode could not be used with gradients later.
             with torch.inference_mode(False):
-                self._cached = list(batches)
-            batches = iter(self._cached)
-        elif self._cached is None and self.side is not None:
-            batches = prefetched(batches, self.side)
-        return self._lent(batches) if self.lends else batches
+                self._cached = [*self._micro_batches()]
+        return (MicroBatch(_copied(data), num_samples) for data, num_samples in self._cached)
 
-    def _lent(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same batches, copied until it is known that nobody writes to them.
-
-        Raises:
-            ConfigError: C017 if samples are changed after a pass in which none were.
-        """
-        copies, first = not self._passed or self.written is not None, True
-        for data, num_samples in batches:
-            lent = data
-            if copies:
-                # Tensors of inference mode do not count their changes.
-                with torch.inference_mode(False):
-                    lent = copied(data)
-            versions = [part._version for part in lent]
-            yield MicroBatch(lent, num_samples)
-            for name, part, kept, version in zip(("inputs", "targets"), lent, data, versions, strict=True):
-                changed = part._version != version
-                if changed and not copies:
-                    what = f"the {name} of evaluation were changed in place, which no earlier pass did"
-                    hint = "Make a new tensor: x = x - 1 in place of x -= 1 or x.sub_(1)"
-                    raise ConfigError("C017", what, key="model._target_", suggestion=hint)
-                self._written = name if changed else self._written
-                # Changes by way of `.data` or numpy are not counted: one batch is compared.
-                if first and not self._passed:
-                    same = torch.isclose(part, kept, rtol=0, atol=0, equal_nan=True).all()
-                    self._compared.append((name, Arrival((~same).float().view(1))))
-            first = False
-        self._passed = True
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        side = None if self.caches else self.side
+        steps = batch_pipeline(self.batches, 0, self.num_steps, side=side)
+        return (micro_batch for step in steps for micro_batch in step.micro_batches)
 
     def close(self) -> None:
         self.batches.close()
@@ -307,11 +245,7 @@ def build_eval_loader(
         counted, batch_size, rank, num_ranks, unit=batch_size if drop_last or whole_batches else 1
     )
     fetch: Any = RawBatches(source, Augment())
-    if isinstance(source, TensorSource):
-        held = source
-        # Neighbours need no copy.
-        fetch = lambda share: held.slice(int(share.indices[0]), int(share.indices[-1]) + 1)  # noqa: E731
-    elif loading.kind in ("auto", "workers") and source.storage != "memory":
+    if loading.kind in ("auto", "workers") and source.storage != "memory":
         workers = count_workers(loading.workers)
         fetch = loading.pool(fetch, workers) if workers else fetch
     return EvaluationLoader(
@@ -321,5 +255,9 @@ def build_eval_loader(
         left_out=size - counted,
         side=side,
         caches=isinstance(source, TensorSource) and source.prepared_bytes <= CACHE_LIMIT_BYTES,
-        lends=isinstance(source, TensorSource),
     )
+
+
+def _copied(data: Any) -> Any:
+    with torch.inference_mode(False):
+        return copied(data)

@@ -1,10 +1,10 @@
-"""How batches are read and moved to the device, for every loader of a run."""
+"""How raw batches are read and made ready for the model, for every loader of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,55 +51,6 @@ class ReaderOptions:
         return WorkerPool(
             batches, workers, self.prefetch, pin=self.pins, threads=self.worker_threads, among=among
         )
-
-
-T = TypeVar("T")
-
-
-class SideStream:
-    """A CUDA stream for transfers. The host never waits: the device orders the streams by events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def fill(self, batches: Iterator[T]) -> tuple[T, Any] | None:
-        """The next batch, made on this stream, and a mark of its end; None where `batches` end.
-
-        Kernels of the training so far come first: they may read memory of dropped batches, which is reused.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            batch = next(batches, None)
-        return None if batch is None else (batch, self._stream.record_event())
-
-    def hand_over(self, mark: Any) -> None:
-        """Make the training stream wait for `mark`."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
-
-
-def open_side_stream(device: torch.device) -> SideStream | None:
-    return SideStream(device) if device.type == "cuda" else None
-
-
-def prefetched(
-    batches: Iterator[T], side: SideStream, report: Callable[[str], None] = lambda cause: None
-) -> Iterator[T]:
-    """The same batches, each filled on `side` while the one before it trains.
-
-    On the training stream a copy would wait for the kernels of the step before, and every step for its copy.
-    Here it starts when the step before last has ended, and overlaps with a whole step. `report` receives what
-    time goes to: `transfer` while training waits for a batch on its way, else `data`.
-
-    Cost: the memory of one more batch. Source: apex's data_prefetcher; DALI does the same.
-    """
-    filled = side.fill(batches)
-    while filled is not None:
-        following = side.fill(batches)
-        report("transfer")
-        side.hand_over(filled[1])
-        report("data")
-        yield filled[0]
-        filled = following
 
 
 class Prepare:

@@ -34,6 +34,8 @@ class Batches:
 
     shares: Shares | None = None
     """The samples of each step; None for a stream."""
+    prepare: Prepare | None = None
+    """Makes the batches ready for the model; None where they are."""
     pools: Sequence[WorkerPool] = ()
     workers = 0
     """Processes of all pools, which read the batches."""
@@ -60,7 +62,7 @@ class SampledBatches(Batches):
         fetch: Callable[[Share], Any] | WorkerPool,
         source: MapSource,
     ) -> None:
-        self.shares, self._sampler, self._prepare = sampler.step, sampler, prepare
+        self.shares, self._sampler, self.prepare = sampler.step, sampler, prepare
         self.ahead = [sampler.orders] if isinstance(sampler, Sampler) else ()
         self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
         if isinstance(fetch, WorkerPool):
@@ -78,7 +80,7 @@ class SampledBatches(Batches):
                 raw = next(raw_batches)
                 if self._note_unreadable is not None:
                     self._note_unreadable(share.indices, raw[1])
-                micro_batches.append(MicroBatch(self._prepare(raw), share.num_samples))
+                micro_batches.append(MicroBatch(raw, share.num_samples))
             yield StepBatch(tuple(micro_batches), num_samples)
 
 

@@ -125,7 +125,7 @@ class StreamBatches(Batches):
     def __init__(
         self, readers: list[StreamReader], pools: list[WorkerPool], prepare: Prepare, reason: str
     ) -> None:
-        self._readers, self.pools, self._prepare, self.reason = readers, pools, prepare, reason
+        self._readers, self.pools, self.prepare, self.reason = readers, pools, prepare, reason
         self.workers, self.marks = len(pools), Marks(1)
         self._source, self._sharding, self._once = readers[0].source, readers[0].sharding, readers[0].once
         self._per_rank = self._sharding.per_rank
@@ -142,7 +142,7 @@ class StreamBatches(Batches):
         return [*[0] * before, *digests, *[0] * behind]
 
     def _step_batch(self, items: Sequence[Item], num_samples: int) -> StepBatch:
-        micro_batches = [MicroBatch(self._prepare(item.raw), item.num_samples) for item in items]
+        micro_batches = [MicroBatch(item.raw, item.num_samples) for item in items]
         return StepBatch(tuple(micro_batches), num_samples)
 
 

@@ -28,7 +28,8 @@ from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loa
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.dataset_source import DatasetSource
 from ptfast.data.loaders.loader_choice import HELD, Choice, choose
-from ptfast.data.loaders.loading import ReaderOptions, SideStream, open_side_stream
+from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.pipeline import SideStream, open_side_stream
 from ptfast.data.loaders.sample_form import InputOptions
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.worker_processes import RAISED

@@ -16,7 +16,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.build_loaders import Transform
+from ptfast.data.loaders.pipeline import Transform
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import Batching
 from ptfast.data.sampling.length_buckets import LengthPlan, padding_share

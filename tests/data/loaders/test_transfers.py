@@ -18,7 +18,7 @@ from running import build_run, same_bits
 from torch import Tensor
 
 from ptfast.config.read import read_config
-from ptfast.data.loaders.loading import open_side_stream, prefetched
+from ptfast.data.loaders.pipeline import open_side_stream, prefetched
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources import arrays
 from ptfast.data.sources.text_dataset import Windows

@@ -25,6 +25,7 @@ from streamed import build
 from test_webdataset import load, picture, sample, shard, shards
 
 from ptfast.core.errors import ConfigError, DataError, PtfastError
+from ptfast.data.loaders.pipeline import batch_pipeline
 from ptfast.data.streams import shard_cache
 from ptfast.data.streams.shard_cache import ShardCache
 from ptfast.data.transforms.augment_plan import Augment
@@ -61,7 +62,9 @@ def steps(data: Any, count: int, first: int = 0, state: Any = None, **options: A
     with contextlib.closing(build(data.train, **options)) as loader:
         if state is not None:
             loader.marks.load(state, first)
-        return [part.data for step in loader.steps(first, first + count) for part in step.micro_batches]
+        return [
+            part.data for step in batch_pipeline(loader, first, first + count) for part in step.micro_batches
+        ]
 
 
 def numbers(batches: list[Any]) -> list[int]:
@@ -110,7 +113,7 @@ def test_the_cache_stays_within_its_bound_and_changes_no_bit(server: ShardServer
     small = stream(server.url + PATTERN, cache=str(SHARD_BYTES + 100))
     with contextlib.closing(build(small.train)) as loader:
         found = []
-        for step in loader.steps(0, 12):
+        for step in batch_pipeline(loader, 0, 12):
             found += [part.data for part in step.micro_batches]
             assert cached_bytes() <= SHARD_BYTES + 100
     assert same_bits(found, whole)
@@ -134,7 +137,7 @@ def test_a_resumed_run_fetches_only_what_it_still_reads(
     """Indexes of the shards that it has read are kept; their copies need not be."""
     data = stream(server.url + PATTERN, shuffle_buffer=shuffle_buffer)
     with contextlib.closing(build(data.train)) as loader:
-        whole = [[part.data for part in step.micro_batches] for step in loader.steps(0, 12)]
+        whole = [[part.data for part in step.micro_batches] for step in batch_pipeline(loader, 0, 12)]
         state = loader.marks.state(11)
     assert state["epoch"] == 3
     for path in Path("cache/urls").glob("*/*"):
