@@ -37,9 +37,9 @@ def examples(run: Run) -> dict[str, Any]:
     Only single labels, numbers and masks are shown, of this rank's share of the split, while `SHARE` allows.
 
     Returns:
-        `split`, `num_samples`, `classes` (rows of name, samples, hits, and the classes they were most often
-        mistaken for) and `samples` (`target`, `prediction`, `probability`, and `image` or `text`; for masks
-        `pixels`, the share of pixels that are right).
+        `split`, `num_samples`, `classes` (rows of name, samples, hits, and the classes they were mistaken
+        for, the most frequent first) and `samples` (`target`, `prediction`, `probability`, and `image` or
+        `text`; for masks `pixels`, the share of pixels that are right).
     """
     split = next((name for name in ("val", "test") if name in run.eval_loaders), None)
     if split is None or run.sharded:
@@ -150,6 +150,6 @@ def _by_class(seen: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(target for target, _ in seen):
         counts = Counter({other: n for (target, other), n in seen.items() if target == name})
         hits = counts.pop(name, 0)
-        mistaken = [{"class": other, "samples": n} for other, n in counts.most_common(2)]
+        mistaken = [{"class": other, "samples": n} for other, n in counts.most_common()]
         rows.append({"class": name, "samples": hits + counts.total(), "hits": hits, "mistaken": mistaken})
     return sorted(rows, key=lambda row: row["hits"] / row["samples"])

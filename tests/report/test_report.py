@@ -130,6 +130,46 @@ def test_predictions_stand_in_the_page_by_sample_and_by_class(tmp_path: Path) ->
         assert part in text
 
 
+def test_the_head_says_what_was_trained_and_what_the_command_line_changed(tmp_path: Path) -> None:
+    write_run(tmp_path, next=["ptfast eval 'a run'"])
+    config = "batch_size: 64\nmodel: {_target_: a.Net}\noptimizer: {_target_: torch.optim.SGD, lr: 0.1}\n"
+    (tmp_path / "config.yaml").write_text(config + "precision: {mode: fp32}\n")
+    words = ["ptfast", "train", "recipe=resnet_digits", "run.dir=r", "optimizer.lr=0.1"]
+    (tmp_path / "environment.json").write_text(json.dumps({"command_line": words}))
+    text = read(tmp_path)
+    assert "Net · SGD · lr 0.1 · precision fp32 · batch 64<br>changed: optimizer.lr=0.1<br>" in text
+    assert "ptfast eval &#x27;a run&#x27;" in text
+
+
+def test_the_best_checkpoint_is_marked_on_the_curves_of_its_split(tmp_path: Path) -> None:
+    write_run(tmp_path, best_metric="val.accuracy")
+    text = read(tmp_path)
+    assert re.findall(r'r="5"><title>([^<]*)</title>', text) == ["best 0.5000 at 900", "best 81.82% at 900"]
+    write_run(tmp_path)
+    assert 'r="5"' not in read(tmp_path)
+
+
+def test_a_confusion_matrix_counts_true_and_predicted_classes(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_examples(tmp_path, "", "cat")
+    matrix = read(tmp_path).split("<b>confusion matrix</b>")[1].split("</table>")[0]
+    assert re.findall(r"<th>(\w*)</th>", matrix) == ["", "cat", "dog", "cat", "dog"]
+    assert re.findall(r">(\d+)</td>", matrix) == ["9", "3", "0", "0"]
+    several = [
+        {
+            "class": f"c{i}",
+            "samples": 60,
+            "hits": 60 - i,
+            "mistaken": [{"class": "c0", "samples": i}] * (i > 0),
+        }
+        for i in range(60)
+    ]
+    content = {"split": "val", "num_samples": 3600, "classes": several, "samples": []}
+    (tmp_path / "examples.json").write_text(json.dumps(content))
+    pairs = read(tmp_path).split("<b>confusion matrix</b>")[1].split("</table>")[0]
+    assert re.findall(r"<td[^>]*>(\w+)</td>", pairs)[:6] == ["c59", "c0", "59", "c58", "c0", "58"]
+
+
 def test_the_time_axis_counts_steps_that_were_not_timed_as_the_others() -> None:
     records = [{"split": "train", "step": step} for step in (1, 11, 21)]
     records[1]["step_s"], records[2]["step_s"] = 0.5, 1.5

@@ -52,7 +52,7 @@ CAUSE_COLORS = {
 PART_COLORS = ("c0", "c2", "c7", "c7 pale", "c1", "c6", "c5", "rest")
 SPLITS = ("train", "val", "test", "best")
 MOST_CLASSES, MOST_KNOTS = 20, 200
-MOST_CELLS, MOST_PAIRS, MOST_CURVES = 30, 20, 8
+MOST_CELLS, MOST_PAIRS, MOST_CURVES = 50, 20, 8
 """A confusion matrix of more classes than `MOST_CELLS` lists the pairs that are confused most."""
 SIDE = 270
 """Of a chart with shares on both axes."""
@@ -73,7 +73,7 @@ def write_report(run_dir: Path) -> Path:
     versions += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
     if commit := facts.get("git_commit"):
         versions.append(f"commit {str(commit)[:10]}")
-    body = [header(title, run.status, str(run_dir.absolute()), " · ".join(versions))]
+    body = [header(title, run.status, *_made_of(run), str(run_dir.absolute()), " · ".join(versions))]
     if error := run.summary.get("error"):
         body.append(f'<p class="card error">{escape(str(error))}</p>')
     body.append(_tiles(run))
@@ -83,12 +83,14 @@ def write_report(run_dir: Path) -> Path:
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
     charts, last_step = "", run.last_step
+    best, followed = run.figures("best").get("step"), run.summary.get("best_metric", "").partition(".")[0]
     for name in chart_order(run.curves):
         # A test figure is one point at the end, and stands in the table.
         splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
         colors = [*dict.fromkeys(("train", "val", "test", *splits))]
         series = [Series(split, points, colors.index(split)) for split, points in splits.items()]
-        charts += line_chart(name, series, last_step)
+        marked = [point for point in splits.get(followed, ()) if point[0] == best]
+        charts += line_chart(name, [*series, Series("best", marked, len(SPLITS), radius=5)], last_step)
     if charts:
         epochs = {r["step"]: r["epoch"] for r in run.records if is_finite(r.get("epoch"))}
         seconds = sorted(training_times(run.records).items())
@@ -105,12 +107,33 @@ def write_report(run_dir: Path) -> Path:
         _time_budget(run),
         _goodput(run),
         _speed_of_light(run),
+        _commands(run),
         _settings(run),
     ]
     script = SCRIPT_FILE.read_text() if charts else ""
     path = run_dir / REPORT_FILE
     write_text(path, page(f"{title} ({run.status})", "\n".join(filter(None, body)), script))
     return path
+
+
+def _made_of(run: RunFiles) -> list[str]:
+    """Lines on what was trained and how, and on what the command line changed."""
+    parts = {name: part for name, part in run.config.items() if isinstance(part, dict)}
+    keys = (("lr", "optimizer", "lr"), ("precision", "precision", "mode"))
+    values = {name: parts.get(group, {}).get(key) for name, group, key in keys}
+    values["batch"] = run.config.get("batch_size")
+    made = [
+        str(parts.get(name, {}).get("_target_", "")).rpartition(".")[2] for name in ("model", "optimizer")
+    ]
+    made += [f"{name} {value}" for name, value in values.items() if value is not None]
+    words = [word for word in run.environment.get("command_line", []) if "=" in word]
+    changed = [word for word in words if not word.lstrip("+").startswith(("recipe=", "run."))]
+    return [" · ".join(filter(None, made)), f"changed: {' '.join(changed)}" if changed else ""]
+
+
+def _commands(run: RunFiles) -> str:
+    lines = "\n".join(map(escape, run.summary.get("next", ())))
+    return f'<h2>Use the model</h2><pre class="card">{lines}</pre>' if lines else ""
 
 
 def _tiles(run: RunFiles) -> str:
@@ -180,7 +203,7 @@ def _examples(run: RunFiles) -> str:
                 str(row["class"]),
                 grouped(row["samples"]),
                 f"{row['hits'] / row['samples']:.1%}",
-                ", ".join(f"{each['class']} ({grouped(each['samples'])})" for each in row["mistaken"]),
+                ", ".join(f"{each['class']} ({grouped(each['samples'])})" for each in row["mistaken"][:2]),
             ]
             for row in classes[:MOST_CLASSES]
         ]
@@ -188,6 +211,17 @@ def _examples(run: RunFiles) -> str:
         what = f"{grouped(facts.get('num_samples', 0))} samples of {escape(str(facts.get('split')))}"
         body.append(f"<h2>By class: {what}{more * (len(classes) > MOST_CLASSES)}</h2>")
         body.append(html_table(["class", "samples", "accuracy", "taken for"], rows))
+        pairs = [(row["class"], row["class"], row["hits"]) for row in classes]
+        pairs += [
+            (row["class"], each["class"], each["samples"]) for row in classes for each in row["mistaken"]
+        ]
+        counts = {(target, prediction): count for target, prediction, count in pairs}
+        names = sorted(
+            {name for pair in counts for name in pair},
+            key=lambda name: (str(name).isdigit() and len(str(name)), name),
+        )
+        matrix = [[counts.get((row, column), 0) for column in names] for row in names]
+        body.append(_confusion("confusion matrix", matrix, names))
     return "".join(body)
 
 
@@ -244,7 +278,7 @@ def _speed_of_light(run: RunFiles) -> str:
     light = run.summary.get("speed_of_light")
     if not isinstance(light, dict) or not light.get("line"):
         return ""
-    body = [f"<h2>The machine's limits</h2><p>{escape(str(light['line']))}</p>"]
+    body = [f"<h2>Roofline: the machine's limits</h2><p>{escape(str(light['line']))}</p>"]
     step_s, floors, waits = light.get("step_s"), light.get("floors_s"), light.get("waits_s")
     if isinstance(floors, dict) and isinstance(waits, dict) and is_finite(step_s) and step_s > 0:
         named = {f"{name}, lower bound": s for name, s in floors.items()}

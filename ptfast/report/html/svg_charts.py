@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class Series:
     """(x, y), sorted by x, all finite."""
     color: int = 0
     """Place in the page's palette, counted round and round."""
+    radius: float = 2.6
 
     @property
     def css(self) -> str:
@@ -73,7 +74,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     The name decides how values are written. Positive values over more than a factor of 50 get a logarithmic
     scale; rates such as samples per second start at 0. Long series are thinned to means of neighbours.
     """
-    thinned = [Series(s.name, thin(s.points), s.color) for s in series if s.points]
+    thinned = [replace(s, points=thin(s.points)) for s in series if s.points]
     if not thinned:
         return ""
     # Steps from 0, with ticks at whole ones.
@@ -90,7 +91,8 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
         if len(places) <= MAX_MARKERS:
             for (x, y), (step, value) in zip(places, line.points, strict=True):
                 tip = escape(f"{line.name} {figure(name, value)} at {grouped(step)}")
-                marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"><title>{tip}</title></circle>')
+                place = f'cx="{x:.1f}" cy="{y:.1f}" r="{line.radius}"'
+                marks.append(f"<circle {place}><title>{tip}</title></circle>")
         shapes.append(f'<g class="{line.css}">{"".join(marks)}</g>')
     title = escape((title or figure_title(name)) + (", log scale" if y_axis.is_log else ""))
     legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned)
