@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.machine import spare_cores
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes, size_of
 from ptfast.data.loaders.shared_memory import Holder
@@ -27,7 +28,7 @@ OnCorrupt = Literal["error", "skip"]
 REMEDY = "Replace the file, remove it, or leave such files out with data.on_corrupt=skip"
 _SOME = 64
 """Files whose sizes estimate those of all."""
-_CHUNK, _FEW_CHUNKS = 256, 16
+_CHUNK, _FEW_CHUNKS, _MOST_DECODERS = 256, 16, 16
 _SMALL = 3 * 100 * 100
 """Bytes of an image that is decoded sooner than a thread gets Python's lock."""
 
@@ -76,7 +77,6 @@ class ImageFiles(ImageSource):
     Args:
         on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next readable one in its
             place, with an ignored label, so that every other sample keeps its index.
-        threads: that decode what is held in memory.
     """
 
     columns = ("targets", "paths", "_corrupt", "_converted", "_sizes")
@@ -87,10 +87,9 @@ class ImageFiles(ImageSource):
         targets: Tensor,
         image_size: int | None = None,
         on_corrupt: OnCorrupt = "error",
-        threads: int = 1,
     ) -> None:
         self.paths, self.targets, self.image_size = paths, targets, image_size
-        self.skips, self.threads = on_corrupt == "skip", threads
+        self.skips = on_corrupt == "skip"
         # As far as they were read: which are unreadable, which were not 8-bit RGB; heights and widths.
         self._corrupt, self._converted = np.zeros((2, len(paths)), np.bool_)
         self._sizes = np.zeros((len(paths), 2), np.int32)
@@ -168,7 +167,7 @@ class ImageFiles(ImageSource):
         chunks = [places[start : start + _CHUNK] for start in places[::_CHUNK]]
 
         def fill(images: Pixels) -> NDArray[np.bool_]:
-            decoders = max(1, self.threads) * holder.num_holders
+            decoders = spare_cores(_MOST_DECODERS) * holder.num_holders
             if math.prod(shape) < _SMALL and len(chunks) > _FEW_CHUNKS and decoders > 1:
                 decoded = WorkerPool(partial(self._decode, shape), decoders, 2).fetch(chunks)
                 for chunk, (pixels, converted) in zip(chunks, decoded, strict=True):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
-from ptfast.core.machine import spare_cores
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, class_parts
 from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
@@ -28,7 +26,6 @@ class ImageFolder(ReadsAsKnown):
             pack of these, made by `ptfast pack`.
         image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
             where all have one size.
-        threads: that decode what is held in memory; `auto` for one per core.
         on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out, and
             other samples keep their index.
 
@@ -44,12 +41,10 @@ class ImageFolder(ReadsAsKnown):
         self,
         root: str,
         image_size: Count | None = None,
-        threads: int | Literal["auto"] = "auto",
         on_corrupt: OnCorrupt = "error",
     ) -> None:
         self.root, self.image_size = Path(root).expanduser(), image_size
         self.on_corrupt: OnCorrupt = on_corrupt
-        self.threads = spare_cores(16) if threads == "auto" else threads
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         if (manifest := open_pack(self.root)) is not None:
@@ -61,7 +56,7 @@ class ImageFolder(ReadsAsKnown):
         passed = PassedOver()
         classes, listings = list_tree(self.root, passed=passed, complete=self.complete)
         sources = {
-            split: ImageFiles(paths, torch.tensor(labels), self.image_size, self.on_corrupt, self.threads)
+            split: ImageFiles(paths, torch.tensor(labels), self.image_size, self.on_corrupt)
             for split, (paths, labels) in listings.items()
         }
         info = image_info(set_shapes(sources), class_names=classes)

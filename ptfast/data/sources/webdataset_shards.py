@@ -16,7 +16,6 @@ from pydantic import ByteSize, TypeAdapter
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
-from ptfast.core.machine import spare_cores
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents, describe_part
 from ptfast.data.dataset import Splits, image_info
@@ -99,9 +98,8 @@ class WebDataset:
             for split, found in places.items()
         }
         names, targets = _number_labels(shards)
-        threads = spare_cores(16)
         sources = {
-            split: ShardedImages(Members.of(found), targets[split], self.image_size, self.on_corrupt, threads)
+            split: ShardedImages(Members.of(found), targets[split], self.image_size, self.on_corrupt)
             for split, found in shards.items()
         }
         info = image_info(set_shapes(sources), class_names=names)
