@@ -323,10 +323,7 @@ def _with_classes(splits: Splits) -> Splits:
 
 
 def _draw_among(source: Source, size: int) -> str | None:
-    """Have each sample drawn out of `size` neighbours; C011 for data that is shuffled as a whole.
-
-    Returns a warning if the cache of a stream is too small for it.
-    """
+    """Draw each sample out of `size` neighbours, perhaps with a warning; C011 if data is shuffled whole."""
     from ptfast.data.sources.webdataset_shards import ShardedImages, ShardStream
 
     if not isinstance(source, (IterableSource, ShardedImages)):

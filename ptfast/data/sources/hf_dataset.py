@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ import torch
 from torch import Tensor
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError, described, import_extra
+from ptfast.core.errors import ConfigError, DataError, described, import_extra
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Count
-from ptfast.data.dataset import ReadsAsKnown, Splits
+from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
 from ptfast.data.decoding.image_decoding import Pixels, decode, fit, in_threads, read_file
-from ptfast.data.decoding.text_tokenizer import learn_tokenizer
+from ptfast.data.decoding.text_tokenizer import BUILT_IN, Encoded, learn_tokenizer
 from ptfast.data.label_checks import as_classes, check_labels, describe_text_labels, infer_task
-from ptfast.data.map_source import MapSource, TensorSource
+from ptfast.data.map_source import TensorSource
+from ptfast.data.sampling.sampler import Share
 from ptfast.data.sources.class_folders import splits_among
-from ptfast.data.sources.ragged_text import labelled_texts
+from ptfast.data.sources.ragged_text import TextSource, labelled_texts
+from ptfast.data.streams.iterable import IterableSource
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.row_windows import augmented
 
 _GUESSES = {
     "text": ("text", "sentence"),
@@ -30,7 +35,7 @@ _GUESSES = {
 
 
 class HfDataset(ReadsAsKnown):
-    """Text or image classification from a dataset of the package `datasets`, held in memory.
+    """Text or image classification from a dataset of the package `datasets`, held in memory or streamed.
 
     Args:
         path: name on the hub, or a folder: written by `save_to_disk`, or of data files.
@@ -39,6 +44,8 @@ class HfDataset(ReadsAsKnown):
         tokenizer: of texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
         max_length: tokens that are kept of a text.
         image_size: side that images are brought to; None where all have one size.
+        streaming: read rows as training asks for them, in their order.
+        classes: of a stream: their names or number, if the column of labels does not state them.
 
     Raises:
         MachineError: E004 by `load` if the package is not installed.
@@ -57,15 +64,20 @@ class HfDataset(ReadsAsKnown):
         tokenizer: str = "words",
         max_length: Count = 128,
         image_size: Count | None = None,
+        streaming: bool = False,
+        classes: int | list[str] | None = None,
     ) -> None:
         self.path, self.config = path, name
         self.columns = {"text": text, "image": image, "label": label}
         self.tokenizer, self.max_length, self.image_size = tokenizer, max_length, image_size
+        self.streaming, self.classes = streaming, classes
 
     def load(self, *, val: Duration, seed: int) -> Splits:
         splits = self._splits()
         columns = self._columns(splits["train"])
         label = columns["label"]
+        if self.streaming:
+            return self._streams(splits, columns, seed)
         labels, note = dict[str, list[Any]](), ""
         for split, part in splits.items():
             labels[split] = list(part[label]) if label in part.column_names else [None]
@@ -75,20 +87,58 @@ class HfDataset(ReadsAsKnown):
             note = "test has no labels, so it is left out"
         names = {split: getattr(part.features.get(label), "names", None) for split, part in splits.items()}
         facts, targets = describe_labels(labels, names, self.known, f"data.label={label}")
-        column = columns["text"] or columns["image"]
+        column = str(columns["text"] or columns["image"])
         if split := next((split for split, part in splits.items() if column not in part.column_names), None):
             what = f"has no column {column} in its {split} split"
             raise DataError("D005", what, key="data.path", value=self.path)
         if columns["text"] is not None:
-            texts = {split: _texts(part[column], str(column), split) for split, part in splits.items()}
+            texts = {split: _texts(part[column], column, split) for split, part in splits.items()}
             tokenizer = learn_tokenizer(self.tokenizer, texts["train"], known=self.known)
             info, sources = labelled_texts(texts, targets, tokenizer, self.max_length, **facts)
         else:
-            shape, sources = self._images(splits, targets, str(column))
-            info = DataInfo(kind="image", input_shape=shape, in_channels=shape[0], **facts)
+            found = {s: self._decoded(self._files(part, column)[column], s) for s, part in splits.items()}
+            sources = {split: TensorSource(own, targets[split], images=True) for split, own in found.items()}
+            info = DataInfo("image", input_shape=(3, *found["train"].shape[1:3]), in_channels=3, **facts)
         group = self.rules.group
         groups = splits["train"][group] if group in splits["train"].column_names else None
         return Splits.of(info, sources, note, classes_from="a column of ClassLabel", groups=groups)
+
+    def _streams(self, parts: dict[str, Any], columns: dict[str, str | None], seed: int) -> Splits:
+        """Splits whose rows are read and decoded as training asks for them."""
+        label, column = str(columns["label"]), str(columns["text"] or columns["image"])
+        stated = getattr(parts["train"].features[label], "names", None) or self.classes
+        if stated is None:
+            what, hint = "is needed, because labels of a stream are not read beforehand", "Set data.classes=2"
+            raise ConfigError("C016", what, key="data.classes", suggestion=f"{hint}, or the list of names")
+        if columns["text"] and self.tokenizer in BUILT_IN and self.known is None:
+            what, hint = "needs all texts, and a stream is not read beforehand", "Name a tokenizer.json"
+            raise ConfigError("C011", what, key="data.tokenizer", value=self.tokenizer, suggestion=hint)
+        classes = tuple(map(str, range(stated) if isinstance(stated, int) else stated))
+        tokenizer = learn_tokenizer(self.tokenizer, (), known=self.known) if columns["text"] else None
+        decode = partial(self._batch, column, label, classes, tokenizer)
+        parts = parts if tokenizer else {split: self._files(part, column) for split, part in parts.items()}
+        sources = {split: HfStream(part, seed) for split, part in parts.items()}
+        for source in sources.values():
+            source.dataset.shared_by, source.decode, source.images = "none", decode, tokenizer is None
+        if tokenizer is None:
+            info = image_info((3, *decode([sources["train"].first[0]])[0].shape[1:3]), class_names=classes)
+        else:
+            facts = {"task": "classification", "num_classes": len(classes), "class_names": classes}
+            info, _ = labelled_texts({}, {}, tokenizer, self.max_length, **facts)
+        return Splits.of(info, sources, "its rows are read as training asks for them")
+
+    def _batch(self, column: str, label: str, classes: Sequence[Any], tokenizer: Any, rows: list[Any]) -> Any:
+        """The inputs and targets of rows of a stream."""
+        where, inputs, labels = "a batch,", [row[column] for row in rows], [row[label] for row in rows]
+        labels = [classes.index(each) if each in classes else each for each in labels]
+        targets = _numbers(labels, where, f"data.label={label}")
+        check_labels(targets, len(classes), where)
+        if tokenizer is None:
+            return self._decoded(inputs, where), targets
+        # In one thread: the threads of `tokenizers` do not outlive a fork.
+        ids = [np.array(tokenizer.encode(text), np.uint32) for text in _texts(inputs, column, where)]
+        texts = Encoded(np.concatenate(ids), np.array([*map(len, ids)]))
+        return TextSource(texts, targets, tokenizer.pad_id, self.max_length).fetch(np.arange(len(rows)))
 
     def _columns(self, train: Any) -> dict[str, str | None]:
         """The columns of text, image and label; of inputs one may be None."""
@@ -112,7 +162,7 @@ class HfDataset(ReadsAsKnown):
             if (local / "dataset_dict.json").is_file() or (local / "dataset_info.json").is_file():
                 loaded = datasets.load_from_disk(str(local))
             else:
-                loaded = datasets.load_dataset(self.path, self.config)
+                loaded = datasets.load_dataset(self.path, self.config, streaming=self.streaming)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError("D001", f"cannot be loaded: {reason}", key="data.path", value=self.path) from None
@@ -123,31 +173,20 @@ class HfDataset(ReadsAsKnown):
             what = f"has no train split, only {', '.join(loaded)}"
             raise DataError("D002", what, key="data.path", value=self.path)
         for split, part in found.items():
-            if not len(part):
+            if not self.streaming and not len(part):
                 raise DataError("D002", f"its {split} split has no rows", key="data.path", value=self.path)
         return found
 
-    def _images(
-        self, splits: dict[str, Any], labels: dict[str, Any], column: str
-    ) -> tuple[tuple[int, ...], dict[str, MapSource]]:
-        sources: dict[str, MapSource] = {}
-        height = width = 0
-        for split, part in splits.items():
-            images = self._decoded(part, split, column)
-            if len({image.shape for image in images}) > 1:
-                what, hint = "its images differ in size", "Bring all to one size with data.image_size=32, say"
-                raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
-            height, width = images[0].shape[:2]
-            sources[split] = TensorSource(torch.from_numpy(np.stack(images)), labels[split], images=True)
-        return (3, height, width), sources
-
-    def _decoded(self, part: Any, split: str, column: str) -> list[Pixels]:
-        """The images of a split, decoded from the bytes of their files as all other images are."""
+    def _files(self, part: Any, column: str) -> Any:
+        """A split with the bytes of its images' files."""
         kind = import_extra("datasets", "hf", "data", "hf").Image
         if not isinstance(part.features[column], kind):
             what = f"holds {part.features[column]}, not images"
             raise DataError("D005", what, key="data.image", value=column)
-        files = part.cast_column(column, kind(decode=False))[column]
+        return part.cast_column(column, kind(decode=False))
+
+    def _decoded(self, files: Sequence[Any], split: str) -> Tensor:
+        """Images, decoded from the bytes of their files as all other images are: (rows, height, width, 3)."""
 
         def decoded(row: int) -> Pixels:
             file, name = files[row] or {}, f"{self.path}, row {row:,} of {split}"
@@ -155,7 +194,24 @@ class HfDataset(ReadsAsKnown):
             pixels = decode(content or b"", name).pixels
             return pixels if self.image_size is None else fit(pixels, self.image_size)
 
-        return in_threads(len(files), decoded)
+        images = in_threads(len(files), decoded)
+        if len({image.shape for image in images}) > 1:
+            what, hint = "its images differ in size", "Bring all to one size with data.image_size=32, say"
+            raise DataError("D005", what, key="data.path", value=self.path, suggestion=hint)
+        return torch.from_numpy(np.stack(images))
+
+
+class HfStream(IterableSource):
+    """Rows of `datasets`; the process that makes a batch decodes its own."""
+
+    shares_batches = True
+
+    dataset: Any
+    decode: Callable[[list[Any]], Any]
+
+    def batch(self, samples: list[Any], share: Share, augment: Augment) -> Any:
+        raw = self.decode(samples)
+        return augmented(augment, raw, share) if augment else raw
 
 
 def describe_labels(

@@ -7,9 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LEAST_S = 1.0
-"""Seconds between collections; segments may be as short as a step."""
-
 
 class Collector:
     """Python's garbage collector, which runs as usual, or only between segments of steps if it `waits`.
@@ -19,8 +16,7 @@ class Collector:
     """
 
     def __init__(self, waits: bool) -> None:
-        self.waits = waits
-        self._freezes, self._collected_s = False, 0.0
+        self.waits, self._freezes, self._collected_s = waits, False, 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -36,7 +32,7 @@ class Collector:
         try:
             yield
         finally:
-            if time.perf_counter() - self._collected_s > _LEAST_S:
+            if time.perf_counter() - self._collected_s > 1:
                 gc.collect()
                 self._collected_s = time.perf_counter()
             gc.enable()

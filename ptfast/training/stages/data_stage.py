@@ -334,7 +334,6 @@ def build_loaders(run: PartialRun) -> None:
     build_eval_loaders(run, data if config.eval.test else replace(data, test=None), side)
     resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
     resolved.workers = run.train_loader.workers
-    # Their code may make many Python objects for each sample; ours makes few.
     runs_theirs = not resolved.workers and isinstance(data.train, (DatasetSource, IterableSource))
     resolved.collects_between = runs_theirs if config.backend.gc == "auto" else config.backend.gc
     run.collector = Collector(resolved.collects_between)

@@ -42,7 +42,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     content: dict[str, Any] = {}
     module = ModuleType("datasets")
 
-    def load_dataset(path: str, name: str | None = None) -> Any:
+    def load_dataset(path: str, name: str | None = None, streaming: bool = False) -> Any:
         if path != "there":
             raise FileNotFoundError(f"Dataset '{path}' doesn't exist on the Hub")
         return content

@@ -140,6 +140,7 @@ def test_a_resumed_run_fetches_only_what_it_still_reads(
         whole = [[part.data for part in step.micro_batches] for step in batch_pipeline(loader, 0, 12)]
         state = loader.marks.state(11)
     assert state["epoch"] == 3
+    prefetched()
     for path in Path("cache/urls").glob("*/*"):
         path.unlink()
     server.asked.clear()
