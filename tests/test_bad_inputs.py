@@ -65,19 +65,19 @@ def test_data(case: BadData, capsys: Capture) -> None:
         ("run: {name: 0o10}", "run.name=0o10 (mine.yaml:1): YAML reads 0o10 as text"),
     ],
 )
-def test_25_surprises_of_yaml_are_warned_of(text: str, warning: str, capsys: Capture) -> None:
+def test_surprises_of_yaml_are_warned_of(text: str, warning: str, capsys: Capture) -> None:
     Path("mine.yaml").write_text(text)
     _, err = train_once("+recipe=./mine.yaml", "steps=1", capsys=capsys)
     assert err.startswith(f"ptfast: warning: {warning}")
     assert len(err.splitlines()) == 1
 
 
-def test_10_a_whole_number_may_be_written_as_a_float(capsys: Capture) -> None:
+def test_a_whole_number_may_be_written_as_a_float(capsys: Capture) -> None:
     assert command_line.run(["train", "epochs=1e3", "--cfg", "job"]) == 0
     assert re.search(r"^epochs: 1(000|e3|000\.0)$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_45_images_of_other_kinds_are_converted_and_said(capsys: Capture) -> None:
+def test_images_of_other_kinds_are_converted_and_said(capsys: Capture) -> None:
     bad_data.class_folders("cat", "dog")
     for name, mode in {"cmyk.jpg": "CMYK", "grey.png": "L", "deep.png": "I;16"}.items():
         bad_data.image(Path("images/train/cat", name), mode)
@@ -87,7 +87,7 @@ def test_45_images_of_other_kinds_are_converted_and_said(capsys: Capture) -> Non
 
 
 @pytest.mark.parametrize("member", [("../evil", b"x"), ("/tmp/evil", b"x"), ("link", "/etc/passwd")])
-def test_49_unsafe_archives(member: tuple[str, Any], capsys: Capture, monkeypatch: Patch) -> None:
+def test_unsafe_archives(member: tuple[str, Any], capsys: Capture, monkeypatch: Patch) -> None:
     file = Path("home/cifar-10-python.tar.gz")
     bad_data.archive(file, ("fine", b"x"), member)
     declare(file, monkeypatch)
@@ -96,7 +96,7 @@ def test_49_unsafe_archives(member: tuple[str, Any], capsys: Capture, monkeypatc
 
 
 @pytest.mark.parametrize("download", ["true", "false"])
-def test_50_wrong_checksum(download: str, capsys: Capture, monkeypatch: Patch) -> None:
+def test_wrong_checksum(download: str, capsys: Capture, monkeypatch: Patch) -> None:
     """Both the file there and the server's are wrong."""
     for name in ("home", "server"):
         bad_data.archive(Path(name, "cifar-10-python.tar.gz"), ("x", name.encode()))
@@ -106,7 +106,7 @@ def test_50_wrong_checksum(download: str, capsys: Capture, monkeypatch: Patch) -
     assert_refused(line.split(), "D007", says, capsys)
 
 
-def test_51_an_interrupted_download_is_replaced(capsys: Capture, monkeypatch: Patch) -> None:
+def test_an_interrupted_download_is_replaced(capsys: Capture, monkeypatch: Patch) -> None:
     draw = np.random.default_rng(0)
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     batch = {"data": draw.integers(0, 256, (4, 3072), dtype=np.uint8), "labels": [0, 1, 2, 3]}
@@ -130,7 +130,7 @@ def declare(file: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(cifar, "_URL", f"{file.parent.absolute().as_uri()}/")
 
 
-def test_52_a_data_set_that_cannot_be_pickled_under_spawn(capsys: Capture, monkeypatch: Patch) -> None:
+def test_a_data_set_that_cannot_be_pickled_under_spawn(capsys: Capture, monkeypatch: Patch) -> None:
     Path("their_sets.py").write_text(bad_data.THEIR_SETS)
     monkeypatch.setattr("torch.multiprocessing.get_start_method", lambda: "spawn")
     says = ("data (command line): the dataset cannot be sent to worker processes", "by spawn", "=plain")

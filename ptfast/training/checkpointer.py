@@ -158,7 +158,8 @@ class Checkpointer:
         try:
             run.progress = Progress(**state.facts["progress"])
             for name, part in run.stateful.items():
-                if name in parts:
+                # Another precision may have had no scaler, and other data no position.
+                if name in parts or name not in ("scaler", "stream"):
                     part.load_state_dict(parts[name])
             run.best_figures = state.facts["best_figures"]
             figures = state.facts["figures"].items()

@@ -11,7 +11,7 @@ HURRIED: dict[str, Case] = {
         "+recipe=resnet_digits", "C015", ("Did you mean ptfast train +recipe=resnet_digits?",)
     ),
     "a recipe for a command": Case(
-        "resnet_digits", "C015", ("Did you mean ptfast train +recipe=resnet_digits?",)
+        "resnet_digits", "C015", ("Did you mean ptfast train recipe=resnet_digits?",)
     ),
     "a flag for a command": Case("--config x.yaml", "C015", ("Did you mean ptfast train --config?",)),
     "a bare recipe": train("resnet_digits", "C001", "Write +recipe=resnet_digits"),

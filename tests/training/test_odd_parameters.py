@@ -19,6 +19,7 @@ HERE = "test_odd_parameters"
 WORDS = (
     *("data=custom", "data._target_=toys.blobs", "data.val=10samples", "batch_size=10", "steps=8"),
     *("model=custom", "schedule=constant", "log_every=4", "dataloader=plain", "saving.every=4steps"),
+    "saving.keep=2",
 )
 
 
