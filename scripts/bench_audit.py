@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 DEFECTS = {
-    "gelu": ("gelu by hand", "model.gelu=true"),
-    "attention": ("attention by hand", "model.attention=true"),
+    "gelu": ("hand-written gelu", "model.gelu=true"),
+    "attention": ("hand-written attention", "model.attention=true"),
     "copies": ("arrays copied", "data.shared=true"),
     "single": ("work on single samples", "data.single=false"),
 }

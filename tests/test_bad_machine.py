@@ -300,5 +300,5 @@ def test_out_of_memory_says_what_to_do(capsys: Capture, monkeypatch: Patch) -> N
         torch.empty(2**60)
 
     monkeypatch.setattr("ptfast.training.fit.fit", take_too_much)
-    says = ("batch_size=64", "there is no memory left for a step", "ptfast find batch says what fits")
+    says = ("batch_size=64", "not enough memory for a step", "ptfast find batch finds a size that fits")
     assert_refused(["train", "model=mlp", "run.dir=full"], "E002", says, capsys)

@@ -1,1 +1,1 @@
-"""The commands, a file each; a heavy import waits until a command needs it."""
+"""The commands, one file each; heavy imports wait until a command needs them."""

@@ -1,4 +1,4 @@
-"""Command lines on argparse: the flags of each command; every other word is config."""
+"""Command lines, based on argparse: each command's flags; every other word is config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ptfast.core.durations import Duration, is_finite, read_number
 from ptfast.core.errors import COMMAND_LINE, ConfigError, cannot_write, did_you_mean, is_secret
 
 WIDTH, INDENT = 80, 24
-"""Columns of help, and the column where its texts begin."""
+"""Width of help texts, and the column where descriptions begin."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Flag:
     """An option with dashes.
 
     Args:
-        names: the long name, perhaps a short one, and a word for the value that help shows: `--out FILE`.
-        dest: the attribute that it sets; by default its name.
-        read: makes the value of its text, or raises ValueError; None for a flag without a value.
+        names: the long name, optionally a short one, and a word for the value in help: `--out FILE`.
+        dest: the attribute to set; by default the flag's name.
+        read: parses the value from text, or raises ValueError; None for a flag without a value.
     """
 
     names: str
@@ -45,7 +45,7 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """The attribute that holds its value once a command line is read."""
+        """The attribute with its value after a command line is parsed."""
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
 
@@ -58,10 +58,10 @@ class Command:
         run: `module.function` of this folder, imported when it is called: takes the flags as attributes and
             the other words as `words`, returns the exit code.
         examples: command lines, without `ptfast`.
-        kinds: commands of which the next word names one, such as `lr` of `find lr`.
-        alone: starts the ranks it needs by itself, and is refused under a user's own torchrun.
-        max_words: besides `key=value` where the usage names that; None for any number.
-        imports_torch: takes seconds to start.
+        kinds: subcommands, one of which must follow, such as `lr` of `find lr`.
+        alone: starts its own ranks, and is rejected under a user's torchrun.
+        max_words: maximum number of words that are not `key=value`; None for no limit.
+        imports_torch: needs seconds to start.
     """
 
     usage: str
@@ -77,12 +77,12 @@ class Command:
 
 
 def switch(names: str, help: str) -> Flag:
-    """A flag without a value."""
+    """Return a flag without a value."""
     return Flag(names, help, read=None)
 
 
 def choice(names: str, help: str, *choices: str, default: str | None = None) -> Flag:
-    """A flag whose value is one of `choices`."""
+    """Return a flag whose value is one of `choices`."""
     shown = f"{', '.join(choices[:-1])} or {choices[-1]}"
 
     def read(text: str) -> str:
@@ -98,7 +98,7 @@ def path(text: str) -> Path:
 
 
 def write_out(out: Path, text: str) -> None:
-    """Write the file that `--out` names."""
+    """Return the flag `--out`, which names a file to write."""
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -115,7 +115,7 @@ COMMON = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Such as "argument --cfg/-c: expected one argument".
+        # For example "argument --cfg/-c: expected one argument".
         flag = message.split(": ")[0].split()[-1].split("/")[0]
         if "ignored explicit argument" in message:
             raise ConfigError("C015", "takes no value", key=flag, suggestion=f"Write {flag} alone")
@@ -154,7 +154,7 @@ def help_of(name: str, command: Command) -> str:
 
 
 def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
-    """The flags and words of a command line; C001, C005, C006, C015 and C016 name what is wrong with it."""
+    """Return the flags and words of a command line; raise C001, C005, C006, C015 or C016 if it is invalid."""
     parser = _parser(name, command)
     arguments, unknown = parser.parse_known_intermixed_args(list(words))
     for flag in (*command.flags, *COMMON):
@@ -176,7 +176,7 @@ def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
     hint = f"Usage: ptfast {name} {command.usage}".rstrip()
     if len(arguments.words) < command.min_words and not arguments.help:
         raise ConfigError("C016", "an argument is missing", key=name, suggestion=hint)
-    # What must be there, such as the folder of a run, may have a `=` in it.
+    # Required arguments, such as the folder of a run, may contain a `=`.
     first, rest = arguments.words[: command.min_words], arguments.words[command.min_words :]
     plain = [*first, *(word for word in rest if "key=value" not in command.usage or "=" not in word)]
     if command.max_words is not None and (more := plain[command.max_words :]):
@@ -202,7 +202,7 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
 
 
 def seconds(text: str) -> float:
-    """The seconds, above 0, that a text such as `5m` means; a bare number is seconds."""
+    """Convert a duration such as `5m` to seconds; a bare number is seconds, and 0 is rejected."""
     value = Duration.parse(text, "seconds").seconds
     if not value:
         raise ValueError("expected a time above 0")
@@ -210,7 +210,7 @@ def seconds(text: str) -> float:
 
 
 def number(least: float = 0.0) -> Callable[[str], Any]:
-    """A reader of numbers above 0 and of at least `least`; whole ones if that is 1 or more."""
+    """Return a parser of numbers above 0 and at least `least`; whole numbers if `least` is 1 or more."""
     whole = least >= 1
     bound = f"of at least {least:g}" if least > 1 else "above 0"
     what = f"expected a {'whole ' * whole}number {bound}"

@@ -48,7 +48,7 @@ def _run(words: list[str]) -> int:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
     except BrokenPipeError:
-        # The reader of our output has left (`ptfast recipes | head`).
+        # The program that reads our output has exited (`ptfast recipes | head`).
         from ptfast.report.terminal.display import flush
 
         flush(sys.stdout, sys.stderr)
@@ -93,7 +93,7 @@ def _dispatch(words: list[str]) -> int:
     if (folder := args.config_dir) is not None:
         if not folder.is_dir():
             raise ConfigError("C001", "no such folder", key="--config-dir", value=folder, place=COMMAND_LINE)
-        # Looked in first by this process and those that it starts.
+        # This process and its children search this folder first.
         os.environ[paths.CONFIG_DIR] = str(folder.absolute())
     if COMMANDS[name].alone:
         from ptfast.core.world import nodes_from_environment, world
@@ -113,7 +113,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def read(name: str, words: list[str]) -> tuple[str, Command, Namespace]:
-    """The full name of a command, such as `find lr`, its record, and its flags and words."""
+    """Return the full name of a command, such as `find lr`, its record, its flags and its words."""
     command = COMMANDS[name]
     if not command.kinds or words[:1] in (["--help"], ["-h"]):
         return name, command, parse(name, command, words)
@@ -141,7 +141,7 @@ def _no_command(name: str) -> ConfigError:
 
 
 def help_text(topic: str | None = None) -> str:
-    """What `--help` prints, of everything or of one command or config group; C003 for another topic."""
+    """Return the text of `--help` for everything or one command or config group; C003 for another topic."""
     if topic is None:
         return _overview()
     if topic in COMMANDS:
@@ -177,7 +177,7 @@ Config groups; ptfast --help GROUP shows options (GROUP=OPTION) and keys:
 
 
 def _of_group(group: str, section: Any) -> Iterator[str]:
-    """The options of a group, and the keys of its section."""
+    """Yield the options of a group and the keys of its section."""
     from ptfast.config.editors.help import entries
 
     if section is not None:
@@ -192,11 +192,11 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
         yield from rows
     if options and section is not None and "target" in section.model_fields:
         yield f"\nptfast --help {group}=OPTION explains an option's own keys."
-        yield f"ptfast train {group}=OPTION --cfg job prints the values that an option sets."
+        yield f"ptfast train {group}=OPTION --cfg job prints the values an option sets."
 
 
 def _key_rows(section: Any, prefix: str = "") -> Iterator[str]:
-    """The keys of a section and of the sections inside it."""
+    """Yield the keys of a section and of the sections inside it."""
     from ptfast.config.editors.help import field_docs
     from ptfast.config.schema import section_of
     from ptfast.core.sections.coerce import describe
@@ -215,7 +215,7 @@ def _key_rows(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
-    """The keys that one option's target takes, with their defaults and what they mean."""
+    """Yield the keys of one option's target, with their defaults and meanings."""
     from ptfast.config.checks.target_keywords import own_parameters
     from ptfast.config.compose import compose
     from ptfast.config.editors.help import argument_docs, field_docs
@@ -223,7 +223,7 @@ def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
 
     paths.check_option(group, option, paths.groups(), None)
     values = compose([f"{group}={option}"], complete=False).tree[group]
-    yield f"{group}={option} sets, and takes with {group}.KEY=VALUE:"
+    yield f"{group}={option} sets these keys, and accepts more with {group}.KEY=VALUE:"
     target = locate(values["_target_"]) if isinstance(values.get("_target_"), str) else None
     docs = field_docs(section) if section is not None else {}
     docs = {**docs, **(argument_docs(target) if target is not None else {})}
@@ -235,7 +235,7 @@ def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
 
 
 def _row(name: str, text: str) -> str:
-    """A name and what it means, wrapped."""
+    """Format a name and its meaning, wrapped."""
     indent = " " * INDENT
     start = f"  {name:<{INDENT - 3}} "
     lead = start if len(start) <= INDENT else f"{start.rstrip()}\n{indent}"

@@ -6,7 +6,7 @@ from ptfast.cli.arguments import Command, Flag, choice, number, path, pixels, se
 
 _RUN = "[recipe=NAME] [key=value ...]"
 _FOLDER = Flag("--out FOLDER", "folder to write into; default: a new one under runs", read=path)
-_WRITE = Flag("--write FILE", "recipe to write with what was found", read=path)
+_WRITE = Flag("--write FILE", "recipe to write with the result", read=path)
 _SECONDS = Flag("--seconds N", "seconds to measure each", read=number())
 _CHECKPOINT = Flag("--checkpoint NAME", "checkpoint: best (the default), last or step-N", default="best")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -189,7 +189,7 @@ COMMANDS: dict[str, Command] = {
             Flag("--budget TIME", "time to measure for; default 4m", read=seconds, default=240.0),
             Flag("--only NAME,NAME", "measure only these techniques"),
             switch("--compile", "also try torch.compile, which is slow to start"),
-            switch("--claims", "compare what guides and papers promise with this machine"),
+            switch("--claims", "compare claims of guides and papers with this machine"),
             _FOLDER,
         ),
         (
@@ -201,7 +201,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "audit": Command(
         _RUN,
-        "find what costs speed in your model, data, loop and machine",
+        "find slow code in your model, data, loop and machine",
         "config_commands.audit",
         (
             Flag("--budget TIME", "time to measure for; default 2m, 0 for no costs", None, _budget, 120.0),

@@ -1,4 +1,4 @@
-"""Runs side by side: tables ranked by one figure, and their curves on one page."""
+"""Compare runs: tables ranked by one metric, and their curves on one page."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from ptfast.report.loggers import USAGE
 from ptfast.report.terminal.display import fits, table
 
 COLUMNS = {"train_samples_per_s": "samples/s", "peak_memory_bytes": "peak memory", "wall_s": "wall"}
-"""Columns beside the figures, by key of summary.json, with their headers."""
+"""Columns other than metrics, by key of summary.json, with their headers."""
 LESS_IMPORTANT = ("peak memory", "samples/s", "wall")
-"""Columns that a narrow terminal leaves out, the loss after them."""
+"""Columns dropped on a narrow terminal; the loss is dropped after them."""
 DEPTH = 3
-"""Folders between one that is named and the runs below it: `runs/sweeps/TIME/NUMBER`."""
+"""Levels between a named folder and the runs below it: `runs/sweeps/TIME/NUMBER`."""
 MOST_NAMES = 8
-"""Runs whose names fit over a chart."""
+"""Number of runs whose names fit above a chart."""
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 
 
 def compare(args: Namespace) -> int:
-    """Print runs in order, and draw their curves over each other if a file is named."""
+    """Print runs in order, and plot their curves together if a file is named."""
     run_dirs: list[Path] = []
     for word in args.words:
         found = list(_find_runs(Path(word), DEPTH))
         if not found:
             hint = "Name run directories, or a folder of them such as runs/<recipe>"
-            raise ConfigError("C001", "holds no run", key=word, suggestion=hint)
+            raise ConfigError("C001", "contains no run", key=word, suggestion=hint)
         run_dirs += [run_dir for run_dir in found if run_dir not in run_dirs]
     metric, out = args.metric, args.out
     if out is not None and out.suffix != ".html":
@@ -62,8 +62,8 @@ def compare(args: Namespace) -> int:
         }
         figures |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
         known = sorted(name for name in figures - {"exit_code"} if not name.endswith(".step"))
-        hint = f"There are: {', '.join(known)}" if known else "None of the runs has figures yet"
-        raise ConfigError("C005", "no run has this figure", key="--metric", value=metric, suggestion=hint)
+        hint = f"There are: {', '.join(known)}" if known else "No run has any metric yet"
+        raise ConfigError("C005", "no run has this metric", key="--metric", value=metric, suggestion=hint)
     target = args.target and Target.parse(args.target)
     show(ranking)
     rows = compare_to_target(ranking, run_dirs, target) if target else []
@@ -75,7 +75,7 @@ def compare(args: Namespace) -> int:
 
 
 def _find_runs(path: Path, depth: int) -> Iterator[Path]:
-    """Run directories: `path`, or those below it in the order of their names, numbers by size."""
+    """Return run directories: `path`, or those below it in the order of their names, numbers by size."""
     if any((path / name).is_file() for name in RUN_FILES):
         yield path
     elif depth and path.is_dir():
@@ -85,7 +85,7 @@ def _find_runs(path: Path, depth: int) -> Iterator[Path]:
 
 
 def show(ranking: Ranking) -> None:
-    """Print the variants of a ranking that have several seeds or folds, and its runs."""
+    """Print the variants of a ranking that have several seeds or folds, then its runs."""
     better = "highest" if ranking.mode == "max" else "lowest"
     if variants := group_repeats(ranking):
         _print(ranking, f"means over {ranking.repeats} by {ranking.metric}, {better} first", variants)
@@ -95,7 +95,7 @@ def show(ranking: Ranking) -> None:
 
 
 def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links: Sequence[str] = ()) -> None:
-    """Print a table; if it is too wide, without its less important columns, or with its keys in one."""
+    """Print a table; if it is too wide, drop its less important columns, or join its keys in one column."""
     columns = columns_of(ranking, variants)
     optional = (*LESS_IMPORTANT, ranking.loss if ranking.loss != ranking.metric else "")
     needed = [name for name in columns if name not in optional]
@@ -108,7 +108,7 @@ def _print(ranking: Ranking, title: str, variants: Sequence[Variant] = (), links
 
 
 def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, list[str]]:
-    """The cells of a table by header: of runs, or of variants by means over those that did not fail."""
+    """Return a table's cells by header: of runs, or of variants by means over those that did not fail."""
     metric, runs = ranking.metric, ranking.runs
     rows = variants or [
         Variant(label, [run], [] if value is None else [value])
@@ -144,7 +144,7 @@ def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, 
 
 
 def _cell(run: RunFiles, name: str, value: float | None) -> str:
-    """A figure, or a mean of it, as a table shows it."""
+    """Format a metric, or a mean of it, for a table."""
     if value is None:
         too_short = name == "train_samples_per_s" and name in run.summary
         return TOO_SHORT if too_short else "-"
@@ -153,19 +153,19 @@ def _cell(run: RunFiles, name: str, value: float | None) -> str:
 
 
 def _report(run: RunFiles) -> Path:
-    """The report of a run, or its directory if it has none."""
+    """Return the report of a run, or its directory if it has none."""
     report = run.run_dir / REPORT_FILE
     return report if report.is_file() else run.run_dir
 
 
 def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
-    """Charts with a line for each run, named by its rank or status: the figure, the title, the lines."""
+    """Return charts with one line per run, named by its rank or status: metric, title and lines."""
     runs, names = ranking.runs, []
     told_apart = zip(runs, ranking.values, short_labels(ranking.labels), strict=True)
     for place, (run, value, pairs) in enumerate(told_apart, 1):
         rank = run.status if value is None else str(place)
         full = shorten(f"{rank}: {', '.join(pairs) or run.run_dir.name}", 60)
-        # The names of many runs would take more room than their curves; the table has them by number.
+        # The names of many runs would need more room than their curves; the table lists them by number.
         names.append(rank if len(runs) > MOST_NAMES else full)
     known = dict.fromkeys(name for run in runs for name in run.curves if name not in USAGE)
     for figure_name in chart_order(known):
@@ -179,7 +179,7 @@ def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
 
 
 def _render(ranking: Ranking, folder: Path, to_target: str) -> str:
-    """The page as it lies in `folder`; `to_target` is a table of it."""
+    """Return the HTML page as stored in `folder`; `to_target` is its time-to-target table."""
     runs = ranking.runs
     body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first") + to_target
     if variants := group_repeats(ranking):

@@ -1,4 +1,4 @@
-"""Shell completion of commands, flags, groups, options, recipes and keys, without importing Hydra."""
+"""Shell completion for commands, flags, groups, options, recipes and keys; Hydra is not imported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ complete -c ptfast -a '(__ptfast_complete)'
 
 
 def completion(args: Namespace) -> int:
-    """Print the completion script to be sourced by `bash`, `zsh` or `fish`."""
+    """Print the completion script for `bash`, `zsh` or `fish`."""
     shell = args.words[0] if args.words else "bash"
     if shell not in _SCRIPTS:
         what = "no completion for this shell"
@@ -60,7 +60,7 @@ def completion(args: Namespace) -> int:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Completions of the last of `words`, which follow `ptfast` on the line; it is empty after a space."""
+    """Return completions of the last of `words`, which follow `ptfast`; it is empty after a space."""
     word = words[-1] if words else ""
     if len(words) <= 1:
         return [name for name in COMMANDS if name.startswith(word)]
@@ -100,7 +100,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
     groups = [f"{group}=" for group in paths.groups()]
     keys = [f"{name}=" for name in known_keys(before)]
     if "." not in key:
-        # One step at a time: sections first, their keys after the dot.
+        # Complete one step at a time: sections first, then their keys after the dot.
         keys = sorted({f"{k.partition('.')[0]}." if "." in k else k for k in keys})
     found = [name for name in [*groups, *keys] if name.startswith(key)]
     if not prefix and not key:
@@ -109,7 +109,7 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
 
 
 def known_keys(arguments: Sequence[str]) -> list[str]:
-    """Every dotted key of the config that `arguments` choose: of its sections and of its option files."""
+    """Return every dotted key of the config selected by `arguments`: of its sections and its option files."""
     from ptfast.config.files.yaml_file import lineage, read_yaml
     from ptfast.config.schema import VARIABLES, defaults, flatten
 

@@ -1,4 +1,4 @@
-"""The commands that read a config: train, eval, and those that measure."""
+"""The commands that read a config: train, eval, and the measuring commands."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ptfast.report.terminal.display import build_display, say, table
 
 
 def train(args: Namespace) -> int:
-    """Train, sweep, or show what would be trained."""
-    # All flags but --config are actions, of which one can be asked for.
+    """Train, sweep, or show the run that would be trained."""
+    # All flags except --config are actions; only one may be given.
     given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
     alone = {"--multirun": args.multirun, "--info": args.info, "--cfg": args.cfg == "hydra"}
@@ -45,7 +45,7 @@ def train(args: Namespace) -> int:
         if args.cfg:
             print(show_config(args.cfg, words, file), end="")
             return EXIT_OK
-        # Hydra prints by logging, which would report a reader that has gone (`| head`) for each line.
+        # Hydra prints through logging, which would report a closed pipe (`| head`) for every line.
         logging.raiseExceptions = False
         show_info(args.info, words)
         return EXIT_OK
@@ -88,7 +88,7 @@ def eval(args: Namespace) -> int:
 
 
 def find(args: Namespace) -> int:
-    """Find a number for a config."""
+    """Search for the best value of one setting of a config."""
     composed, config = read_typed(args.words)
     names = [flag.attribute for flag in COMMANDS["find"].kinds[args.kind].flags]
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -102,7 +102,7 @@ def find(args: Namespace) -> int:
 
 
 def ablate(args: Namespace) -> int:
-    """Measure what techniques are worth for a config, or compare what guides claim of them."""
+    """Measure the gain of techniques for a config, or test the claims of guides about them."""
     if args.claims:
         from ptfast.measure.claims import compare_claims
 
@@ -132,7 +132,7 @@ def audit(args: Namespace) -> int:
 
 
 def race(args: Namespace) -> int:
-    """Sweep over seeds, and compare what the runs take to the target."""
+    """Sweep over seeds, and compare how soon the runs reach the target."""
     from ptfast.cli.command_line import run
     from ptfast.cli.run_ranking import rank_runs
     from ptfast.cli.sweep_command import sweep_runs
@@ -148,7 +148,7 @@ def race(args: Namespace) -> int:
     runs, code = sweep_runs(words, run)
     if runs:
         compare_to_target(rank_runs(runs, f"best.{target.metric}"), runs, target)
-        say(f"the same again, or beside other runs: ptfast compare {runs[0].parent} --target {args.target}")
+        say(f"to repeat this, or to add other runs: ptfast compare {runs[0].parent} --target {args.target}")
     return code
 
 
@@ -164,7 +164,7 @@ TIMED_STEPS = 5
 
 
 def dry_run(config: Config) -> int:
-    """Build the run in a temporary folder, take a few steps, and print what the whole would take."""
+    """Build the run in a temporary folder, take a few steps, and print the cost of the whole run."""
     from ptfast.core.machine import peak_memory_bytes
     from ptfast.profiling.operator_counting import Operators, flops
     from ptfast.profiling.roofline import flop
@@ -177,7 +177,7 @@ def dry_run(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder = Path(name)
         run = build(config, ranks=Ranks(), folder=folder, display=display)
-        # Growing batches and images are measured at full size, in the last steps.
+        # Batches and images that grow are measured at full size, in the last steps.
         first = max(run.total_steps - TIMED_STEPS - 1, 0) if run.resolved.curriculum else 0
         run.progress.step = first
         batches = run.train_loader.steps(first, run.total_steps)
@@ -210,8 +210,8 @@ def dry_run(config: Config) -> int:
             ("time per step", f"{step_s * 1e3:,.1f} ms"),
             ("throughput", f"{run.train_loader.plan.batch_size / step_s:,.0f} samples/s"),
             ("time per epoch", duration(step_s * per_epoch) if per_epoch else "unknown: iterable data"),
-            ("time of the run", f"{whole} for {run.total_steps:,} steps, evaluation not counted"),
-            ("disk", f"{num_bytes(state_bytes)} a state, up to {states} at a time"),
+            ("time of the run", f"{whole} for {run.total_steps:,} steps, without evaluation"),
+            ("disk", f"{num_bytes(state_bytes)} per checkpoint, up to {states} at a time"),
             ("loss of the first steps", f"{loss:.4g}"),
         ]
         table(["dry run", run.data_note], rows)
@@ -219,12 +219,12 @@ def dry_run(config: Config) -> int:
 
 
 def read_typed(arguments: list[str], file: Path | None = None) -> tuple[Composed, Config]:
-    """Compose and validate what the arguments say, from a recipe or from a frozen config file."""
+    """Compose and validate the config in the arguments, from a recipe or from a frozen config file."""
     composed, config = load_config(file, arguments) if file else read_config(arguments)
     if file:
         composed = dataclasses.replace(composed, arguments=["--config", str(file), *arguments])
     if world(meets=True) is None and (config.parallel.nnodes > 1 or nodes_from_environment()):
-        # The first of all ranks says it.
+        # Only the first rank prints it.
         return composed, config
     for warning in [*composed.warnings, *unused_keys(config, composed.place)]:
         say(f"ptfast: warning: {warning}", sys.stderr)

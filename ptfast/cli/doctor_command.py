@@ -1,4 +1,4 @@
-"""`ptfast doctor`: what this machine offers training, in one screen, with a remedy for each weakness."""
+"""`ptfast doctor`: check this machine for training, on one screen, with a remedy for each weakness."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ptfast.report.terminal.display import say, table, terminal_display
 from ptfast.report.terminal.json_lines import emit, lines
 
 WATCHED_S = 0.6
-"""Seconds to watch what other processes take."""
+"""Seconds during which other processes are watched."""
 BUSY_CORES = 0.25
 LEAST_SHARED_BYTES, LEAST_FREE_BYTES = 2**30, 5 * 2**30
 LEAST_DESCRIPTORS = 4096
-"""Each batch that a worker hands over takes descriptors of its own."""
+"""File descriptors that each batch from a data worker needs."""
 WRITTEN_BYTES = 64 * 2**20
 SLOW_DISK = 50e6
 """Bytes a second."""
@@ -38,7 +38,7 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "as
 
 
 class Finding(NamedTuple):
-    """A line: what was looked at, what was found, and what to do where that is a weakness."""
+    """A line of the report: the subject, the result, and a remedy if the result is a weakness."""
 
     subject: str
     found: str
@@ -46,8 +46,8 @@ class Finding(NamedTuple):
 
 
 def doctor(args: Namespace) -> int:
-    """Print a line for each part of the machine that training depends on."""
-    with terminal_display().status("looking at this machine"):
+    """Print one line for each part of the machine that training depends on."""
+    with terminal_display().status("checking this machine"):
         findings = [finding for check in CHECKS for finding in check()]
     if lines() is not None:
         for finding in findings:
@@ -58,7 +58,7 @@ def doctor(args: Namespace) -> int:
     for finding in remedies:
         say(f"! {finding.subject}: {finding.remedy}.")
     if not remedies:
-        say("Nothing here is in the way of training.")
+        say("This machine is ready for training.")
     return EXIT_OK
 
 
@@ -81,7 +81,7 @@ def _software() -> Iterator[Finding]:
     except (ImportError, RuntimeError, AttributeError) as error:
         found = [name for name in found if not name.startswith("torchvision")]
         remedy = f"torchvision does not load ({error}): install it together with torch, by one pip command"
-    yield Finding("libraries", ", ".join(found) or "none of the optional ones", remedy)
+    yield Finding("libraries", ", ".join(found) or "no optional ones", remedy)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def _gpus() -> Iterator[Finding]:
         taken = total - free
         remedy = ""
         if taken > total / 10:
-            remedy = f"other programs hold {num_bytes(taken)} of its memory: nvidia-smi names them"
+            remedy = f"other programs use {num_bytes(taken)} of its memory: nvidia-smi lists them"
         what = f"{facts.name}, {num_bytes(total)}, capability {facts.major}.{facts.minor}"
         yield Finding(f"GPU {number}", f"{what}, {num_bytes(free)} free", remedy)
     if torch.cuda.device_count():
@@ -105,7 +105,7 @@ def _gpus() -> Iterator[Finding]:
     elif driver and os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         remedy = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides the GPUs: unset it"
     elif driver:
-        remedy = "a driver is loaded but torch finds no GPU: torch.cuda.init() in Python says why"
+        remedy = "a driver is loaded but torch finds no GPU: torch.cuda.init() in Python shows why"
     yield Finding("GPU", "Apple GPU" if torch.backends.mps.is_available() else "none", remedy)
 
 
@@ -118,7 +118,7 @@ def _cpu() -> Iterator[Finding]:
     known = " ".join(each for each in INSTRUCTIONS if each in flags)
     bf16 = "bf16 is faster than fp32" if multiplies_bf16("cpu") else "bf16 is no faster than fp32"
     yield Finding("CPU", f"{name}, {usable} usable cores of {whole} hyper-threads")
-    yield Finding("instructions", f"{known or 'not known'}; {bf16}")
+    yield Finding("instructions", f"{known or 'unknown'}; {bf16}")
     threads, remedy = torch.get_num_threads(), ""
     if threads > usable:
         remedy = f"more threads than usable cores: unset OMP_NUM_THREADS, or set it to {usable}"
@@ -132,7 +132,7 @@ def _cpu() -> Iterator[Finding]:
     yield Finding(
         "neighbors",
         f"other processes keep {others:.1f} cores busy",
-        "timings will vary and runs take longer until they stop: top names them" if busy else "",
+        "timings will vary and runs take longer until they stop: top lists them" if busy else "",
     )
 
 
@@ -147,7 +147,7 @@ def _memory() -> Iterator[Finding]:
     unlimited = resource.RLIM_INFINITY
     most = 65536 if hard == unlimited else min(65536, hard)
     few = soft != unlimited and soft < min(LEAST_DESCRIPTORS, most)
-    remedy = f"loaders with many workers run out of them: ulimit -n {most}" if few else ""
+    remedy = f"loaders with many workers use them up: ulimit -n {most}" if few else ""
     yield Finding("descriptors", "unlimited" if soft == unlimited else f"{soft}", remedy)
 
 
@@ -171,7 +171,7 @@ def _disks() -> Iterator[Finding]:
             continue
         remedy = ""
         if free < LEAST_FREE_BYTES:
-            remedy = f"only {num_bytes(free)} are free: saved states may not fit"
+            remedy = f"only {num_bytes(free)} are free: checkpoints may not fit"
         elif speed < SLOW_DISK:
             remedy = "saving will stall training on this disk: set run.root to a faster one"
         yield Finding(
@@ -180,7 +180,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _bytes_per_s(folder: Path) -> float:
-    """The rate of writing a file and waiting until it is on the disk."""
+    """Return the speed of writing a file, including the wait until it is on the disk."""
     block, start_s = os.urandom(2**20), time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, prefix=".ptfast-doctor-") as file:
         for _ in range(WRITTEN_BYTES // len(block)):
@@ -196,7 +196,7 @@ def _network() -> Iterator[Finding]:
         key: os.environ[key] for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if key in os.environ
     }
     unknown = [name for name in chosen.values() if name.strip("^=").split(",")[0] not in (*interfaces, "lo")]
-    remedy = f"there is no interface {unknown[0]} here: ip link lists them" if unknown else ""
+    remedy = f"this machine has no interface {unknown[0]}: ip link lists them" if unknown else ""
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)

@@ -1,4 +1,4 @@
-"""A saved model as files that need no ptfast."""
+"""Write a trained model as files that do not need ptfast."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ptfast.training.saved_model import saved_run
 from ptfast.training.user_code import naming_user_code
 
 PLAIN = ("device=cpu", "precision=fp32")
-"""What an export is made with, whatever the run was trained with."""
+"""Settings for every export, whatever the run was trained with."""
 
 
 def export(args: Namespace) -> int:
-    """Write a saved model for use without ptfast, and say how far each form is from the model."""
+    """Export a trained model for use without ptfast, and report how far each form is from the model."""
     where, *overrides = args.words
     if args.out is None:
         usage = "Usage: ptfast export RUN --out FOLDER [key=value ...]"

@@ -1,4 +1,4 @@
-"""`ptfast launch`: submits a training to a cluster, or prints what would be submitted."""
+"""`ptfast launch`: submit a training to a cluster, or print the job."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ptfast.core.clock import STARTED_VARIABLE
 from ptfast.core.errors import COMMAND_LINE, ConfigError, MachineError, PtfastError
 
 OF_MACHINE = ("C012", "E004", "E005")
-"""Errors about this machine, which submits and need not be able to train."""
+"""Errors about this machine, which only submits and need not be able to train."""
 WARNING_S = 300
-"""How long before its time limit SLURM warns a job, which then saves and ends."""
+"""Time before its limit at which SLURM warns a job, which then saves and ends."""
 SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
-"""The command that reads a job from its standard input."""
+"""The command that reads a job script from its standard input."""
 
 
 def launch(args: Namespace) -> int:
-    """Submit the training that the words mean, or print it; E004 and E005 without the cluster's software."""
+    """Submit a training, or print it; raise E004 or E005 if the cluster's software is missing."""
     gpu_type, _, number = (args.gpus or "").rpartition(":")
     if args.gpus and (not number.isdecimal() or int(number) == 0):
         what = "expected a whole number above 0"
@@ -47,13 +47,13 @@ def launch(args: Namespace) -> int:
     if args.kind == "ray" and not importlib.util.find_spec("ray"):
         hint = "Install ray[train], or print the driver with --print"
         raise MachineError("E004", "ray is not installed", key="launch", value="ray", suggestion=hint)
-    # The time of the run counts from its own start, not from here.
+    # The time of the run counts from its own start, not from the submission.
     environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
     return subprocess.run(command, input=text, text=True, env=environment, check=False).returncode
 
 
 def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[str]]:
-    """The name of the run, and the arguments of `ptfast train` that all nodes have in common."""
+    """Return the name of the run, and the arguments of `ptfast train` common to all nodes."""
     from ptfast.config.checks.rules import check_batch
     from ptfast.config.checks.validate import validate
     from ptfast.config.compose import compose
@@ -64,12 +64,12 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
     try:
         config = validate(composed.tree, composed.place)
     except PtfastError as error:
-        # The nodes are other machines than this one.
+        # The nodes are different machines from this one.
         if error.code not in OF_MACHINE:
             raise
     else:
         if (num_nodes := config.parallel.nnodes) > 1:
-            what, hint = "is for commands that are started by hand", f"Use --nodes {num_nodes}"
+            what, hint = "is for commands started manually", f"Use --nodes {num_nodes}"
             raise ConfigError("C011", what, key="parallel.nnodes", value=num_nodes, suggestion=hint)
         check_batch(config, num_ranks)
     parallel, run = composed.tree["parallel"], composed.tree["run"]
@@ -79,7 +79,7 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
     if num_gpus and num_gpus > 1 and args.kind == "slurm" and (alone or parallel["nproc"] == "auto"):
         words.append(f"parallel.nproc={num_gpus}")
     name = run["name"] or composed.tree.get("recipe") or "train"
-    # A job that is started again resumes, unless the user has said otherwise.
+    # A requeued job resumes, unless the user says otherwise.
     if not run["dir"]:
         words.append(f"run.dir={new_folder(Path(run['root']).absolute(), name)}")
     if run["resume"] == "never":
@@ -88,7 +88,7 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
 
 
 def _slurm(args: Namespace, name: str, gpus: str | int | None, words: list[str]) -> str:
-    """A batch script: warned of its time limit, the job saves, is queued again and resumes."""
+    """Return a batch script: warned of its time limit, the job saves, is requeued and resumes."""
     limit_s = int(args.time or 0)
     hours, rest = divmod(limit_s, 3600)
     asked = {
@@ -127,7 +127,7 @@ exit $code
 
 
 def _ray(args: Namespace, num_gpus: int | None, words: list[str]) -> str:
-    """A driver of Ray Train, whose workers are the ranks; it runs at `RAY_ADDRESS`."""
+    """Return a Ray Train driver whose workers are the ranks; it runs at `RAY_ADDRESS`."""
     per_node = num_gpus or 1
     scaling = [f"num_workers={args.nodes * per_node}", f"use_gpu={bool(num_gpus)}"]
     if args.cpus:
@@ -154,7 +154,7 @@ WORDS = [
 
 
 def train_rank() -> None:
-    """Train as the rank that Ray has made this worker, at a port that its own process group leaves free."""
+    """Train as the rank assigned to this worker by Ray, on a port other than its process group's."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = [free.getsockname()[1]]

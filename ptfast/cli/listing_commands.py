@@ -1,4 +1,4 @@
-"""The commands that only show or copy something."""
+"""The commands that only show or copy things."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipes(args: Namespace) -> int:
 
 
 def copy(args: Namespace) -> int:
-    """Copy a recipe to a file of the user's own, whose comment then names that file."""
+    """Copy a recipe to a user's file, and update the file name in its comment."""
     name, *rest = args.words
     file, known = Path(rest[0] if rest else f"{name}.yaml"), paths.options(paths.RECIPES)
     if name not in known:
@@ -45,13 +45,13 @@ def copy(args: Namespace) -> int:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as target:
-            # One in ./recipes goes by its name.
+            # A recipe in ./recipes is named by its name alone.
             copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
             called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
             text = known[name].read_text(encoding="utf-8")
             target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
     except FileExistsError:
-        what = "exists already and is not overwritten"
+        what = "already exists and is not overwritten"
         raise MachineError("E001", what, key=str(file), suggestion="Choose another name") from None
     except OSError as error:
         raise cannot_write(error, str(file)) from None
@@ -77,7 +77,7 @@ NAME_WIDTH, CELLS_WIDTH = 29, 25
 
 
 def techniques(args: Namespace) -> int:
-    """List what applies on this machine: every technique, those of a family, or all about one."""
+    """List the techniques that apply on this machine: all, those of a family, or every detail of one."""
     name = " ".join(args.words)
     wanted, machine = plain_name(name), ThisMachine()
     named = [technique for technique in CATALOGUE if plain_name(technique.name) == wanted]
@@ -95,13 +95,13 @@ def techniques(args: Namespace) -> int:
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:
-    """Techniques with those of a family together, families as they first come."""
+    """Group techniques by family, with families in order of first appearance."""
     families = list(dict.fromkeys(technique.family for technique in techniques))
     return sorted(techniques, key=lambda technique: families.index(technique.family))
 
 
 def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
-    """A table on a terminal, a line each, and lines of cells between tabs elsewhere."""
+    """Print a table on a terminal, one line each, and tab-separated lines elsewhere."""
     from ptfast.config.compose import compose
 
     tree = compose([], complete=False).tree
@@ -129,7 +129,7 @@ def _show_all(techniques: Sequence[Technique], machine: ThisMachine) -> None:
         say("default: on, off, or auto (the run decides) without a recipe; not here: needs another machine.")
         say("ptfast techniques NAME has the rest: whole switch, reason, worth and when not to use it.")
     elif not emit_rows(headers, rows, None):
-        # Aligned, a line would be as long as the longest of each column: some 500 characters.
+        # Aligned lines would be as long as the longest cell of each column: some 500 characters.
         print("\n".join("\t".join(row) for row in [headers, *rows]), file=stream)
 
 

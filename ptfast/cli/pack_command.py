@@ -24,7 +24,7 @@ _SHOWN_FILES = 10
 
 
 def pack(args: Namespace) -> int:
-    """Make the pack that the command line asks for, or check one."""
+    """Create the pack named on the command line, or check an existing one."""
     if args.verify:
         return _verify(args)
     if len(args.words) < 2:
@@ -32,23 +32,23 @@ def pack(args: Namespace) -> int:
         raise ConfigError("C016", "needs a source and a folder to write", key="pack", suggestion=hint)
     source, folder = (Path(word).expanduser() for word in args.words)
     if source.resolve() in (folder.resolve(), *folder.resolve().parents):
-        what, hint = "lies within its source", "Write the pack beside it"
+        what, hint = "lies within its source", "Write the pack outside the source folder"
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
     from ptfast.data.packs.pack_reader import MANIFEST, header_of, is_manifest
 
     if source.is_dir() and is_manifest(source / MANIFEST):
-        raise DataError("D001", "is a pack already", key="SRC", value=source)
+        raise DataError("D001", "is already a pack", key="SRC", value=source)
     texts = source.is_file()
     for flag in _OF_IMAGES if texts else _OF_TEXT:
         if getattr(args, flag[2:].replace("-", "_")):
             what = f"is for {'images' if texts else 'text'}, and SRC is a {'file' if texts else 'folder'}"
             raise ConfigError("C011", what, key=flag, suggestion="Leave it out")
     if args.jpeg and args.size:
-        what, hint = "keeps files as they are, and so at their sizes", "Leave one of the two out"
+        what, hint = "keeps the files, and so their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
-    # Imported now: errors in the flags are reported without waiting for torchvision.
+    # Imported late, so that errors in the flags do not wait for torchvision.
     from ptfast.data.packs.pack_image_tree import plan_images
     from ptfast.data.packs.pack_text_file import plan_text
     from ptfast.data.packs.pack_writer import check_folder, make
@@ -64,13 +64,13 @@ def pack(args: Namespace) -> int:
     if whole is not None and plan.header == plan.header | header_of(whole):
         if whole.skipped and not skips:
             first = whole.skipped[0]
-            what = f"was left out of the pack: {first['reason']}"
+            what = f"cannot be packed: {first['reason']}"
             hint = "Fix or remove it and pack again, or give --on-corrupt skip"
             raise DataError("D005", what, key=first["file"], suggestion=hint)
         print(f"{folder} is already a complete pack of {source}: nothing to do")
         return EXIT_OK
     if whole is not None:
-        print(f"{folder} holds a pack of other data or with other settings: packing again")
+        print(f"{folder} contains a pack of other data or other settings: packing again")
     if plan.note:
         print(plan.note)
     start_s = time.perf_counter()
@@ -78,14 +78,14 @@ def pack(args: Namespace) -> int:
         with _progress("packing", "MiB" if texts else "images", plan.num_seen) as show:
             manifest = make(plan, folder, workers, show)
     except KeyboardInterrupt:
-        print(f"{folder} is unfinished; the same command makes it anew")
+        print(f"{folder} is unfinished; run the same command to start again")
         raise
     _report(manifest, folder, time.perf_counter() - start_s)
     return EXIT_OK
 
 
 def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
-    """Say what was packed, what was skipped, and how to train from it."""
+    """Report packed and skipped files, and the command to train from the pack."""
     samples = sum(split.samples for split in manifest.splits.values())
     size = sum(split.bytes for split in manifest.splits.values())
     what, data = f"{grouped(samples)} images", f"imagefolder data.root={folder}"
@@ -98,7 +98,7 @@ def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
     for file in manifest.skipped[:_SHOWN_FILES]:
         print(f"skipped {file['file']}: {file['reason']}")
     if (count := len(manifest.skipped)) > _SHOWN_FILES:
-        print(f"skipped {count:,} files in all; manifest.json in {folder} names them")
+        print(f"skipped {count:,} files in all; manifest.json in {folder} lists them")
     print(f"train from it with: ptfast train data={data}")
 
 
@@ -106,26 +106,26 @@ def _verify(args: Namespace) -> int:
     given = (*_OF_IMAGES, *_OF_TEXT, "--workers")
     if any(getattr(args, flag[2:].replace("-", "_")) for flag in given) or len(args.words) != 1:
         hint = "Usage: ptfast pack --verify DST"
-        raise ConfigError("C011", "checks one pack and takes nothing else", key="--verify", suggestion=hint)
+        raise ConfigError("C011", "takes one pack and no other argument", key="--verify", suggestion=hint)
     from ptfast.data.packs.pack_reader import check_data, check_source, open_pack
 
     folder = Path(args.words[0]).expanduser()
     manifest = open_pack(folder, "DST")
     if manifest is None:
-        raise DataError("D001", "holds no pack", key="DST", value=folder)
+        raise DataError("D001", "contains no pack", key="DST", value=folder)
     size = sum(split.bytes for split in manifest.splits.values())
     with _progress("checking", "MiB", size) as show:
         check_data(folder, manifest, show)
     check_source(folder, manifest, "DST", whole=True)
     there = Path(manifest.source.path).exists()
-    source = "its source has not changed" if there else f"its source {manifest.source.path} is not there"
-    print(f"{folder} is complete: {num_bytes(size)} checked, all as written; {source}")
+    source = "its source has not changed" if there else f"its source {manifest.source.path} is missing"
+    print(f"{folder} is complete: {num_bytes(size)} checked, all unchanged; {source}")
     return EXIT_OK
 
 
 @contextlib.contextmanager
 def _progress(what: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows how many images, or bytes as `MiB`, of `total` are done."""
+    """Yield a function that shows progress: images, or bytes as `MiB`, of `total`."""
     display, scale = build_display(), 2**20 if unit == "MiB" else 1
     begun: list[tuple[int, float]] = []
 

@@ -1,4 +1,4 @@
-"""Predictions of a saved model: a JSON record for each input of the user's, or the text after a prompt."""
+"""Predict with a trained model: a JSON record for each of the user's inputs, or the text after a prompt."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def predict(args: Namespace) -> int:
 
 
 def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: Path | None) -> None:
-    """Write one record per input: its source and the prediction; in words on a terminal.
+    """Write one record per input, with its source and the prediction; in plain words on a terminal.
 
     Args:
-        paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input a line.
-        masks: folder to write predicted masks to, whose files then stand in the records.
+        paths: image files or folders of them, `.npy`/`.npz` arrays, or text files with one input per line.
+        masks: folder for predicted masks; the records then name their files.
 
     Images that cannot be read are skipped with a warning, unless all of them fail.
     """
@@ -95,12 +95,12 @@ def predict_files(saved: PartialRun, paths: list[str], out: Path | None, masks: 
 
 
 def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
-    """Write a record's mask, and return its file."""
+    """Write a record's mask, and return its file name."""
     if "mask" not in record:
         raise ConfigError("C011", "this run predicts no masks", key="--masks", place=COMMAND_LINE)
     path = Path(source)
     name = path.stem if path.is_file() else path.name
-    # Files of one name in several folders keep their folders.
+    # Files with the same name in several folders keep their folders.
     file = folder / Path(*(part for part in path.parent.parts if part not in ("/", ".."))) / f"{name}.png"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,16 +111,16 @@ def _write_mask(folder: Path, source: str, record: Mapping[str, Any]) -> str:
 
 
 def continue_prompt(saved: PartialRun, prompt: str, out: Path | None, **sampling: Any) -> None:
-    """Write the prompt and its continuation by a language model (C011 if it is none), as plain text."""
+    """Write the prompt and a language model's continuation as plain text; C011 for any other model."""
     info = saved.info
     if info.task != "language_modelling" or "tokenizer" not in info.extra:
-        what = f"needs a language model of text, and this run is one for {info.task} of {info.kind} data"
-        hint = "Give files to predict for in its place"
+        what = f"needs a language model of text, but this run is for {info.task} on {info.kind} data"
+        hint = "Give files to predict instead"
         raise ConfigError("C011", what, key="--prompt", place=COMMAND_LINE, suggestion=hint)
     tokenizer = tokenizer_of(info)
     tokens = torch.tensor(tokenizer.encode(prompt), dtype=torch.int64, device=saved.device)
     if not len(tokens):
-        raise ConfigError("C005", "holds no token", key="--prompt", value=prompt, place=COMMAND_LINE)
+        raise ConfigError("C005", "contains no token", key="--prompt", value=prompt, place=COMMAND_LINE)
     with saved.precision.autocast, naming_user_code(saved):
         drawn = generate(
             saved.model,
@@ -152,17 +152,17 @@ def generate(
 ) -> Tensor:
     """Continue `tokens` with tokens drawn from the model.
 
-    Models of transformers use their own `generate`, which caches attention and ends at their end token. Any
-    other model reads the last `context_length` tokens again for each new one.
+    Models of transformers use their own `generate`, which caches attention and stops at their end token. Any
+    other model reads the last `context_length` tokens again for each new token.
 
     Args:
-        model: maps tokens (batch, length) to logits of the next ones (batch, length, classes), in evaluation.
-        tokens: of the prompt, (length,), on the device of the model.
-        vocab_size: tokens that may be drawn; the model may have logits for more.
-        num_new: tokens to draw, at most; C005 for more than a model of transformers has positions for.
+        model: maps tokens (batch, length) to next-token logits (batch, length, classes), in eval mode.
+        tokens: tokens of the prompt, (length,), on the device of the model.
+        vocab_size: number of tokens to sample from; the model may have more logits.
+        num_new: maximum number of new tokens; C005 if a model of transformers has fewer positions.
         temperature: above 0; logits are divided by it.
         top_k: draw from this many of the likeliest tokens; None for all.
-        seed: of the draws; the same on any device up to its rounding.
+        seed: seed of the draws; devices agree up to rounding.
 
     Returns prompt and new tokens, (length + new,).
     """
@@ -170,12 +170,10 @@ def generate(
         theirs: Any = model.model
         places = getattr(theirs.config, "max_position_embeddings", None)
         if places is not None and len(tokens) + num_new > places:
-            what = (
-                f"with the {len(tokens)} of the prompt, more than the {places} tokens of the model's context"
-            )
+            what = f"with {len(tokens)} tokens of prompt, this exceeds the model's context of {places} tokens"
             raise ConfigError("C005", what, key="--max-new-tokens", value=num_new)
         unknown = list(range(vocab_size, getattr(theirs.config, "vocab_size", vocab_size)))
-        # It draws from torch's own generators.
+        # `generate` draws from torch's global generators.
         with torch.random.fork_rng(devices=[tokens.device] if tokens.device.type == "cuda" else []):
             torch.manual_seed(seed)
             return theirs.generate(

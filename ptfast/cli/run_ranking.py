@@ -1,4 +1,4 @@
-"""Rank runs by one figure, and average over seeds."""
+"""Rank runs by one metric, and average over seeds."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ptfast.report.html.run_report import headline
 
 SPLITS = ("best", "val", "test", "train")
 NOT_COMPARED = ("run", "sweep", "recipe", "trust")
-"""Sections that say where a run lies and how it was started, not what it computes."""
+"""Sections about where a run is stored and how it was started; they do not change its results."""
 SEED = "seed"
 REPEATS = (SEED, "data.fold")
 
 Label = Mapping[str, str]
-"""Values, as text, of the keys in which runs differ."""
+"""Values, as text, of the keys that differ between runs."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs from best to worst; those without the figure come last, failed ones at the very end."""
+    """Runs from best to worst; those without the metric come last, failed ones at the very end."""
 
     metric: str
-    """The figure that ranks them: `val.accuracy`, or a key of summary.json such as `wall_s`."""
+    """The metric that ranks them: `val.accuracy`, or a key of summary.json such as `wall_s`."""
     mode: str
-    """`max` or `min`: which way it is better."""
+    """`max` or `min`: which direction is better."""
     runs: list[RunFiles]
     values: list[float | None]
     """The metric of each run; None if it is missing or does not count because the run failed."""
     labels: list[Label]
-    """What tells each run from the others."""
+    """The settings that distinguish each run from the others."""
 
     @property
     def keys(self) -> list[str]:
@@ -45,24 +45,24 @@ class Ranking:
 
     @property
     def repeats(self) -> str:
-        """What repeats its variants: `seeds`, `folds`, both or nothing."""
+        """What repeats its variants: `seeds`, `folds`, both, or an empty string."""
         return " and ".join(f"{key.rpartition('.')[2]}s" for key in REPEATS if key in self.keys)
 
     @property
     def loss(self) -> str:
-        """The loss of the split that ranks the runs."""
+        """The loss on the split that ranks the runs."""
         split, dot, _ = self.metric.partition(".")
         return f"{split if dot else 'best'}.loss"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs that differ in `REPEATS` alone."""
+    """Runs that differ only in `REPEATS`."""
 
     label: Label
     runs: list[RunFiles]
     values: list[float]
-    """The metric of the runs that have it."""
+    """The metric of each run that has one."""
 
     @property
     def average(self) -> float | None:
@@ -70,9 +70,9 @@ class Variant:
         return statistics.fmean(self.values) if self.values else None
 
     def spread(self, repeats: str) -> float | None:
-        """Half of the 95 % interval of a mean over seeds, by Student's t, or else the standard deviation.
+        """Half of the 95 % interval of a mean over seeds, by Student's t; otherwise the standard deviation.
 
-        Folds share training data, so their mean has no such interval. None for fewer than two values.
+        The mean over folds has no such interval, because folds share data. None for fewer than two values.
         """
         if (count := len(self.values)) < 2:
             return None
@@ -81,10 +81,10 @@ class Variant:
 
 
 def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto") -> Ranking:
-    """Order runs by `metric`; a run without it comes last. Jobs of a sweep are told apart by their arguments.
+    """Order runs by `metric`; runs without it come last. Jobs of a sweep are named by their arguments.
 
     Args:
-        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ..., or `auto` for the figure
+        metric: `val.accuracy`, `accuracy` (of the best evaluation), `wall_s`, ..., or `auto` for the metric
             that the runs' own `best` follows.
         mode: `max`, `min`, or `auto` to judge by the metric's name.
     """
@@ -108,7 +108,7 @@ def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto"
 
 
 def group_repeats(ranking: Ranking) -> list[Variant]:
-    """The variants, best first, if at least one was trained with several seeds or folds; else none."""
+    """Return the variants, best first, if at least one has several seeds or folds; otherwise return []."""
     if not ranking.repeats:
         return []
     variants: dict[tuple[tuple[str, str], ...], Variant] = {}
@@ -124,7 +124,7 @@ def group_repeats(ranking: Ranking) -> list[Variant]:
 
 
 def figure_of(run: RunFiles, metric: str) -> float | None:
-    """A run's figure by its name with or without a split, or by a key of summary.json."""
+    """Return a run's metric by its name with or without a split, or by a key of summary.json."""
     split, dot, name = metric.partition(".")
     if dot:
         candidates = [run.figures(split).get(name)]
@@ -134,7 +134,7 @@ def figure_of(run: RunFiles, metric: str) -> float | None:
 
 
 def short_labels(labels: Sequence[Label]) -> list[list[str]]:
-    """Each label as `key=value`, keys by their last word unless another ends in it."""
+    """Return each label as `key=value`; keys are shortened to their last word if it is unique."""
     keys = dict.fromkeys(key for label in labels for key in label)
     words = [key.rpartition(".")[2] for key in keys]
     short = {key: word if words.count(word) == 1 else key for key, word in zip(keys, words, strict=True)}
@@ -148,7 +148,7 @@ def _place(value: float | None, mode: str) -> tuple[bool, float]:
 
 
 def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
-    """The arguments in which runs differ, as they were typed."""
+    """Return the arguments that differ between runs, as typed."""
     given = []
     for run in runs:
         words = run.summary.get("arguments") or run.environment.get("command_line") or []
@@ -160,7 +160,7 @@ def _argument_differences(runs: Sequence[RunFiles]) -> list[Label]:
 
 
 def _config_differences(runs: Sequence[RunFiles]) -> list[Label]:
-    """The config keys in which runs differ, except keywords that only some of their targets know."""
+    """Return the config keys that differ between runs, except keywords of only some of their targets."""
     flat = [flatten(with_defaults(run.config)) if run.config else {} for run in runs]
     readable = [config for config in flat if config]
     differing = []

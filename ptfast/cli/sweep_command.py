@@ -1,4 +1,4 @@
-"""`ptfast train -m`: one run per point of a sweep, each in its own process, then a table of them all."""
+"""`ptfast train -m`: train one run per point of a sweep, each in its own process, and print a ranking."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from ptfast.launch.warm_process import start_process, warm_process
 
 ENDINGS = {-signal.SIGKILL: "killed (out of memory?)", -signal.SIGSEGV: "crashed"}
 OUTPUT = "output.log"
-"""The output of a job, if several run at a time."""
+"""The file with a job's output, if several run at a time."""
 
 
 class Terminated(BaseException):
-    """The sweep received SIGTERM or SIGHUP: running jobs save, and no other starts."""
+    """The sweep received SIGTERM or SIGHUP: running jobs save, and no other job starts."""
 
 
 @dataclass(eq=False)
@@ -57,30 +57,30 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class SweepJob:
-    """Trains points of a sweep, each in its own process, so that one that dies takes no other along."""
+    """Trains points of a sweep, each in its own process, so that a crash does not affect the others."""
 
     run: Callable[[list[str]], int]
-    """The command line: takes its words and returns the exit code."""
+    """The train command: takes its words and returns the exit code."""
     folder: Path
-    """The sweep's; a job's run directory is `<folder>/<number>`."""
+    """The folder of the sweep; a job's run directory is `<folder>/<number>`."""
     num_parallel: int = 1
     gpus: Sequence[str] = ()
-    """One for each job at a time, as `CUDA_VISIBLE_DEVICES` names them; if empty, every job sees all."""
+    """GPUs for each parallel job, as in `CUDA_VISIBLE_DEVICES`; if empty, every job sees all."""
     _running: dict[int, tuple[Path, BaseProcess]] = field(default_factory=dict)
     """Run directories and processes by slot."""
 
     def __call__(self, composed: Composed, number: int) -> Objective:
-        """Start to train once fewer than `num_parallel` jobs do; returns what waits for the objective."""
+        """Start a job once fewer than `num_parallel` run; return a function that waits for its objective."""
         while len(self._running) == self.num_parallel:
             self._wait()
         run_dir = self.folder / str(number)
-        # Made here, so that it stays whatever becomes of the job: the ranking reads why it failed.
+        # Made here, so that it exists however the job ends: the ranking reads why it failed.
         run_dir.mkdir(parents=True, exist_ok=True)
         slot = min({*range(self.num_parallel)} - {*self._running})
         points = [word for word in composed.arguments if not word.startswith("hydra")]
         shown = " ".join(word.removeprefix("++") for word in redact(points)) or "defaults"
         print(f"{'' if self.num_parallel > 1 else chr(10)}job {number}: {shown}", flush=True)
-        # A single run would warn of keys that are for the sweep.
+        # A single run would warn about keys that belong to the sweep.
         own = ("sweep.", "run.root=", "run.name=")
         alone = [word for word in points if not word.lstrip("+").startswith(own)]
         environment, output = {}, None
@@ -93,7 +93,7 @@ class SweepJob:
         process = warm_process(
             self.run,
             ["train", *alone, f"run.dir={quoted(run_dir)}"],
-            # Folders of images read JPEG files by it.
+            # Folders of images use it to read JPEG files.
             modules=["torchvision"] if re.search("torchvision|imagefolder", str(composed.tree)) else [],
             environment=environment,
             output=output,
@@ -116,7 +116,7 @@ class SweepJob:
         if code := process.exitcode:
             reason = _ending(run_dir, code)
             path = run_dir / run_directory.SUMMARY
-            # The ranking names jobs that died without a summary, too, unless the folder is gone.
+            # The ranking also lists jobs that died without a summary, unless the folder is gone.
             if run_dir.parent.is_dir() and not path.exists():
                 run_dir.mkdir(exist_ok=True)
                 facts = {"status": "failed", "exit_code": code, "error": reason}
@@ -127,7 +127,7 @@ class SweepJob:
 
 
 def _ending(run_dir: Path, code: int) -> str:
-    """How a job has ended, by its summary, or by its exit code if it wrote none."""
+    """Describe how a job ended, from its summary, or from its exit code if it wrote none."""
     summary = run_directory.read_json(run_dir / run_directory.SUMMARY)
     status = summary.get("status") if code == EXIT_OK else None
     return str(summary.get("error") or status or ENDINGS.get(code) or f"exit code {code}")
@@ -139,7 +139,7 @@ def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def sweep_runs(arguments: list[str], run: Callable[[list[str]], int]) -> tuple[list[Path], int]:
-    """As `sweep`; returns the run directories of its jobs, too."""
+    """Do the work of `sweep`, and also return the run directories of its jobs."""
     given = parse(arguments, sweep=True)
     first = compose(next(sample_points(given)))
     config = validate(first.tree, first.place)
@@ -161,7 +161,7 @@ def sweep_runs(arguments: list[str], run: Callable[[list[str]], int]) -> tuple[l
         results = run_sweep(arguments, job, folder, lambda composed: validate(composed.tree, composed.place))
     except (KeyboardInterrupt, Terminated) as error:
         ended_by = error
-        # Running jobs save and leave; Ctrl-C has reached them as well.
+        # Running jobs save and exit; Ctrl-C has reached them as well.
         running = multiprocessing.active_children()
         for process in running if isinstance(error, Terminated) else ():
             process.terminate()
@@ -185,7 +185,7 @@ def sweep_runs(arguments: list[str], run: Callable[[list[str]], int]) -> tuple[l
 
 
 def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, list[str]]:
-    """How many jobs train at a time, and the GPUs to distribute among them."""
+    """Return how many jobs train at a time, and the GPUs to distribute among them."""
     parallel = config.sweep.parallel
     if parallel == 1:
         return 1, []
@@ -203,7 +203,7 @@ def _resolve_parallel(config: Config, given: Sequence[Argument]) -> tuple[int, l
 
 
 def objective(summary: dict[str, Any], metric: str) -> float | None:
-    """The figure a sweep optimises: `split.name`, a bare name of `val`, or what `best` follows (`auto`)."""
+    """Return the metric a sweep optimizes: `split.name`, a name of `val`, or the one of `best` (`auto`)."""
     if metric == "auto":
         metric = str(summary.get("best_metric", "val.loss"))
     split, _, name = metric.rpartition(".")
@@ -211,6 +211,6 @@ def objective(summary: dict[str, Any], metric: str) -> float | None:
     if name not in figures:
         known = [f"{part}.{key}" for part in ("val", "test", "best") for key in summary.get(part) or {}]
         hint = f"There are: {', '.join(known)}"
-        what = "the runs have no such figure"
+        what = "the runs do not have this metric"
         raise ConfigError("C005", what, key="sweep.metric", value=metric, suggestion=hint)
     return math.nan if figures[name] is None else float(figures[name])

@@ -1,4 +1,4 @@
-"""How soon runs reach a value of a metric: variants of a training compared with the first, paired by seed."""
+"""Compare how soon runs reach a value of a metric: each variant against the first, paired by seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADERS = ("variant", "reached", "steps", "time", "by steps", "by time", "verdic
 
 @dataclass(frozen=True)
 class Target:
-    """The value that a metric of the validation split has to reach."""
+    """The value of a validation metric that runs must reach."""
 
     metric: str
     value: float
@@ -50,24 +50,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a run took to the target."""
+    """The steps and the time a run took to the target."""
 
     steps: int
     train_s: float
-    """Without evaluation, saving and start-up."""
+    """Seconds without evaluation, saving and start-up."""
 
 
 @dataclass(frozen=True)
 class Lead:
-    """How many times sooner a variant reaches the target than the first one."""
+    """How many times sooner a variant reaches the target than the first variant."""
 
     ratio: float
-    """Median over the seeds: above 1 if it is sooner, infinite if the first variant mostly misses."""
+    """Median over the seeds: above 1 if the variant is sooner, infinite if the first mostly misses."""
     low: float | None
     """Bounds of the 95 % interval; 0 and infinity if too few runs give a bound, None for one pair."""
     high: float | None
     effect: Effect | None
-    """The same, if both reached the target with every seed and the ratios differ."""
+    """The same, if every seed of both reached the target and the ratios differ."""
 
     def __str__(self) -> str:
         figures = (each for each in (self.ratio, self.low, self.high) if each is not None)
@@ -78,16 +78,16 @@ class Lead:
 
 @dataclass
 class Variant:
-    """Runs that differ in their seeds alone."""
+    """Runs that differ only in their seeds."""
 
     name: str
     taken: dict[int, Taken | None] = field(default_factory=dict)
-    """By seed; None for a run that missed the target."""
+    """Results by seed; None for a run that missed the target."""
     by_steps: Lead | None = None
     by_time: Lead | None = None
 
     def compare(self, first: Variant) -> None:
-        """Set the leads over the `first` variant, over the seeds that both have."""
+        """Compute the leads over the `first` variant, over the seeds both have."""
         seeds = [seed for seed in self.taken if seed in first.taken]
         pairs = [(first.taken[seed], self.taken[seed]) for seed in seeds]
         self.by_steps = lead([(one and one.steps, other and other.steps) for one, other in pairs])
@@ -97,10 +97,10 @@ class Variant:
 def compare_to_target(ranking: Ranking, run_dirs: Sequence[Path], target: Target) -> list[list[str]]:
     """Print which variant reaches the target first, and return the rows of the table under `HEADERS`.
 
-    Runs that were cut short before they reached it do not count. One whose loss diverged has missed it.
+    Runs that stopped early without reaching it are ignored. A run whose loss diverged has missed it.
 
     Args:
-        run_dirs: in the order of the variants, of which the first is what the others are compared with.
+        run_dirs: in the order of the variants; the others are compared with the first variant.
     """
     variants = _variants(ranking, run_dirs, target)
     if not variants:
@@ -109,7 +109,7 @@ def compare_to_target(ranking: Ranking, run_dirs: Sequence[Path], target: Target
         )
         why = next((str(run.summary["error"]) for run in ranking.runs if run.summary.get("error")), None)
         hint = f"There are: {', '.join(known)}" if known else why or "No run has evaluated a validation split"
-        what = "no run that has ended has this figure"
+        what = "no finished run has this metric"
         raise ConfigError("C005", what, key="--target", value=target.metric, suggestion=hint)
     first, *others = variants
     for variant in others:
@@ -133,12 +133,12 @@ def compare_to_target(ranking: Ranking, run_dirs: Sequence[Path], target: Target
     table(HEADERS, rows, title=f"to {target}")
     say(f"by steps, by time: how many times sooner than {first.name}, with its 95 % interval")
     if max(len(variant.taken) for variant in variants) == 1:
-        say("one seed gives no interval, and another may turn the order around")
+        say("one seed gives no interval; another seed may reverse the order")
     return rows
 
 
 def _variants(ranking: Ranking, run_dirs: Sequence[Path], target: Target) -> list[Variant]:
-    """The variants of which any run counts, in the order of `run_dirs`."""
+    """Return the variants with at least one run that counts, in the order of `run_dirs`."""
     labels = [{key: text for key, text in label.items() if key != SEED} for label in ranking.labels]
     named = zip(ranking.runs, map(" ".join, short_labels(labels)), strict=True)
     found: dict[str, Variant] = {}
@@ -152,7 +152,7 @@ def _variants(ranking: Ranking, run_dirs: Sequence[Path], target: Target) -> lis
 
 
 def _taken(run: RunFiles, target: Target) -> Taken | None:
-    """What a run took to the target; None if it has not reached it."""
+    """Return the steps and time a run took to the target; None if it has not reached it."""
     for record in run.records:
         value = record.get(target.metric)
         if record.get("split") == "val" and is_finite(value) and target.is_reached(value):
@@ -161,7 +161,7 @@ def _taken(run: RunFiles, target: Target) -> Taken | None:
 
 
 def lead(pairs: Sequence[tuple[float | None, float | None]]) -> Lead | None:
-    """Compare what runs of the first variant and of another took to the target; None marks a miss.
+    """Compare how soon runs of the first variant and of another reached the target; None marks a miss.
 
     A run that missed took longer than one that did not, so the ratio of such a pair is infinite or 0. If both
     missed, the ratio could be anything and widens the interval to both sides. If none missed, the ratio is
@@ -184,8 +184,8 @@ def lead(pairs: Sequence[tuple[float | None, float | None]]) -> Lead | None:
     if not unknown and 0 < min(known) < max(known) < math.inf:
         effect = estimate([math.log(ratio) for ratio in known])
         return Lead(effect.ratio, *effect.interval(), effect)
-    # A value lies below the median with probability 1/2, so the number that do is binomial: with fewer than
-    # six values even the smallest and the largest do not enclose the median in 95 % of cases.
+    # A value lies below the median with probability 1/2, so their number is binomial: with fewer than six
+    # values, even the smallest and the largest do not enclose the median in 95 % of cases.
     tail, place = 0.0, None
     for below in range(count // 2):
         tail += math.comb(count, below) / 2**count

@@ -1,1 +1,1 @@
-"""From a checked config to running processes, and on again after one was stopped."""
+"""Start processes for a checked config, and resume a run that was stopped."""

@@ -1,4 +1,4 @@
-"""Run torchrun's agent in a thread, and watch its ranks from the main thread, which receives the signals."""
+"""Run torchrun's agent in a thread, and watch its ranks from the main thread, which receives signals."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ from ptfast.training.hangs.hang_supervisor import DUMP
 
 POLL_S = 0.1
 SHUTDOWN_S = 600.0
-"""How long ranks that were sent a signal may take to end their step and save."""
+"""Seconds that ranks have after a signal to finish their step and save."""
 LEAVE_S = 20.0
-"""How long ranks may stay after one has failed, or has left because of a signal: less than torchrun's 30."""
+"""Seconds that ranks may stay after one has failed or left because of a signal: fewer than torchrun's 30."""
 LAST_S = 10.0
-"""How long they may stay after a second signal."""
+"""Seconds that ranks may stay after a second signal."""
 REPEATED_S = 1.0
-"""Signals within this time are one."""
+"""Signals within this time count as one."""
 AGENT_S = 5.0
 """How long the agent, which may wait for machines that do not answer, may outlast its ranks."""
 EXIT_BARRIER_S = 30.0
-"""How long it waits for the other machines' agents if all has gone well."""
+"""How long it waits for the agents of the other machines after success."""
 
 
 @dataclass
 class Ended:
-    """How this machine's ranks have ended."""
+    """How this machine's ranks ended."""
 
     codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of those that failed, by rank, in the order in which they left."""
+    """Exit codes of failed ranks, by rank, in the order in which they left."""
     hung: list[int] = field(default_factory=list)
     """Ranks that had to be killed."""
     started: bool = False
     """Whether any rank was started."""
     received: int | None = None
-    """The first signal that the launcher was sent."""
+    """The first signal the launcher received."""
     error: BaseException | None = None
-    """What ended the agent itself."""
+    """The error that ended the agent itself."""
 
 
 _Base: Any = api.LocalElasticAgent
 
 
 class Agent(_Base):
-    """Starts this machine's ranks, unless the run is being ended."""
+    """Starts this machine's ranks, unless the run is ending."""
 
     latest: Agent | None = None
-    """The newest instance, which torch does not hand out."""
+    """The newest instance; torch does not return it."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.processes: dict[int, Popen[bytes]] = {}
         self.killed: list[int] = []
-        """Ranks that did not leave when torchrun told them to."""
+        """Ranks that did not exit when torchrun told them to."""
         self.lock, self.ending = threading.Lock(), False
         Agent.latest = self
 
@@ -93,14 +93,14 @@ class Agent(_Base):
 
     def _leave_if_ending(self) -> None:
         if self.ending:
-            raise SignalException("the run is being ended", signal.SIGTERM)
+            raise SignalException("the run is ending", signal.SIGTERM)
 
 
 api.LocalElasticAgent = Agent
 
 
 def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
-    """Call `act`, which runs an agent, until its ranks have ended; signals of these `names` end them."""
+    """Call `act`, which runs an agent, until its ranks have ended; signals with these `names` end them."""
     watcher, Agent.latest = _Watch(), None
 
     def call() -> None:
@@ -110,7 +110,7 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
             watcher.ended.error = error
 
     thread = threading.Thread(target=call, name="ptfast-agent", daemon=True)
-    # In another thread than the main one, signals are left to the program that calls ptfast.
+    # Outside the main thread, signals are left to the program that calls ptfast.
     numbers = [signal.Signals[name] for name in names] if on_main_thread() else []
     previous = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
@@ -125,7 +125,7 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
         for number, before in previous.items():
             signal.signal(number, before)
     watcher.ended.hung = watcher.ended.hung or (Agent.latest.killed if Agent.latest else [])
-    # Its store has a thread, for which a fork of this process that dropped it later would wait forever.
+    # Its store has a thread; a fork of this process that dropped the store later would wait forever.
     Agent.latest = None
     return watcher.ended
 
@@ -135,7 +135,7 @@ class _Watch:
     ended: Ended = field(default_factory=Ended)
     processes: dict[int, Popen[bytes]] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
-    """Signals that are to be passed on."""
+    """Signals to pass on."""
     left: set[int] = field(default_factory=set)
     """Ranks that have ended."""
     received_s: float = float("inf")
@@ -143,14 +143,14 @@ class _Watch:
     all_left_s: float = float("inf")
 
     def look(self) -> None:
-        """See which ranks have left, pass on signals, and kill whoever is late."""
+        """Check which ranks have exited, pass on signals, and kill ranks that are late."""
         agent, now, ended = Agent.latest, time.monotonic(), self.ended
         while self.waiting:
             self._pass_on(self.waiting.pop(0), now)
         if agent is None:
             return
         if agent.processes is not self.processes:
-            # They were started again.
+            # They were restarted.
             self.processes, ended.codes, ended.hung, self.left = agent.processes, {}, [], set()
             self.all_left_s = float("inf")
             ended.started = True
@@ -159,7 +159,7 @@ class _Watch:
         codes = {rank: process.poll() for rank, process in self.processes.items() if rank not in self.left}
         gone = {rank: code for rank, code in codes.items() if code is not None}
         self.left |= gone.keys()
-        # Of those that left at once, one that was killed is the cause.
+        # Among ranks that exited together, a killed one is the cause.
         ended.codes |= {rank: code for rank, code in sorted(gone.items(), key=lambda each: each[1]) if code}
         if ended.codes or (self.left and ended.received is not None):
             self.deadline_s = min(self.deadline_s, now + LEAVE_S)
@@ -167,7 +167,7 @@ class _Watch:
             self.all_left_s = min(self.all_left_s, now)
         elif now > self.deadline_s and not ended.hung:
             ended.hung = [rank for rank in self.processes if rank not in self.left]
-            # Where they stand goes to a file first.
+            # Their stacks go to a file first.
             self._send(DUMP)
             time.sleep(POLL_S)
             self._send(signal.SIGKILL)
@@ -197,7 +197,7 @@ class _Watch:
                     os.killpg(process.pid, number)
 
     def all_over(self) -> bool:
-        """Whether nothing is left to wait for, though the agent may still wait for other machines."""
+        """Whether all ranks are done; the agent may still wait for other machines."""
         agent, now = Agent.latest, time.monotonic()
         if self.ended.received is not None and not self.processes:
             return True

@@ -1,4 +1,4 @@
-"""torchrun's elastic launcher, and what several machines must share: versions, command, run directory."""
+"""torchrun's elastic launcher, and checks that machines share versions, command and run directory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
 def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
-    """torchrun's options for this machine's ranks; the others are left to its variables (`PET_*`).
+    """Return torchrun's options for this machine's ranks; the rest is left to its variables (`PET_*`).
 
-    The machines meet at `rdzv` (HOST:PORT) and wait there for one another for `timeout_s`.
+    The machines meet at `rdzv` (HOST:PORT) and wait there for each other for `timeout_s`.
     """
     waits = ",".join(f"{name}={int(timeout_s)}" for name in ("timeout", "join_timeout", "read_timeout"))
     options = [f"--nproc-per-node={num_ranks}", f"--rdzv-conf={waits}"]
@@ -51,8 +51,8 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
     Raises:
         ParallelError: P002 if the machines do not find each other, P001 if they lose each other.
     """
-    # torchrun would give each rank one thread; our ranks divide the cores themselves and record it, or take
-    # the user's number.
+    # torchrun would give each rank one thread; ptfast's ranks divide the cores themselves and record it, or
+    # use the user's number.
     os.environ.setdefault(THREADS_VARIABLE, os.environ.get("OMP_NUM_THREADS", ""))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
@@ -61,7 +61,7 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
 
     from ptfast.launch.agent import watch
 
-    # We report the failure of a rank ourselves, once.
+    # ptfast reports the failure of a rank itself, once.
     elastic_log = logging.getLogger("torch.distributed.elastic")
     elastic_log.addHandler(logging.NullHandler())
     elastic_log.propagate = False
@@ -81,7 +81,7 @@ def run_elastic(module: str, arguments: Sequence[str], options: Sequence[str]) -
             raise ended.error
         if ended.started and not isinstance(ended.error, RendezvousTimeoutError):
             raise ParallelError("P001", "the other machines cannot be reached", key=launch.rdzv_endpoint)
-        what = f"not all of {launch.max_nodes} machines have met there"
+        what = f"fewer than {launch.max_nodes} machines have joined"
         raise _not_met(launch.rdzv_endpoint, what) from ended.error
     return ended
 
@@ -95,7 +95,7 @@ def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
         return
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing, but finds the route.
+        # This sends nothing, but finds the route.
         probe.connect(address[:2])
         own = probe.getsockname()[0]
     named: set[str] = set()
@@ -110,7 +110,7 @@ def _find_place(launch: Any, address: tuple[Any, ...] | None) -> None:
 
 
 def _interface(address: str) -> str | None:
-    """The name of the network interface with an IPv4 address; None if that is not known."""
+    """Return the name of the network interface with an IPv4 address; None if unknown."""
     if sys.platform != "linux" or ":" in address:
         return None
     get_address = 0x8915
@@ -124,9 +124,9 @@ def _interface(address: str) -> str | None:
 
 
 def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
-    """The address where the machines meet, once somebody answers there; None for this machine's own name.
+    """Return the address of the rendezvous once a machine answers there; None for this machine's own name.
 
-    torch waits as well, but with pages of warnings.
+    torch waits as well, but prints pages of warnings.
     """
     host, _, port = endpoint.rpartition(":")
     if host in (socket.gethostname(), socket.getfqdn()):
@@ -136,54 +136,54 @@ def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
             with contextlib.suppress(OSError), socket.socket(family) as own:
-                # Only an address of this machine can be taken.
+                # Only an address of this machine can be bound.
                 own.bind((address[0], 0))
                 return address
             with socket.create_connection((host, int(port)), timeout=5):
                 return address
         except OSError as error:
             if time.monotonic() > end:
-                what = f"nobody answers there ({error.strerror or error})"
+                what = f"no machine answers there ({error.strerror or error})"
                 raise _not_met(endpoint, what) from error
         time.sleep(0.2)
 
 
 def _not_met(endpoint: str, what: str) -> ParallelError:
-    hint = "Start the same command on each; parallel.timeout says how long they wait for one another"
+    hint = "Start the same command on each; parallel.timeout sets how long they wait for each other"
     return ParallelError("P002", what, key=endpoint, suggestion=hint)
 
 
 VISIBLE_S = 60
-"""How long a new file may stay invisible to other machines: NFS caches folders for up to a minute."""
+"""How long a new file may be invisible to other machines: NFS caches folders for up to a minute."""
 
 
 def describe_node(words: Sequence[str]) -> str:
-    """What a rank tells the first about its machine, as JSON: versions, and the redacted command line."""
+    """Return a rank's machine facts for the first rank, as JSON: versions, and the redacted command line."""
     facts = {"host": socket.gethostname(), "versions": run_directory.versions(), "words": redact(words)}
     return json.dumps(facts)
 
 
 def check_nodes(texts: Sequence[str]) -> None:
-    """Refuse ranks whose `describe_node` differs from the first rank's in versions or command (P002)."""
+    """Reject ranks whose `describe_node` differs from the first rank's in versions or command (P002)."""
     nodes = [json.loads(text) for text in texts]
     for rank, node in enumerate(nodes):
         first, what, hint = nodes[0], None, None
         for name, version in node["versions"].items():
             if version != first["versions"][name]:
-                what = f"has {name} {version}, and rank 0 on {first['host']} has {first['versions'][name]}"
+                what = f"has {name} {version}, but rank 0 on {first['host']} has {first['versions'][name]}"
                 hint = "Install the same versions on all machines"
                 break
         if what is None and sorted(node["words"]) != sorted(first["words"]):
             own = " ".join(word for word in node["words"] if word not in first["words"]) or "less"
             of_first = " ".join(word for word in first["words"] if word not in node["words"]) or "less"
-            what = f"was started with {own}, and rank 0 on {first['host']} with {of_first}"
+            what = f"was started with {own}, but rank 0 on {first['host']} with {of_first}"
             hint = "Start the same command on all machines"
         if what is not None:
             raise ParallelError("P002", what, key=f"rank {rank} on {node['host']}", suggestion=hint)
 
 
 def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
-    """Return this machine's name if `folder` is not the one that the first rank has begun a run in, else "".
+    """Return this machine's name if `folder` is not the one in which the first rank began a run, else "".
 
     `started` is the time in its `environment.json`.
     """
@@ -196,8 +196,8 @@ def can_reach(folder: Path, started: str, timeout_s: float = VISIBLE_S) -> str:
 
 
 def check_shared(folder: Path, unseen: Sequence[str]) -> None:
-    """Refuse a run directory that is not one folder on all machines (E001), by `can_reach` of each rank."""
+    """Reject a run directory that not all machines share (E001), by `can_reach` of each rank."""
     if hosts := sorted(filter(None, set(unseen))):
-        what = f"{', '.join(hosts)} cannot see what {socket.gethostname()} writes there"
+        what = f"{', '.join(hosts)} cannot see files that {socket.gethostname()} writes there"
         hint = "Set run.root or run.dir to a folder that all machines share"
         raise MachineError("E001", what, key=str(folder), suggestion=hint)

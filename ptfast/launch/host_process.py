@@ -1,4 +1,4 @@
-"""The process of a Python program that calls ptfast: one call at a time, and nothing stays changed in it."""
+"""Call ptfast from a Python program: one call at a time, and all process-wide settings are restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ptfast.techniques.precision.number_formats import set_float32
 _busy = threading.Lock()
 _forked = False
 _MALLOC = {-1: ("MALLOC_TRIM_THRESHOLD_", 128 * 1024), -4: ("MALLOC_MMAP_MAX_", 65536)}
-"""Options of mallopt(3) that a run changes: the variable that sets each, and its default."""
+"""Options of mallopt(3) that a run changes: the environment variable and the default of each."""
 
 
 def _note_fork() -> None:
@@ -52,20 +52,20 @@ os.register_at_fork(after_in_child=_note_fork)
 
 @contextlib.contextmanager
 def borrowed(function: str) -> Iterator[None]:
-    """Let a call of ptfast have this process; what it changes for the whole process is put back afterwards.
+    """Lock this process for one call of ptfast, and restore its process-wide settings afterwards.
 
     Args:
-        function: the name of the function that was called, for messages.
+        function: name of the called function, for messages.
 
     Raises:
-        MachineError: E005 while another call runs, in a thread or around this one, and in a process that was
-            forked from one that had used torch, whose threads it does not have.
+        MachineError: E005 while another call runs (in a thread or around this one), or in a process forked
+            from one that had used torch, because torch's threads do not survive a fork.
     """
     _check_fork(function)
     lock = _busy
     if not lock.acquire(blocking=False):
-        what = "another call of ptfast runs in this process, and both would set torch's threads and seeds"
-        hint = "Wait for it to end, or start this one in a process of its own"
+        what = "another call of ptfast runs in this process, but both would set torch's threads and seeds"
+        hint = "Wait for it to end, or start this one in a separate process"
         raise MachineError("E005", what, key=function, suggestion=hint)
     try:
         with _kept(), torch.inference_mode(False), torch.enable_grad():
@@ -80,7 +80,7 @@ def borrowed(function: str) -> Iterator[None]:
 
 
 def _told(error: PtfastError, function: str) -> PtfastError:
-    """An error with the function for its place, and the name of an argument where a flag is named."""
+    """Return an error with the function as its place, and an argument's name instead of a flag's."""
     if error.place == COMMAND_LINE:
         error = error.changed(place=f"ptfast.{function}", key=(error.key or "").lstrip("-").replace("-", "_"))
     if error.others and (add_note := getattr(error, "add_note", None)):
@@ -89,23 +89,23 @@ def _told(error: PtfastError, function: str) -> PtfastError:
 
 
 def check_processes(config: Config, names: Sequence[str]) -> None:
-    """Reject what takes other processes than this one; `names` are of objects that only this one has."""
+    """Reject configs that need other processes; `names` are of objects that exist only in this one."""
     if (ranks := world(meets=True)) is not None and ranks.distributed:
-        what = f"{ranks.num_ranks} processes were started, which would each train the whole run"
+        what = f"{ranks.num_ranks} processes were started, each of which would train the whole run"
         hint = "Start one process and set parallel=ddp, or use torchrun -m ptfast train"
         raise ParallelError("P002", what, key="train", suggestion=hint)
     if config.parallel.nnodes > 1:
         what, hint = "a Python program trains on its own machine", "Start ptfast train on each machine"
         raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
     if config.parallel.strategy != "single" and names:
-        what = f"the ranks are other processes, which do not have {names[0]}"
-        hint = "Define it in a module and hand over its class or function, or set parallel=single"
+        what = f"the ranks are other processes, where {names[0]} does not exist"
+        hint = "Define it in a module and pass its class or function, or set parallel=single"
         raise ConfigError("C011", what, key="parallel", value=config.parallel.strategy, suggestion=hint)
 
 
 @contextlib.contextmanager
 def without_script() -> Iterator[None]:
-    """Keep processes that multiprocessing starts from running the user's script once more."""
+    """Keep processes started by multiprocessing from running the user's script again."""
     main = vars(sys.modules["__main__"])
     hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None
@@ -120,10 +120,10 @@ def _check_fork(function: str) -> None:
         multiprocessing.parent_process() is not None
         and multiprocessing.get_start_method(allow_none=True) == "fork"
     )
-    # Without a GPU, asking for one is enough for torch to call the fork bad.
+    # Without a GPU, asking for one is enough to make torch reject the fork.
     lost_gpu = torch.cuda._is_in_bad_fork() and torch.cuda.device_count() > 0
     if forked and (lost_gpu or torch.get_num_threads() > 1):
-        what = "this process was forked from one that had loaded torch, whose threads did not come along"
+        what = "this process was forked from one that had loaded torch, and a fork has no threads"
         hint = "Start it by multiprocessing.get_context('spawn'), or run ptfast train as a command"
         raise MachineError("E005", what, key=function, suggestion=hint)
 
@@ -156,12 +156,12 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
         lambda method: multiprocessing.set_start_method(method, force=True),
     ),
 )
-"""How each setting of the process that a run changes is read and put back."""
+"""How to read and restore each process-wide setting that a run changes."""
 
 
 @contextlib.contextmanager
 def _kept() -> Iterator[None]:
-    """Put back random states, switches of torch, variables, handlers of signals, logging and warnings."""
+    """Restore random states, switches of torch, variables, signal handlers, logging and warnings."""
     cuda, cudnn, compiler = torch.cuda, torch.backends.cudnn, sys.modules.get("torch._dynamo.config")
     settings = [(put_back, read()) for read, put_back in _SETTINGS]
     cuda_states, seed = cuda.get_rng_state_all() if cuda.is_initialized() else None, torch.initial_seed()
@@ -172,7 +172,7 @@ def _kept() -> Iterator[None]:
     places += [(compiler, "recompile_limit")] if compiler is not None else []
     for logger in (logging.getLogger(), *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
-            # A list of its own, which no other handler is added to.
+            # Keep a separate list, which no other handler is added to.
             logger.handlers = [*(before := logger.handlers)]
             places.append((logger, "propagate"))
             settings += [(partial(setattr, logger, "handlers"), before), (logger.setLevel, logger.level)]
@@ -196,7 +196,7 @@ def _kept() -> Iterator[None]:
         for number, handler in caught.items():
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
-                # The next DataLoader is to set torch's own again.
+                # The next DataLoader sets torch's own again.
                 signal_handling._SIGCHLD_handler_set &= number != signal.SIGCHLD
         gc.collect()
         if cuda.is_initialized():
@@ -208,7 +208,7 @@ def _kept() -> Iterator[None]:
 
 
 def _free_memory() -> None:
-    """Let the C library give memory back to the system again, which a run on the CPU holds."""
+    """Let the C library return memory to the system again, which a run on the CPU keeps."""
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return
     for option, (variable, default) in _MALLOC.items():

@@ -1,4 +1,4 @@
-"""Start a run: make its directory, freeze the config into it, train here or under torchrun."""
+"""Start a run: make its directory, freeze the config into it, and train here or under torchrun."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ from ptfast.report.goodput import read_goodput
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
 
-FINISHED = "{} is finished already: nothing to do."
+FINISHED = "{} is already finished: nothing to do."
 NOT_STARTED = tuple(kind.exit_code for kind in (ConfigError, DataError, MachineError, SavedStateError))
-"""Exit codes of errors that are found before training begins."""
+"""Exit codes of errors that occur before training begins."""
 
 
 def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
-    """Train what `config` says, by the command line `words`, and return the exit code."""
+    """Train the `config` of the command line `words`, and return the exit code."""
     if config.parallel.nnodes > 1 or nodes_from_environment():
         return _launch_node(config, words)
     return start_here(composed, config)[1]
 
 
 def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
-    """Train on this machine; returns the run directory and the exit code."""
+    """Train on this machine; return the run directory and the exit code."""
     num_ranks = resolve_num_ranks(config)
     check_batch(config, num_ranks)
     launched = config.parallel.strategy != "single"
@@ -89,10 +89,10 @@ def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
 
 
 def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: int) -> int:
-    """Train as ranks of this machine; `max_restarts` times without a new state they are started again."""
+    """Train as ranks of this machine; restart them up to `max_restarts` times without a new checkpoint."""
     from ptfast.core.tensors.saved_state import list_states
 
-    # On this machine alone, whatever torchrun's variables (`PET_*`) say.
+    # Use this machine alone, whatever torchrun's variables (`PET_*`) say.
     options = [
         *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
@@ -109,31 +109,31 @@ def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: i
         except (ParallelError, ReportedError) as error:
             if error.exit_code != ParallelError.exit_code or ended.received is not None:
                 raise
-            # Until the ranks have resumed or saved, the states there are an earlier attempt's.
+            # Until the ranks have resumed or saved, the checkpoints there belong to an earlier attempt.
             states = list_states(last.parent) if _identity(last) != before else []
             newest = next(iter(states), state)
             left = max_restarts if newest != state else left - 1
             if left < 0 or not max_restarts:
                 raise
             begin = "the start" if newest is None else newest.name
-            print(f"{error_line(error)}\nptfast: the ranks are started again from {begin}", file=sys.stderr)
+            print(f"{error_line(error)}\nptfast: restarting the ranks from {begin}", file=sys.stderr)
             state = newest
             for name in (run_directory.FAILURE, run_directory.SUMMARY):
                 (place.folder / name).unlink(missing_ok=True)
 
 
 def _identity(link: Path) -> tuple[int, int] | None:
-    """What tells a link from one that takes its place; None without a link."""
+    """Return an identity that tells a link from its replacement; None without a link."""
     return (link.lstat().st_ino, link.lstat().st_mtime_ns) if link.is_symlink() else None
 
 
 def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]], words: Sequence[str]) -> int:
-    """Train as one of the ranks that the user started: the first composes and picks the directory for all.
+    """Train as one of the ranks that the user started: the first composes and selects the directory for all.
 
-    Only the first calls `read_config`, and only one raises what stops the run, so that it is reported once.
+    Only the first calls `read_config`, and only one raises the error that stops the run, so it prints once.
     """
     if under_torchrun():
-        # One that is killed would leave its ranks running.
+        # A killed launcher would leave its ranks running.
         die_with_parent()
     ranks = count_neighbours(ranks)
     several = ranks.num_local_ranks < ranks.num_ranks
@@ -184,13 +184,13 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
     folder, state = Path(word["folder"]), word["state"]
     composed, config = load_config(folder / run_directory.CONFIG, trusted=True)
-    # The frozen file holds every key; the user gave it elsewhere.
+    # The frozen file has every key; the user set it elsewhere.
     composed = replace(composed, places=word["places"])
     try:
         with composed.naming_places():
             return rank_main.train(config, folder, ranks=ranks, state_folder=Path(state) if state else None)
     except Exception as error:
-        # One rank speaks for all; torchrun ends the others.
+        # One rank reports for all; torchrun ends the others.
         if rank_main.report_failure(folder, error):
             raise
         return exit_code_of(error)
@@ -198,7 +198,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 @contextlib.contextmanager
 def _prepared(place: Place, composed: Composed) -> Iterator[None]:
-    """Make, lock and fill the run directory; it is removed again if the run could not begin."""
+    """Make, lock and fill the run directory; remove it again if the run could not begin."""
     from ptfast.core.tensors.saved_state import restore_links
 
     config_file = place.folder / run_directory.CONFIG
@@ -206,7 +206,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
         run_directory.check_links(place.folder)
     made = run_directory.create_folder(place.folder)
     exit_code = None
-    # Only the holder of the lock may remove the directory: two starts may have been given the same one.
+    # Only the owner of the lock may remove the directory: two starts may use the same one.
     with run_directory.hold(place.folder):
         try:
             for name in (run_directory.FAILURE, run_directory.SUMMARY, run_directory.EXAMPLES):
@@ -229,19 +229,19 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
-            # Only writing fails like this.
+            # Only writing fails in this way.
             failure = cannot_write(error, str(error.filename or place.folder))
             exit_code = failure.exit_code
             raise failure from error
         finally:
-            # Under the user's torchrun another rank may have spoken for this one.
+            # Under the user's torchrun another rank may have reported for this one.
             failure = run_directory.read_json(place.folder / run_directory.FAILURE)
             if (exit_code or failure.get("exit_code")) in NOT_STARTED:
                 run_directory.discard(place.folder, made)
 
 
 def resolve_num_ranks(config: Config) -> int:
-    """Ranks of a run on this machine: `parallel.nproc`, or as torchrun's variable says, or one per GPU."""
+    """Return the ranks of a run on this machine: `parallel.nproc`, torchrun's variable, or one per GPU."""
     if config.parallel.nnodes > 1:
         what, hint = "only this machine can be measured", "Leave it out"
         raise ConfigError("C011", what, key="parallel.nnodes", value=config.parallel.nnodes, suggestion=hint)
@@ -263,9 +263,9 @@ def _resolve_local_ranks(config: Config) -> int:
 
 
 def _check_started(config: Config, ranks: Ranks) -> None:
-    """Refuse a config that contradicts the ranks that were started."""
+    """Reject a config that contradicts the ranks that were started."""
     if config.parallel.strategy == "single" and ranks.distributed:
-        what = f"{ranks.num_ranks} processes were started, which would all train the same run"
+        what = f"{ranks.num_ranks} processes were started, all of which would train the same run"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
     started = {"nproc": ranks.num_local_ranks, "nnodes": ranks.num_ranks // ranks.num_local_ranks}
     for name, number in started.items():
@@ -277,19 +277,19 @@ def _check_started(config: Config, ranks: Ranks) -> None:
 
 
 def _launch_node(config: Config, words: Sequence[str]) -> int:
-    """Run this machine's ranks; each of the other machines starts the same command.
+    """Run this machine's ranks; each other machine starts the same command.
 
-    The ranks read the command line as under a user's own torchrun; only the meeting point is known here.
+    The ranks read the command line as under a user's torchrun; only the rendezvous is added here.
     """
     parallel = config.parallel
     if parallel.strategy == "single":
-        what = "several machines were started, which would all train the same run"
+        what = "several machines were started, all of which would train the same run"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
     if not parallel.rdzv and not any(map(os.environ.get, ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"))):
         hint = "Start this on each of them, with parallel.rdzv=HOST:29500 and one of them as HOST"
-        what = "the machines do not know where to meet"
+        what = "no rendezvous endpoint given"
         raise ConfigError("C016", what, key="parallel.nnodes", value=parallel.nnodes, suggestion=hint)
-    # The ranks' time counts from their own start: they may be started again.
+    # The ranks' time counts from their own start, because they may be restarted.
     os.environ.pop(STARTED_VARIABLE, None)
     num_ranks, timeout_s = _resolve_local_ranks(config), parallel.timeout.seconds
     options = on_several_machines(num_ranks, parallel.nnodes, parallel.rdzv, timeout_s)
@@ -298,16 +298,16 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
         return EXIT_INTERRUPTED if ended.received == signal.SIGINT else EXIT_PREEMPTED
     if error := lost_rank(ended, socket.gethostname()):
         raise error
-    # The rank that failed first has said why, here or on another machine.
+    # The rank that failed first has reported why, here or on another machine.
     codes = ended.codes.values()
     return next((code for code in codes if code > 0), ParallelError.exit_code) if codes else EXIT_OK
 
 
 def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> int:
-    """The exit code of a launched run whose ranks were started at `start_s` and have ended.
+    """Return the exit code of a launched run whose ranks started at `start_s` and have ended.
 
     Raises:
-        ParallelError: P001 when a rank was killed or left without a word.
+        ParallelError: P001 when a rank was killed or left without a report.
         ReportedError: a rank's own failure.
     """
     from ptfast.launch.rank_main import EXIT_CODES
@@ -315,7 +315,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     reported = reported_failure(folder, composed)
     error = lost_rank(ended, str(folder), reported)
     if failure := error or reported:
-        # The first rank's summary may say only that another was gone.
+        # The first rank's summary may only say that another one was lost.
         line = str(error) if error else str(reported).split(": ", 2)[-1]
         path = folder / run_directory.SUMMARY
         known = {**run_directory.read_json(path), "status": "failed"}
@@ -327,7 +327,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     if status in EXIT_CODES:
         return EXIT_CODES[status]
     if (received := ended.received) is not None:
-        # They were killed before they could write a summary; that is harmless if nothing was trained yet.
+        # They were killed before they could write a summary, which is harmless if training had not begun.
         built, saved = (
             path.exists() and path.stat().st_mtime > start_s
             for path in (folder / run_directory.RESOLVED, folder / "saved" / "last")
@@ -342,13 +342,13 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
 
 
 def lost_rank(ended: Ended, key: str, reported: ReportedError | None = None) -> ParallelError | None:
-    """The error that names a rank that was killed, by somebody else than the launcher, or ranks that hang.
+    """Return the error for a rank killed by another program than the launcher, or for ranks that hang.
 
     Args:
-        reported: what another rank has reported; a killed rank is its cause, and ranks that hang are if it
-            only says that another rank was lost.
+        reported: the error that another rank reported; a killed rank is its cause, and hanging ranks are its
+            cause if it only says that another rank was lost.
     """
-    # SIGTERM is how torchrun ends the other ranks.
+    # torchrun ends the other ranks by SIGTERM.
     fatal = (rank for rank, code in ended.codes.items() if code < 0 and code != -signal.SIGTERM)
     if (rank := next((rank for rank in fatal if rank not in ended.hung), None)) is not None:
         number = -ended.codes[rank]
@@ -360,17 +360,17 @@ def lost_rank(ended: Ended, key: str, reported: ReportedError | None = None) -> 
         return None
     who = ", ".join(map(str, ended.hung))
     what = f"rank {who} hangs" if len(ended.hung) == 1 else f"ranks {who} hang"
-    return ParallelError("P001", f"{what}: killed when the others had left", key=key)
+    return ParallelError("P001", f"{what}: killed after the others had exited", key=key)
 
 
 def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
-    """The failure that a process has reported in `folder`, with the places of keys as the user gave them."""
+    """Return the failure that a process reported in `folder`, with the places where the user set the keys."""
     failure = run_directory.read_json(folder / run_directory.FAILURE)
     if not failure:
         return None
     line, error = str(failure["line"]), None
     if "parts" in failure:
-        # Ranks read the frozen file; only this process knows where the user gave the key.
+        # Ranks read the frozen file; only this process knows where the user set the key.
         error = composed.placed(rebuilt(failure["parts"]))
         line = error_line(error)
     return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")), error)

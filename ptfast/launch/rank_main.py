@@ -50,7 +50,7 @@ from ptfast.training.hangs.hang_watch import HangWatch
 from ptfast.training.stopping import Preempted, Signals, Stopped, caught_signals
 
 CUT_SHORT = ("paused", "preempted", "interrupted")
-"""Endings of a run that saved its state before the last step, to be resumed."""
+"""Endings of a run that saved a checkpoint before the last step and can be resumed."""
 EXIT_CODES = {
     "finished": EXIT_OK,
     "stopped": EXIT_OK,
@@ -72,9 +72,9 @@ class Outcome:
 
 
 def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None) -> int:
-    """Train on this rank and return its exit code; the first rank writes summary, figures and report.
+    """Train on this rank and return its exit code; the first rank writes summary, metrics and report.
 
-    The files of `state_folder`, the state to resume, have been checked.
+    The files of `state_folder`, the checkpoint to resume, have been checked.
     """
     ranks = replace(ranks, grouped=config.parallel.wrap_one_rank and config.parallel.strategy != "single")
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
@@ -83,7 +83,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
         begun = 0 if state_folder is None else run_directory.read_json(state_folder / MANIFEST)["step"]
         part.attempt = Attempt(folder, clock, begun)
     outcome = Outcome()
-    # Signals stay caught until all is written: torchrun sends one more to ranks that leave late.
+    # Signal handlers stay until all is written: torchrun sends one more signal to ranks that exit late.
     limit = config.run.hang_timeout
     limit_s = None if limit == "auto" else limit.seconds
     with (
@@ -105,7 +105,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
         finally:
             signals.closing = True
             part.close(outcome)
-        # torchrun ends the ranks that are left as soon as one fails: none leaves before all is written.
+        # torchrun ends the remaining ranks as soon as one fails, so no rank exits before all is written.
         if outcome.together:
             barrier(ranks)
             destroy_process_group()
@@ -114,7 +114,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
 
 @dataclass
 class RankPart:
-    """A rank's part in a run, from its start to what it writes in the end."""
+    """A rank's part in a run, from its start to its last output file."""
 
     config: Config
     folder: Path
@@ -123,9 +123,9 @@ class RankPart:
     clock: Clock
     logger: Logger = field(default_factory=Logger)
     run: Run | None = None
-    """None until it is built."""
+    """None until the run is built."""
     resumed_step: int | None = None
-    """The step that a resumed run starts from."""
+    """The step from which a resumed run starts."""
     attempt: Attempt | None = None
 
     def build(self, state_folder: Path | None, signals: Signals) -> Run:
@@ -138,7 +138,7 @@ class RankPart:
         from ptfast.launch.run_loggers import build_loggers, open_loggers
         from ptfast.training.build import build
 
-        # A logger whose package is missing is found before the data is loaded.
+        # A logger whose package is missing is reported before the data is loaded.
         loggers = build_loggers(config) if ranks.is_first else {}
         self.run = run = build(
             config,
@@ -147,7 +147,7 @@ class RankPart:
             display=self.display,
             clock=self.clock,
             state_folder=state_folder,
-            # The first machine has checked it to choose the state; one rank of each other does so here.
+            # The first machine has checked the checkpoint already; on each other machine one rank does.
             check_state=ranks.local_rank == 0 and not ranks.is_first,
         )
         signals.run, self.clock = run, run.clock
@@ -162,7 +162,7 @@ class RankPart:
         return run
 
     def fit(self, run: Run) -> Outcome:
-        """Train it, with the debugging aids of the config."""
+        """Train the run, with the debugging aids of the config."""
         from ptfast.profiling.debugging import debugging
         from ptfast.techniques.checkpointing.activation_checkpointing import naming_mismatch
         from ptfast.training.fit import fit
@@ -178,14 +178,14 @@ class RankPart:
             from ptfast.training.examples import examples
 
             run.clock.to("evaluation")
-            # A user's task may predict something else or nothing, and the data need not be pairs.
+            # A user's task may have no predictions or unusual ones, and the data need not be pairs.
             with contextlib.suppress(Exception, Stopped):
                 if found := examples(run):
                     run_directory.write_json(run.folder / run_directory.EXAMPLES, found)
         return Outcome(status, EXIT_CODES[status])
 
     def ended_by(self, error: BaseException, signals: Signals) -> tuple[Outcome, BaseException | None]:
-        """How an error ends this rank, and the error to raise; None if a signal is the cause."""
+        """Return how an error ends this rank, and the error to raise; None if a signal is the cause."""
         run, ranks = self.run, self.ranks
         where = f"at step {run.progress.step}, without saving" if run else "before the first step"
         signalled = "interrupted" if signals.exit_code == EXIT_INTERRUPTED else "preempted"
@@ -208,21 +208,21 @@ class RankPart:
 
             known = failure(error, run)
             if known is None and run.progress.step == self.resumed_step and isinstance(error, Exception):
-                what = f"the first step from this state raises {summary_of(error)}"
+                what = f"the first step from this checkpoint raises {summary_of(error)}"
                 hint = "Resume from another saved/step-N folder, or add --traceback"
                 known = SavedStateError("S001", what, key="run.resume", suggestion=hint)
         if known is not None:
             return Outcome(exit_code=known.exit_code, error_line=str(known)), known
         if not is_lost:
             return Outcome(error_line=summary_of(error)), error
-        # Another rank was sent the signal too, and has left its wait for data.
+        # Another rank received the signal too, and has stopped waiting for data.
         line = f"stopped {where}: another rank has left"
         return Outcome(signalled, signals.exit_code, line, together=False), None
 
     def close(self, outcome: Outcome) -> None:
-        """Stop what loads data; the first rank writes summary, figures and report.
+        """Stop the data loaders; the first rank also writes summary, metrics and report.
 
-        A failure to write hides no failure of the run itself.
+        A failure to write never hides a failure of the run itself.
         """
         if not outcome.together:
             self.display.warn(str(outcome.error_line))
@@ -272,7 +272,7 @@ class RankPart:
             raise failure
 
     def summary(self, outcome: Outcome, light: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The content of `summary.json`: the outcome, the figures, and every second of wall time by cause."""
+        """Return the content of `summary.json`: the outcome, the metrics, and all wall time by cause."""
         run = self.run
         summary: dict[str, Any] = {"status": outcome.status, "exit_code": outcome.exit_code}
         if outcome.error_line is not None:
@@ -298,16 +298,16 @@ def out_of_memory(config: Config) -> MachineError:
     limit, name = machine.memory_limit(config.device)
     return MachineError(
         "E002",
-        f"there is no memory left for a step ({name}: {num_bytes(limit)})",
+        f"not enough memory for a step ({name}: {num_bytes(limit)})",
         key="batch_size",
         value=config.batch_size,
-        suggestion="ptfast find batch says what fits; or use precision=amp, checkpointing=full or "
+        suggestion="ptfast find batch finds a size that fits; or use precision=amp, checkpointing=full or "
         "gradients.accumulate=2",
     )
 
 
 def report_failure(folder: Path, error: BaseException) -> bool:
-    """Report this rank's failure to the launcher; False when another rank was first."""
+    """Report this rank's failure to the launcher; return False if another rank was first."""
     word: dict[str, Any] = {"line": error_line(error), "exit_code": exit_code_of(error)}
     if isinstance(error, PtfastError):
         word["parts"] = error.parts
@@ -318,14 +318,14 @@ def report_failure(folder: Path, error: BaseException) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # a full disk, say: whoever finds no word there prints it
+        pass  # for example a full disk: the launcher finds no report there and prints the error
     return True
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this rank at once, when all is written.
+    """Exit this rank at once, after all is written.
 
-    On the interpreter's own way out, threads that gloo has left behind abort the process now and then.
+    During the interpreter's own exit, threads left by gloo sometimes abort the process.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
@@ -334,9 +334,9 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def main() -> None:
-    """`python -m ptfast.launch.rank_main RUN_DIR STATE PARENT`: a rank of a launched run.
+    """Run `python -m ptfast.launch.rank_main RUN_DIR STATE PARENT`: one rank of a launched run.
 
-    STATE is empty for a fresh start. Exits 0 however training ended: `summary.json` says how.
+    STATE is empty for a fresh start. The exit code is 0 however training ended: see `summary.json`.
     """
     folder, state, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     machine.die_with_parent(parent)
@@ -354,7 +354,7 @@ def main() -> None:
     except Exception as error:
         if report_failure(folder, error) and not run_directory.read_json(folder / run_directory.FAILURE):
             print(error_line(error), file=sys.stderr, flush=True)
-        # The other ranks may wait in a collective for this one; leave without waiting for them.
+        # The other ranks may wait in a collective for this one; exit without waiting for them.
         leave(exit_code_of(error))
     leave(EXIT_OK)
 

@@ -1,4 +1,4 @@
-"""The directory of a run and the state that it resumes: decided before anything is created."""
+"""Choose the directory of a run and the checkpoint it resumes from, before anything is created."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ptfast.core.resolved import Environment, Resolved, Summary, read_known
 from ptfast.core.sections.given import PREFIX
 
 Tree = dict[str, Any]
-"""A whole config as plain values."""
+"""Return a whole config as plain values."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The directory of a run, and the state that it resumes."""
+    """The directory of a run, and the checkpoint it resumes from."""
 
     folder: Path
     state_folder: Path | None = None
     finished: bool = False
-    """Nothing is left to train."""
+    """Whether training is complete."""
 
 
 def find_place(composed: Composed, config: Config) -> Place:
-    """Decide on the run directory and the state to resume; creates nothing.
+    """Decide on the run directory and the checkpoint to resume from, without creating anything.
 
-    An existing run's config is compared as text: nothing that it names is imported.
+    An existing run's config is compared as text: nothing named in it is imported.
 
     Raises:
-        ConfigError: C011 when a new run would go into a directory that holds one, or a user's own files.
-        SavedStateError: S003 when the config has changed since, naming the keys; S004 when there is nothing
-            to resume, or the saved files of a run are gone.
+        ConfigError: C011 if a new run would use a directory with another run, or with a user's own files.
+        SavedStateError: S003 if the config has changed since, with the keys; S004 if there is nothing to
+            resume from, or the checkpoints of a run are gone.
     """
     from ptfast.core.tensors.saved_state import find_state, read_facts
 
@@ -53,8 +53,8 @@ def find_place(composed: Composed, config: Config) -> Place:
     fresh = Place(given or run_directory.new_folder(root, name))
     if resume == "never":
         if given and _holds_run(given):
-            hint = "Go on with run.resume=auto, or choose another directory"
-            raise ConfigError("C011", "holds a run already", key="run.dir", value=given, suggestion=hint)
+            hint = "Continue with run.resume=auto, or choose another directory"
+            raise ConfigError("C011", "already contains a run", key="run.dir", value=given, suggestion=hint)
         return fresh
     tree, _ = frozen_tree(composed)
     if resume == "auto":
@@ -68,15 +68,15 @@ def find_place(composed: Composed, config: Config) -> Place:
     state_folder = find_state(Path(resume))
     source, facts = state_folder.parent.parent, read_facts(state_folder)
     if not (source / run_directory.CONFIG).is_file():
-        hint = "Give a state inside a run directory, or start afresh with model.weights=PATH"
+        hint = "Give a checkpoint inside a run directory, or start anew with model.weights=PATH"
         raise SavedStateError("S004", "its run directory is missing", key=resume, suggestion=hint)
     if given and given.resolve() != source.resolve() and _holds_run(given):
-        raise ConfigError("C011", "holds another run already", key="run.dir", value=given)
+        raise ConfigError("C011", "already contains another run", key="run.dir", value=given)
     return _continue(source, tree, config, state_folder, facts, given or source, composed.tree)
 
 
 def resume_command(folder: Path) -> str:
-    """The command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
+    """Return the command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
     words = _command_line(folder)
     if any(PREFIX in word for word in words):
         return f"ptfast.train(..., run={{'resume': 'auto', 'dir': '{folder}'}}) with the same objects"
@@ -87,7 +87,7 @@ def resume_command(folder: Path) -> str:
 
 
 def next_commands(folder: Path, task: str) -> list[str]:
-    """The command lines that use the model of a run; none if it needs objects of the caller."""
+    """Return the command lines that use a run's model; an empty list if it needs objects of the caller."""
     if any(PREFIX in word for word in _command_line(folder)):
         return []
     run = shlex.quote(str(folder))
@@ -106,7 +106,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _check_lost(folder: Path) -> None:
-    """Refuse to start over a run whose config or saved states were removed (S004)."""
+    """Reject starting over a run whose config or checkpoints were removed (S004)."""
     from ptfast.core.tensors.saved_state import list_states
 
     if states := list_states(folder / "saved"):
@@ -114,9 +114,9 @@ def _check_lost(folder: Path) -> None:
         hint = f"Put config.yaml back, or start in another folder with model.weights={states[0]}"
         raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
     summary = read_known(folder / run_directory.SUMMARY, Summary)
-    # A run that failed may have had nothing to save.
+    # A run that failed may have had no checkpoint.
     if summary.get("steps") and "error" not in summary:
-        what = f"holds the figures of a run of {summary['steps']:,} steps, whose saved states are gone"
+        what = f"contains metrics of a run of {summary['steps']:,} steps, but no checkpoint"
         hint = "Choose another run.dir, or remove what is left of it"
         raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
 
@@ -124,21 +124,21 @@ def _check_lost(folder: Path) -> None:
 def _continue(
     source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path, secrets: Tree
 ) -> Place:
-    """Resume in `folder` from a state of the run in `source`, with its `facts`, if the config allows it.
+    """Resume in `folder` from a checkpoint of the run in `source`, if its `facts` and the config agree.
 
-    `secrets` is the config with the values that `tree` leaves out, of which those that changed are named.
+    `secrets` is the config with the values that `tree` omits; those that changed are named.
     """
     before = read_yaml(source / run_directory.CONFIG).data
-    # What data holds is compared when it has been read, if the state says what that was.
+    # The content of the data is compared after it is read, if the checkpoint records it.
     changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
     if changed:
-        hint = "Set them back, or start afresh with run.resume=never"
+        hint = "Set them back, or start anew with run.resume=never"
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     for key in changed_secrets(source, secrets):
-        print(f"ptfast: warning: {key} has changed since {source} was started: going on", file=sys.stderr)
+        print(f"ptfast: warning: {key} has changed since {source} was started; continuing", file=sys.stderr)
     step = int(facts["progress"]["step"])
-    # A finished run whose last state is lost resumes from the one before.
+    # A finished run whose last checkpoint is lost resumes from the one before.
     summary = read_known(source / run_directory.SUMMARY, Summary)
     reached = step >= summary.get("steps", 0) and _same_length(before, tree)
     if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
@@ -157,7 +157,7 @@ def _same_length(before: Tree, tree: Tree) -> bool:
 
 
 def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, config: Config) -> None:
-    """Refuse a length that does not fit the saved run, before any of its files is touched (S003)."""
+    """Reject a length that does not fit the saved run, before any of its files is touched (S003)."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.tensors.saved_state import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
@@ -167,7 +167,7 @@ def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, confi
     if new_steps is None and isinstance(old_epochs, int) and old_epochs and config.epochs:
         new_steps = old_steps * config.epochs // old_epochs
     if new_steps is not None:
-        # The data is not known yet; epochs are about as long as they were.
+        # The data is not known yet; assume that the length of an epoch has not changed.
         epoch_steps = old_steps // old_epochs if isinstance(old_epochs, int) and old_epochs else None
         size = epoch_steps and epoch_steps * config.batch_size
         with contextlib.suppress(ConfigError):
@@ -196,7 +196,7 @@ def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
 
 
 def _newest_intact(folder: Path) -> tuple[Path, Tree]:
-    """The newest intact state of a run that has saved, with its facts; damaged ones are reported."""
+    """Return the newest intact checkpoint of a run, with its facts; damaged ones are reported."""
     from ptfast.core.tensors.saved_state import list_states, read_facts
 
     states = list_states(folder / "saved")
@@ -204,5 +204,5 @@ def _newest_intact(folder: Path) -> tuple[Path, Tree]:
         try:
             return state_folder, read_facts(state_folder)
         except SavedStateError as error:
-            print(f"ptfast: warning: {error} Going on from an older state.", file=sys.stderr)
+            print(f"ptfast: warning: {error} Continuing from an older checkpoint.", file=sys.stderr)
     return states[-1], read_facts(states[-1])

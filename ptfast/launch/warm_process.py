@@ -37,17 +37,17 @@ def warm_process(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
 ) -> BaseProcess:
-    """A process, to be started by `start_process`, that calls `act` and exits with what it returns.
+    """Return a process, to be started by `start_process`, that calls `act` and exits with its result.
 
-    It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and nothing of
-    this process in it, so that it computes what a fresh process would. Outside of Linux, where torch does not
-    survive a fork, it is a fresh process.
+    It is forked from a server that has imported `PRELOADED` and has no thread, no CUDA context and no state
+    of this process, so it computes the same as a fresh process. Outside Linux, where torch does not survive a
+    fork, it is a fresh process.
 
     Args:
-        act: a function of a module, as `arguments` pickled.
-        modules: for the server to import as well, as the first process needs them.
+        act: a function of a module; it is pickled like `arguments`.
+        modules: also imported by the server, because the first process needs them.
         environment: variables to set.
-        output: the file to write to in place of this process's standard output and error.
+        output: the file that replaces this process's standard output and error.
     """
     is_linux = sys.platform == "linux"
     context: Any = multiprocessing.get_context("forkserver" if is_linux else "spawn")
@@ -60,7 +60,7 @@ def start_process(process: BaseProcess) -> None:
     """Start a process of `warm_process`; signals that end this process take effect before or afterwards."""
     # joblib's workers have a start method that only they know; the new process would inherit it.
     multiprocessing.set_start_method(None, force=True)
-    # It unblocks signals as it starts.
+    # The child unblocks signals as it starts.
     resource_tracker.ensure_running()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,7 +75,7 @@ def start_process(process: BaseProcess) -> None:
 def _main(
     act: Callable[..., int], arguments: tuple[Any, ...], environment: dict[str, str], output: Path | None
 ) -> None:
-    """Become like a fresh process, and act."""
+    """Make this process like a fresh one, and call `act`."""
     exit_code = EXIT_INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -85,9 +85,9 @@ def _main(
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
         watch_others()
-        # The method that has made this process would otherwise make the workers of its loaders.
+        # Otherwise the start method of this process would also start the workers of its loaders.
         multiprocessing.set_start_method(None, force=True)
-        # The server ends with the last process that holds this: the one that has started the others.
+        # The server ends with the last process that has this open: the one that started the others.
         server: Any = forkserver._forkserver
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)

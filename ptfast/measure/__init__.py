@@ -1,1 +1,1 @@
-"""The measuring commands, on one engine for trials."""
+"""The measuring commands; all share one engine that runs trials."""

@@ -1,4 +1,4 @@
-"""`ptfast ablate`: what each technique is worth here, and the best config of them."""
+"""`ptfast ablate`: measure the effect of each technique here, and find the fastest config."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ptfast.measure.outputs import check_outputs, label, write_figures, write_re
 from ptfast.report.terminal.display import say, table
 
 LEAST_S = 30.0
-"""A shorter budget is refused at once."""
+"""A shorter budget is rejected at once."""
 BEST = "best.yaml"
 CHEAPER_STEPS = "batching"
-"""The family whose techniques change the training but can make a step cheaper."""
+"""This family changes the training but can make a step cheaper."""
 COMPILES = "it compiles: add --compile"
 
 
@@ -40,12 +40,12 @@ def ablate(
     compiles: bool = False,
     out: Path | None = None,
 ) -> int:
-    """Measure techniques by a designed experiment, show them by worth, and write the best config as a recipe.
+    """Measure techniques in a designed experiment, rank them, and write the best config as a recipe.
 
     Args:
-        budget_s: seconds for everything.
-        only: measure no others.
-        compiles: measure those that compile, too.
+        budget_s: seconds for the whole command.
+        only: measure only these techniques.
+        compiles: also measure techniques that compile.
     """
     check_outputs(out)
     if out is not None and out.is_dir():
@@ -54,7 +54,7 @@ def ablate(
         raise _too_short(budget_s, LEAST_S)
     interrupted, left_out = False, dict[str, str]()
     with Laboratory(budget_s=budget_s) as laboratory:
-        say(f"measuring for {duration(budget_s)}: torch and the data are loaded first, once for all trials")
+        say(f"measuring for {duration(budget_s)}: loading torch and the data once for all trials")
         ablation = Ablation(laboratory, arguments)
         try:
             plain = ablation.begin()
@@ -64,12 +64,12 @@ def ablate(
                 raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
             ablation.look(techniques)
             switches = (
-                "1 switch is" if len(ablation.factors) == 1 else f"{len(ablation.factors)} switches are"
+                "1 switch varies" if len(ablation.factors) == 1 else f"{len(ablation.factors)} switches vary"
             )
-            say(f"{switches} set at once in every trial, and {len(ablation.apart)} measured beside the best")
+            say(f"{switches} in every trial, {len(ablation.apart)} more measured on top of the best")
             ablation.run()
         except KeyboardInterrupt:
-            say("interrupted: this is what was found by then")
+            say("interrupted: these are the results so far")
             interrupted = True
             if ablation.blocks and not ablation.fitted.effects:
                 ablation.estimate()
@@ -79,16 +79,16 @@ def ablate(
     folder, name = write_figures("ablate", out, config, facts), label(config)
     if (confirmed := ablation.confirmed) is not None:
         names = ", ".join(technique.name for technique in ablation.picked)
-        how = f"As it was given: {names or 'plain'} came to {confirmed.over_given} of it."
+        how = f"Techniques: {names or 'plain'}. Speed over the config as given: {confirmed.over_given}."
         if ablation.best_words:
-            how = f"On: {names}; {confirmed.over_plain} plain's speed."
+            how = f"Techniques: {names}. Speed over plain: {confirmed.over_plain}."
         comment = [f"The best config of {name} on one machine, found by ptfast ablate", how]
         write_recipe(folder / BEST, merge(arguments, ablation.best_words), {}, comment)
     return EXIT_INTERRUPTED if interrupted else EXIT_OK
 
 
 def _receipt(ablation: Ablation) -> dict[str, Any]:
-    """Everything that was measured, for `measure.json`."""
+    """Return all results, for `measure.json`."""
     laboratory, confirmed = ablation.laboratory, ablation.confirmed
     environment = (ablation.plain.facts if ablation.plain else {}).get("environment", {})
     findings = [
@@ -119,7 +119,7 @@ def _receipt(ablation: Ablation) -> dict[str, Any]:
 
 
 def _too_short(budget_s: float, needed_s: float) -> ConfigError:
-    what = f"too short for this recipe: it takes about {duration(needed_s)}"
+    what = f"too short for this recipe: it needs about {duration(needed_s)}"
     hint = f"Give --budget {math.ceil(needed_s / 10) * 10}s"
     value = f"{budget_s:g}s"
     return ConfigError("C005", what, key="--budget", value=value, place=COMMAND_LINE, suggestion=hint)
@@ -128,9 +128,9 @@ def _too_short(budget_s: float, needed_s: float) -> ConfigError:
 def choose(
     meets: Collection[Need], machine: ThisMachine, *, only: Sequence[Technique] = (), compiles: bool = False
 ) -> tuple[list[Technique], dict[str, str]]:
-    """The techniques to measure of a run that meets some needs, and why each other one is left out.
+    """Return the techniques to measure for a run that meets `meets`, and the reason for each one left out.
 
-    Those named by `only` are measured whatever their class.
+    Techniques named in `only` are measured whatever their class.
     """
     chosen: list[Technique] = []
     left_out: dict[str, str] = {}
@@ -149,7 +149,7 @@ def choose(
 def _unfit(
     technique: Technique, meets: Collection[Need], machine: ThisMachine, compiles: bool, is_named: bool
 ) -> str:
-    """Why a technique is not measured; empty if it is."""
+    """Return why a technique is not measured, or an empty string if it is measured."""
     if not technique.on:
         return "it is always on"
     here = verdict(technique, machine)
@@ -164,12 +164,12 @@ def _unfit(
     if technique.family == "evaluation":
         return "it acts in evaluation, not in training"
     if technique.kind == "training" and technique.family != CHEAPER_STEPS and not is_named:
-        return "it changes how fast the loss falls: ptfast race"
+        return "it changes how fast the loss falls: measure it with ptfast race"
     return ""
 
 
 def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
-    """Print the techniques by worth, those not measured and why, and the pick with its speed."""
+    """Print the ranked techniques, the ones not measured with the reason, and the selected config."""
     say()
     rows: list[list[str]] = []
     for finding, effect in ablation.measured:
@@ -181,7 +181,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
                 f"{effect.ratio:.2f}x",
                 "{:.2f}-{:.2f}".format(*effect.interval()),
                 finding.verdict_text,
-                "beside" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
+                "on top" if finding.is_apart else f"{math.exp(finding.expected):.2f}x",
                 "-" if memory is None else f"{'-' if memory < 0 else '+'}{num_bytes(abs(memory))}",
                 "-" if drift is None else f"{drift:+.1%}",
             ]
@@ -194,23 +194,23 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
         num_runs = sum(run.time is not None for run in runs)
         half = statistics.median(effect.interval()[1] / effect.ratio - 1 for effect in known)
         say(
-            f"{num_runs} runs of {len(ablation.factors)} switches at once; processes of one config differ by "
-            f"{ablation.process_sd or 0.0:.1%} here, and intervals reach {half:.1%} to either side"
+            f"{num_runs} runs that vary {len(ablation.factors)} switches; processes of one config differ by "
+            f"{ablation.process_sd or 0.0:.1%} here; intervals extend {half:.1%} to either side"
         )
         for first, second, more in ablation.pairs:
             names = (" or ".join(each.name for each in term) for term in (first, second))
-            say(f"together {math.exp(more):.2f}x of what each does alone: {', and '.join(names)}")
+            say(f"together {math.exp(more):.2f}x the product of their single effects: {', and '.join(names)}")
         if ablation.fits_poorly:
             say("some switches interact, which widens the intervals: try --only")
         if doubted := sum(weight < 0.5 for weight in ablation.fitted.weights):
             noun = "run lies" if doubted == 1 else "runs lie"
-            say(f"{doubted} {noun} far from the rest; all count (their weights are in measure.json)")
+            say(f"{doubted} {noun} far from the rest; all are used, with the weights in measure.json")
     if any(finding.is_apart for finding, _ in ablation.measured):
-        say("beside: measured with the pick, not in the plan")
+        say("on top: measured with the selected config, not in the plan")
     if any(finding.verdict_text.endswith("per step") for finding, _ in ablation.measured):
-        say("faster per step: ptfast race measures if the same loss is reached sooner")
+        say("faster per step: use ptfast race to check that the same loss is reached sooner")
     if again := ablation.laboratory.num_again:
-        say(f"{again} blocks were measured again: other processes took a core meanwhile")
+        say(f"{again} blocks were measured again, because other processes were using a core")
     reasons: dict[str, list[str]] = {}
     failed = {finding.technique.name: finding.why for finding in ablation.findings if finding.why}
     for name, why in {**failed, **left_out}.items():
@@ -222,13 +222,13 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
         say("no technique was measured: give a longer --budget")
         return
     picked = ", ".join(technique.name for technique in ablation.picked)
-    say(f"the pick: {picked or 'plain, as nothing is expected to be faster'}")
+    say(f"selected config: {picked or 'plain, because no technique is expected to be faster'}")
     if (confirmed := ablation.confirmed) is None:
         say("it was not confirmed: give a longer --budget")
         return
-    # Effects that do not multiply predict nothing.
+    # Effects that do not multiply give no prediction.
     predicted = "" if ablation.fits_poorly else f"predicted {ablation.predicted:.2f}x, "
     say(f"over plain: {predicted}confirmed in fresh processes {confirmed.over_plain}")
     say(f"over the config as given: {confirmed.over_given}")
     if not ablation.best_words:
-        say("the config as given is no slower, so best.yaml holds that")
+        say("the config as given is at least as fast, so best.yaml contains it")

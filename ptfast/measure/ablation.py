@@ -1,4 +1,4 @@
-"""An ablation: each switch is tried alone, all run in one designed experiment, and the pick is run again."""
+"""An ablation: try each switch alone, vary all in one designed experiment, run the selected config again."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
-"""Parts of the time left after looking: to confirm the pick, and the most for what stays out of the plan."""
+"""Shares of the time left after the first look: to confirm the selected config, and at most for the rest."""
 POOR_FIT = 2.0
-"""The plan fits poorly if it leaves so many times the difference between two processes of one config."""
+"""The plan fits poorly if its error is this many times the difference between processes of one config."""
 GAIN = 0.005
-"""Smallest expected gain of a switch that is picked."""
+"""Smallest expected gain of a switch that is selected."""
 LEAST_BLOCKS = 3
 NOTHING = "it changes nothing here"
-REFUSED = "it cannot be set beside the pick"
+REFUSED = "it cannot be combined with the selected config"
 SEED = 0
 
 
 class Ablation:
-    """Measures techniques within the budget of a laboratory, and shows on a terminal what it measures."""
+    """Measures techniques within the budget of a laboratory, and reports progress on the terminal."""
 
     def __init__(self, laboratory: Laboratory, arguments: Sequence[str]) -> None:
         self.laboratory, self.arguments = laboratory, list(arguments)
         self.findings: list[Worth] = []
         self.apart: list[Worth] = []
         self.process_sd: float | None = None
-        """How much two processes of one config differ, as a part."""
+        """How much two processes of one config differ, as a fraction."""
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
         self.fitted = Fit([], [], 0.0, 1, [], [])
@@ -61,14 +61,14 @@ class Ablation:
         self.plain: TrialResult | None = None
         self._given: TrialResult | None = None
         self._is_given: Callable[[Technique], bool]
-        """Whether the config as given has a technique on."""
+        """Tells whether the config as given has a technique on."""
         self._look_s = self._block_s = 0.0
-        """Seconds to build a trial and to train its first steps, and to measure a block."""
+        """Seconds to build a trial and train its first steps; seconds to measure a block."""
         self._members: list[list[Worth]] = []
-        """The techniques of each factor, those of level 1 first."""
+        """The techniques of each factor, starting with those of level 1."""
 
     def begin(self) -> TrialResult:
-        """Build plain and the config as given in a trial each, and raise their errors as the user's."""
+        """Build plain and the config as given, one trial each; raise their errors as the user's own."""
         configs = [self._words([]), self.arguments]
         for words in configs:
             read_config(words)
@@ -88,7 +88,7 @@ class Ablation:
         return self.plain
 
     def look(self, techniques: Sequence[Technique]) -> None:
-        """Build each technique alone over plain; those that work and change something become factors."""
+        """Build plain with each technique alone; techniques that work and change something become factors."""
         self.findings = [Worth(technique) for technique in techniques]
         plain = _tree(self._words([]))
         for finding in self.findings:
@@ -97,11 +97,11 @@ class Ablation:
                     finding.why = NOTHING
             except PtfastError as error:
                 finding.why = str(error.what)
-            # Other switches act differently at a lower precision, which the pick would not have.
+            # Other switches act differently at a lower precision, which the selected config would not have.
             is_reduced = finding.technique.kind == "reduced" and not self._is_allowed(finding.technique)
             finding.is_apart = not finding.why and (finding.is_outside or is_reduced)
-        # What may be picked comes first: the budget may not reach all. A block with workers takes long: what
-        # they have fetched before a turn is used up first.
+        # Candidates for selection come first, because the budget may not reach all. A block with workers
+        # takes long: batches fetched before a turn are used up first.
         self.apart = [finding for finding in self.findings if finding.is_apart]
         self.apart.sort(
             key=lambda each: (each.technique.kind in ("training", "reduced"), each.starts_workers)
@@ -110,7 +110,7 @@ class Ablation:
         for start in range(0, len(waiting), 4):
             chunk = waiting[start : start + 4]
             places = f"{start + 1} to {start + len(chunk)} of {len(waiting)}"
-            with self._status(f"looking at switches {places}, each alone"):
+            with self._status(f"trying switches {places}, each alone"):
                 found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
@@ -127,12 +127,12 @@ class Ablation:
             self.factors.append(Factor(name, ("plain", *(each.technique.name for each in members))))
 
     def needed_s(self, techniques: Sequence[Technique]) -> float:
-        """Seconds for looking at those of the plan, and for the fewest blocks after that."""
+        """Seconds to try the techniques of the plan, plus the fewest blocks."""
         num_looks = sum(not Worth(technique).is_outside for technique in techniques)
         return num_looks * self._look_s + 2 * LEAST_BLOCKS * self._block_s
 
     def run(self) -> None:
-        """Measure the plan, what stays out of it, and the pick again, as far as the budget goes."""
+        """Measure the plan, the techniques outside it and the selected config within the budget."""
         start_s = self.laboratory.left_s
         apart_s = min(APART * start_s, 2 * self._apart_s)
         self._measure_plan(CONFIRM * start_s + apart_s)
@@ -144,14 +144,14 @@ class Ablation:
 
     @property
     def measured(self) -> list[tuple[Worth, Effect]]:
-        """Techniques with a figure, the fastest first."""
+        """Return the measured techniques, the fastest first."""
         found = [(each, each.effect) for each in self.findings if each.effect is not None and not each.why]
         return sorted(found, key=lambda pair: -pair[1].log_ratio)
 
     def _measure_plan(self, reserve_s: float) -> None:
-        """Measure blocks until `reserve_s` are left, or less if it takes more to tell all effects apart.
+        """Measure blocks until `reserve_s` are left, or less if separating all effects needs more blocks.
 
-        Time is left in any case for the shortest confirmation, and to measure once what else may be picked.
+        The shortest confirmation, and one measurement of each other candidate, always keep their time.
         """
         if not self.factors:
             return
@@ -175,7 +175,7 @@ class Ablation:
         self.estimate()
 
     def estimate(self) -> None:
-        """Estimate the effects and what to expect of each, and make the pick."""
+        """Estimate the effects and the gain to expect of each, and select a config."""
         runs = self.laboratory.blocks[: len(self.blocks)]
         self.fitted = fitted = fit(self.factors, self.blocks, list(map(times_of, runs)))
         peaks = [[each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in runs]
@@ -192,9 +192,9 @@ class Ablation:
         self._judge()
 
     def _measure_apart(self, start_s: float) -> None:
-        """Measure techniques outside the plan beside the pick, block by block; pick the best clear gain.
+        """Measure techniques outside the plan on top of the selected config; select the best clear gain.
 
-        The first round may use time reserved for the confirmation; later ones leave its part of `start_s`.
+        The first round may use time reserved for the confirmation; later ones leave its share of `start_s`.
         """
         for finding in self.apart:
             if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
@@ -210,7 +210,7 @@ class Ablation:
             if self.laboratory.left_s - self._seconds_of_a_block < kept_s:
                 continue
             words = [self._words([*self.picked, each.technique]) for each in chunk]
-            with self._status(f"beside the pick: {', '.join(each.technique.name for each in chunk)}"):
+            with self._status(f"on top of the best: {', '.join(each.technique.name for each in chunk)}"):
                 pick, *found = self.laboratory.measure([self._words(self.picked), *words])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, pick)
@@ -237,9 +237,9 @@ class Ablation:
             best.expected = effect.log_ratio
 
     def _confirm(self) -> None:
-        """Run the pick again in fresh processes, against plain and the config as given.
+        """Run the selected config again in fresh processes, against plain and the config as given.
 
-        If some of it is not sure to gain, the sure part runs too, and becomes the pick if it is quicker.
+        If part of it is not sure to gain, the sure part runs too, and is selected if it is faster.
         """
         sure = [each.technique for each in self.findings if each.effect and each.effect.interval()[0] > 1]
         sure = [technique for technique in self.picked if technique in sure]
@@ -268,9 +268,9 @@ class Ablation:
         self.confirmed = Confirmation(best, over_given, fitted.residual_sd)
 
     def _judge(self) -> None:
-        """The verdicts of the whole table, given how much processes of one config differ.
+        """Compute all verdicts, given how much processes of one config differ.
 
-        That shows in the runs of the plan and in those of the pick.
+        That spread is estimated from the runs of the plan and of the selected config.
         """
         of_plan = of_pick = (0.0, 0.0)
         if any(self.fitted.effects):
@@ -293,7 +293,7 @@ class Ablation:
 
     @property
     def predicted(self) -> float:
-        """The speed-up over plain that the plan predicts of the pick."""
+        """The speed-up over plain that the plan predicts for the selected config."""
         log_ratio = sum(f.expected for f in self.findings if f.technique in self.picked)
         for *pair, more in self.pairs:
             first, second = (any(each in self.picked for each in term) for term in pair)
@@ -303,7 +303,7 @@ class Ablation:
 
     @property
     def pairs(self) -> list[tuple[list[Technique], list[Technique], float]]:
-        """Interactions: any of the first techniques beside any of the second, and the log ratio of that."""
+        """Return interactions between the first and the second techniques, with their log ratios."""
         known = [self._members[factor][level - 1].technique for factor, level in columns(self.factors)]
         return [
             ([known[i] for i in first], [known[i] for i in second], more)
@@ -312,7 +312,7 @@ class Ablation:
 
     @property
     def best_words(self) -> list[str]:
-        """Overrides of the pick over the user's words; none if the config as given is faster."""
+        """Return the selected config's overrides of the user's; empty if the config as given is faster."""
         is_pick = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
         return _switched_on(self.picked) if is_pick and self.picked else []
 
@@ -324,7 +324,7 @@ class Ablation:
         return self.fitted.residual_sd > POOR_FIT * self.confirmed.process_sd
 
     def _choose(self, members: Sequence[Worth]) -> Worth | None:
-        """What the config as given has of some alternatives, unless another is clearly faster."""
+        """Return the alternatives the config as given uses, unless another one is clearly faster."""
 
         def expected(finding: Worth | None) -> float:
             return 0.0 if finding is None else finding.expected
@@ -337,10 +337,10 @@ class Ablation:
         return best if expected(best) > expected(given) + gain else given
 
     def _is_allowed(self, technique: Technique) -> bool:
-        """Return True if a technique may be in the best config without being asked for.
+        """Return True if a technique may be in the best config without the user asking for it.
 
-        Exact and reordered ones may. Lower precision may if the config as given has some, and a technique
-        that changes the training if it is on there.
+        Exact and reordered ones may. Lower precision may if the config as given uses some; a technique that
+        changes the training may if the config as given has it on.
         """
         if technique.kind in ("exact", "reordered"):
             return True
@@ -349,7 +349,7 @@ class Ablation:
 
     @property
     def _apart_s(self) -> float:
-        """The time to measure once what stays out of the plan: the pick takes a fourth of each block."""
+        """Seconds to measure all outside the plan once; the selected config takes a fourth of each block."""
         return math.ceil(sum(not each.why for each in self.apart) / 3) * self._seconds_of_a_block
 
     @property
@@ -364,7 +364,7 @@ class Ablation:
 
 
 def _switched_on(techniques: Sequence[Technique]) -> list[str]:
-    """Overrides that switch on these techniques and nothing else."""
+    """Return overrides that switch on exactly these techniques."""
     return merge(PLAIN, [word for technique in techniques for word in technique.on])
 
 

@@ -1,4 +1,4 @@
-"""`ptfast ablate --claims`: what the sources of the techniques promise, and what this machine shows."""
+"""`ptfast ablate --claims`: compare published claims about techniques with this machine."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ Finding = Literal["confirmed", "refuted", "cannot tell", "not testable here"]
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure that a source promises of a technique.
+    """A published claim about a technique.
 
     Args:
-        says: the promise in the source's figures.
-        source: who makes it, and for what.
-        workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for made data.
-        without, with_it: overrides of the run without the technique, and of that with it.
-        least, most: the range in which the ratio has to lie: of samples per second, or of memory saved
-            (without over with); above 1 is better. A gain above the claimed range confirms it.
-        takes: what a test would need beyond a trial of seconds; there is no workload then.
+        says: the claim, in the source's numbers.
+        source: who claims it, and for which setup.
+        workload: overrides of both runs; `{images}`, `{files}` and `{texts}` stand for generated data.
+        without, with_it: overrides of the run without the technique, and of the run with it.
+        least, most: range of the ratio that confirms the claim: of samples per second, or of memory saved
+        (without over with); above 1 is better. A gain above the range still confirms the claim.
+        takes: what a test needs beyond a trial of seconds; such a claim has no workload.
     """
 
     technique: str
@@ -125,30 +125,30 @@ CLAIMS = (
     Claim("dynamic padding", "1.17 to 4.7 times padding to one length", PADDING, *PADDED, least=1.17),
     Claim("uniform-length batches", "1.17 to 1.6 times dynamic padding", PADDING, *BUCKETS, least=1.17),
     Claim(
-        *("gradients set to None", "a write and a read of all gradients less", TUNING_GUIDE), *NO_GRADIENTS
+        *("gradients set to None", "saves a write and a read of all gradients", TUNING_GUIDE), *NO_GRADIENTS
     ),
     Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *POINTWISE),
     Claim(
-        *("one cycle", "10 times fewer steps than in steps", ONE_CYCLE),
+        *("one cycle", "10 times fewer steps than a step schedule", ONE_CYCLE),
         takes="hours of training: ptfast race, see docs/speed/race.md",
     ),
     Claim(
         *("DDP against DataParallel", "faster, even on one machine", TUNING_GUIDE),
-        takes="several GPUs, and a loop by hand: ptfast has no DataParallel",
+        takes="several GPUs, and a hand-written loop: ptfast has no DataParallel",
     ),
     Claim(
         *("all of them", "35 minutes become 10"),
         source="often repeated: DistilBERT, 150,000 texts, a T4; no breakdown",
-        takes="that GPU and model; ptfast ablate +recipe=NAME says it of yours",
+        takes="that GPU and model; ptfast ablate +recipe=NAME measures yours",
     ),
 )
-"""In the order in which the sources give them."""
+"""In the order of the sources."""
 
 
 def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
-    """Compare every claim that can be tried here with blocked pairs of trials on data made for it.
+    """Compare every claim that can be tested here with blocked pairs of trials on generated data.
 
-    They share `budget_s` evenly. Intervals hold all true ratios together in 95 % of cases.
+    The claims share `budget_s` evenly. With 95 % confidence, all intervals contain their true ratios at once.
     """
     check_out(out)
     machine, code, pairs = ThisMachine(), EXIT_OK, list[Pair]()
@@ -185,12 +185,12 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
 
 
 def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str]:
-    """The finding of a pair on a claim, and the ratio it shows, or the reason if it shows none."""
+    """Return the finding on a claim and the ratio measured, or the reason if there is no ratio."""
     if effect is None:
         why = pair.why or NOT_REACHED
         return "cannot tell" if why == NOT_REACHED else "not testable here", why
     if claim.quantity == "memory":
-        # Of training beyond that of a built run.
+        # Training memory beyond that of a built run.
         taken = [pair.median("peak_memory_bytes", of) - pair.median("built_bytes", of) for of in (0, 1)]
         ratio = taken[0] / max(taken[1], 1)
         return judge(claim, ratio, ratio), f"{ratio:.2f}x"
@@ -200,11 +200,11 @@ def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) ->
 
 NUM_IMAGES, NUM_FILES, NUM_TEXTS = 4096, 512, 2000
 LENGTHS = (8, 256)
-"""Shortest and longest text in characters; most are short, as people's texts are."""
+"""Shortest and longest text in characters; most are short, like real texts."""
 
 
 def make_data(folder: Path) -> dict[str, Path]:
-    """Make the data of the workloads, and return its paths by placeholder. Cost: some seconds."""
+    """Generate the data of the workloads, and return its paths by placeholder. Cost: a few seconds."""
     images_file, files, texts = folder / "images.npz", folder / "files", folder / "texts.txt"
     chance = np.random.default_rng(0)
     images = chance.integers(0, 256, (NUM_IMAGES, 32, 32, 3), dtype=np.uint8)

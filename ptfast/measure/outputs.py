@@ -1,7 +1,7 @@
-"""What measuring commands share: folders, figures and recipes, and runs in processes of their own.
+"""Shared by the measuring commands: folders, metrics and recipes, and runs in separate processes.
 
-Commands take `out`, the folder of the figures, None for a new one under `run.root`, and `write`, the file of
-the recipe.
+Commands take `out`, the folder of the metrics (None for a new one under `run.root`), and `write`, the path
+of the recipe.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say
 
 RECEIPT = "measure.json"
-"""File of all figures of a command, in its folder."""
+"""File with all results of a command, in its folder."""
 
 
 def check_outputs(out: Path | None, write: Path | None = None, flag: str = "--write") -> None:
-    """Refuse, before anything is measured, a folder or the recipe of `flag` that could not be written."""
+    """Reject a folder or the recipe of `flag` that cannot be written, before measuring starts."""
     check_out(out)
     if write is not None:
         check_overlay(write, flag)
 
 
 def check_new(out: Path | None) -> None:
-    """Refuse a folder for runs that cannot be written to or holds something."""
+    """Reject a folder for runs that is not empty or cannot be written."""
     check_out(out)
     if out is not None and out.exists() and any(out.iterdir()):
         raise MachineError("E001", "is not empty", key="--out", value=out, suggestion="Choose a new one")
 
 
 def label(config: Config) -> str:
-    """The name of a config in titles and folders."""
+    """Return the name of a config for titles and folders."""
     return config.recipe or config.run.name or "train"
 
 
 def make_folder(what: str, out: Path | None, config: Config | None = None) -> Path:
-    """Make the folder of a command's figures: `out`, or a new one under `run.root`."""
+    """Make the folder of a command's results: `out`, or a new one under `run.root`."""
     root, name = ("runs", what) if config is None else (config.run.root, f"{what}-{label(config)}")
     folder = out or run_directory.new_folder(Path(root), name)
     run_directory.create_folder(folder)
@@ -57,7 +57,7 @@ def make_folder(what: str, out: Path | None, config: Config | None = None) -> Pa
 def write_figures(
     what: str, out: Path | None, config: Config | None, facts: dict[str, Any], file: str = RECEIPT
 ) -> Path:
-    """Write the figures of a command into its folder, say where they are, and return the folder."""
+    """Write the results of a command into its folder, print the path, and return the folder."""
     folder = make_folder(what, out, config)
     run_directory.write_json(folder / file, facts)
     if not json_lines.emit("result", file=str(folder / file), **facts):
@@ -68,7 +68,7 @@ def write_figures(
 def write_recipe(
     file: Path, arguments: Sequence[str], found: dict[str, Any], comment: list[str], flag: str = "--write"
 ) -> None:
-    """Write a recipe of the arguments with what was found, and show how to train with it."""
+    """Write a recipe from the arguments and the result, and show how to train with it."""
     called = write_overlay(file, arguments, found, comment, flag)
     say(f"wrote {file}; train with it: ptfast train +recipe={called}")
 
@@ -76,12 +76,12 @@ def write_recipe(
 def run_ptfast(
     words: Sequence[str], log: Path, *, module: str = "ptfast", limit_s: float | None = None, **variables: str
 ) -> tuple[int | None, str]:
-    """Run a command in a process of its own with its output in a file; what it starts ends with it.
+    """Run a command in a separate process, with its output in a file; its children end with it.
 
     Returns:
-        The exit code, None if it was killed after `limit_s`; and the line that says why it failed.
+        The exit code, None if it was killed after `limit_s`; and the line with the reason it failed.
     """
-    # The lines of its log are read by people, and by us.
+    # People read the lines of its log, and so does ptfast.
     unset = (STARTED_VARIABLE, json_lines.VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     command, code = [sys.executable, "-m", module, *words], None

@@ -1,4 +1,4 @@
-"""What an ablation finds on one technique, and on the pick."""
+"""The results of an ablation for one technique, and for the selected config."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from ptfast.measure.experiment.verdicts import Effect, Verdict
 OUTSIDE_FAMILIES = ("checkpointing", "compile", "parallel")
 WORKERS = "dataloader=workers"
 OUTSIDE_KEYS = (WORKERS, "gradients.accumulate=", "backend.threads=")
-"""Techniques that stay out of the plan, as those that change the training do: they start processes, compile,
-or change a step so much that other switches act differently beside them."""
+"""Techniques outside the plan, as are those that change the training: they start processes, compile, or
+change a step so much that other switches act differently along with them."""
 PER_STEP = ("reduced", "training")
-"""Classes whose faster steps need not reach the same loss sooner."""
+"""Classes of techniques whose faster steps may not reach the same loss sooner."""
 
 
 @dataclass
 class Worth:
-    """The findings on one technique."""
+    """The results for one technique."""
 
     technique: Technique
     effect: Effect | None = None
-    """On the speed, averaged over the other switches; None if it was not measured."""
+    """Effect on the speed, averaged over the other switches; None if it was not measured."""
     expected: float = 0.0
-    """Expected log ratio, less what it owes to luck."""
+    """Expected log ratio, corrected for selection bias."""
     verdict: Verdict = "cannot tell"
     why: str = ""
-    """Why it was not measured."""
+    """Reason it was not measured."""
     memory_bytes: float | None = None
-    """Change of the peak."""
+    """Change of the peak memory."""
     loss_drift: float | None = None
-    """Change of the mean loss over the first steps, as a part."""
+    """Relative change of the mean loss over the first steps."""
     is_given: bool = False
-    """The config as given has it on."""
+    """Whether the config as given has it on."""
     is_apart: bool = False
-    """Measured beside the pick, not in the plan."""
+    """Measured on top of the selected config, not in the plan."""
     beside: list[float] = field(default_factory=list)
-    """The log ratio of speeds in each run beside the pick."""
+    """The log ratio of speeds in each run on top of the selected config."""
 
     @property
     def verdict_text(self) -> str:
-        """The verdict in words; techniques that change the result are only faster per step."""
+        """The verdict in words; a technique that changes the result can only be faster per step."""
         per_step = self.verdict == "faster" and self.technique.kind in PER_STEP
         return f"{self.verdict} per step" if per_step else self.verdict
 
     @property
     def is_outside(self) -> bool:
-        """Whether it stays out of the plan."""
+        """Whether it is measured outside the plan."""
         technique = self.technique
         if technique.family in OUTSIDE_FAMILIES or technique.kind == "training":
             return True
@@ -60,7 +60,7 @@ class Worth:
         return any(word.startswith(WORKERS) for word in self.technique.on)
 
     def note(self, measured: TrialResult, base: TrialResult | None) -> None:
-        """Note why a run with it failed, or by how much its first losses differ from those of `base`."""
+        """Note why a run with it failed, or how much its first losses differ from those of `base`."""
         self.why = measured.why
         loss, of_base = measured.facts.get("loss"), base and base.facts.get("loss")
         if loss is not None and of_base:
@@ -71,7 +71,7 @@ class Worth:
 
 @dataclass
 class Confirmation:
-    """The pick, run again in fresh processes, whose logarithms of time deviate by `process_sd`."""
+    """The selected config, run again in fresh processes whose log times have the deviation `process_sd`."""
 
     over_plain: Effect
     over_given: Effect
@@ -79,7 +79,7 @@ class Confirmation:
 
 
 def does_as(given: TrialResult | None, measured: TrialResult, plain: TrialResult | None) -> bool:
-    """Return True if what a technique resolves to differs from plain and is so in the config as given."""
+    """Return True if a technique resolves to the same non-plain values as in the config as given."""
     of_given, own, of_plain = (
         each.facts.get("resolved", {}) if each else {} for each in (given, measured, plain)
     )

@@ -1,1 +1,1 @@
-"""Measurements of time and memory."""
+"""Measure time and memory."""

@@ -21,13 +21,13 @@ from ptfast.run import Run
 
 Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"]
 TRACE, PROFILE, SNAPSHOT = "trace.json", "profile.txt", "memory.pickle"
-"""Files in the run directory: all events, the table of torch.profiler, and for pytorch.org/memory_viz."""
+"""Files in the run directory: all events, the table of torch.profiler, and one for pytorch.org/memory_viz."""
 TOP = 10
-"""Operators that the terminal shows."""
+"""Number of operators shown in the terminal."""
 NUM_SAMPLES, NUM_DIRECTIONS = 4, 3
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Lengths of a finite difference, relative to the weights. Short ones are exact until rounding shows. Which
-is best depends on what the model computes in float32 although it is given float64."""
+"""Step sizes of a finite difference, relative to the weights. Small ones are accurate until rounding shows;
+the best one depends on the parts that a model computes in float32 although it gets float64."""
 WRONG_GRADIENT = "Look for a custom backward, .data or .detach() in the model or the loss"
 TOLERANCE = 1e-3
 """Largest relative error of a correct gradient; wrong ones differ in the first digits."""
@@ -43,7 +43,7 @@ def debugging(
     active: int = 1,
     operators: bool = False,
 ) -> Iterator[None]:
-    """A context in which training is checked or recorded as `mode` says.
+    """Check or record training inside this context, as `mode` says.
 
     `anomaly` stops at the first backward function that returns NaN and names it; the traceback of its forward
     call goes to standard error. Cost: steps take several times as long.
@@ -72,7 +72,7 @@ def debugging(
         return
     steps_left, needed = run.total_steps - run.progress.step, wait + warmup + active
     if mode == "profiler" and steps_left < needed:
-        what = f"only {steps_left} steps are left to train, and debug=profiler takes {needed}"
+        what = f"only {steps_left} steps are left to train, but debug=profiler needs {needed}"
         hint = "Lower debug.wait, debug.warmup or debug.active, or train longer"
         raise ConfigError("C011", what, key="debug", value=mode, suggestion=hint)
     if mode == "gradcheck":
@@ -93,7 +93,7 @@ def debugging(
 
 @contextmanager
 def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None]:
-    """Record operators and memory in steps `wait + warmup` to `wait + warmup + active` of what is trained."""
+    """Record operators and memory in steps `wait + warmup` to `wait + warmup + active` of this training."""
     # The profiler's library writes to standard error when it starts, stops, and finds no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch import profiler
@@ -141,7 +141,7 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
 
 
 def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
-    """Lines for the terminal: the phases, then the operators that take the most time."""
+    """Return lines for the terminal: the phases, then the operators that take the most time."""
     phases = {event.key: event.cpu_time_total for event in averages if event.key in PHASES}
     whole = sum(phases.values()) or 1
     operators = [event for event in averages if event.key not in PHASES and "ProfilerStep" not in event.key]
@@ -156,9 +156,9 @@ def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
 
 
 def check_gradients(run: Run) -> float:
-    """The largest relative error of the loss's derivative along random directions, by finite differences.
+    """Return the largest relative error of the loss's derivative along random directions.
 
-    It uses a copy of the model and the next training batch, with fixed dropout; the run does not change.
+    It uses finite differences on a copy of the model and the next batch, with fixed dropout.
 
     Cost: 30 forward passes of 4 samples; if the gradient is wrong, 10 more for every parameter.
     Source: the directional form of torch.autograd.gradcheck (its fast mode).
@@ -183,7 +183,7 @@ def check_gradients(run: Run) -> float:
 
 
 def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tuple[Tensor, ...]]:
-    """The loss of a float64 copy of the model on a few samples, and the parameters that it depends on."""
+    """Return the loss of a float64 copy of the model on a few samples, and the parameters it depends on."""
     step = min(run.progress.step, run.total_steps - 1)
     batches = run.train_loader.steps(step, step + 1)
     data, _ = next(micro_batch for micro_batch in next(batches).micro_batches if micro_batch.num_samples)
@@ -204,7 +204,7 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
 
     def loss() -> Tensor:
         for module, name, before in kept:
-            # A copy each time: an earlier forward pass may have kept the last one for its backward pass.
+            # Copy each time: an earlier forward pass may have kept the last one for its backward pass.
             setattr(module, name, before.clone())
         run.seed_step(run.seed, step, 0)
         return run.task.loss(model, data)[0]
@@ -213,7 +213,7 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
 
 
 def _direction(parameters: Sequence[Tensor], draws: torch.Generator) -> list[Tensor]:
-    """Random normal numbers, scaled to each parameter's own size."""
+    """Return random normal numbers, scaled to the size of each parameter."""
     sizes = (p.detach().square().mean().sqrt().clamp(min=1e-3) for p in parameters)
     drawn = (torch.randn(p.shape, generator=draws, dtype=torch.float64).to(p.device) for p in parameters)
     return [d * size for d, size in zip(drawn, sizes, strict=True)]
@@ -225,10 +225,10 @@ def _error(
     slopes: Sequence[Tensor],
     direction: Sequence[Tensor],
 ) -> float:
-    """Relative error of the derivative along `direction`, by the finite difference that fits best."""
+    """Return the relative error of the derivative along `direction`, by the best finite difference."""
     products = [slope * d for slope, d in zip(slopes, direction, strict=True)]
     derivative = float(sum(product.sum() for product in products))
-    # The sum may be small by chance; the size of its terms says what counts as small.
+    # The sum may be small by chance; the size of its terms defines small.
     scale = max(abs(derivative), float(sum(product.square().sum() for product in products)) ** 0.5)
     start = [parameter.detach().clone() for parameter in parameters]
     errors = []

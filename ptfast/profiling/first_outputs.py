@@ -1,4 +1,4 @@
-"""Checks of a model in evaluation: outputs that are random, or depend on the rest of the batch."""
+"""Check a model in evaluation: its outputs must not be random, nor depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ptfast.core.tensors.trees import copied, map_tensors, tensors_in, tree_leav
 from ptfast.data.sampling.counter_draws import seeded
 from ptfast.run import Run
 
-RANDOM = "gives other outputs for the same inputs in evaluation"
+RANDOM = "returns different outputs for the same inputs in evaluation"
 RANDOM_HINT = "F.dropout needs training=self.training; nn.Dropout follows eval() by itself"
-DEPENDENT = "gives other outputs for a sample alone than in a batch"
-DEPENDENT_HINT = "Use BatchNorm with running statistics, and statistics over no other sample"
+DEPENDENT = "returns different outputs for a sample alone and in a batch"
+DEPENDENT_HINT = "Use BatchNorm with running statistics, and no statistics over other samples"
 STEADY, ALONE = 1e-4, 1e-2
-"""Largest differences, as parts of the largest output, of the same batch again and of a sample alone; ten
-times as much in 16 bits."""
+"""Largest relative differences that are tolerated: of the same batch computed again, and of a sample alone;
+ten times as much in 16 bits."""
 _SEED = 0x5EED
 
 
 class FirstOutputs:
-    """`forward` of a run's model in evaluation, which warns once if its outputs are unsteady.
+    """The `forward` of a run's model in evaluation; it warns once if its outputs are unsteady.
 
-    Cost: in the first evaluation of a process, a forward pass of a batch and one of a sample more. Random
-    states and buffers are put back.
+    Cost: in the first evaluation of a process, one more forward pass of a batch and one of a sample. Random
+    states and buffers are restored.
     """
 
     def __init__(self, forward: Any, run: Run) -> None:
@@ -57,7 +57,7 @@ class FirstOutputs:
 
 
 def checking_outputs(forward: Any, run: Run) -> Any:
-    """`forward` as `FirstOutputs` for a model that is not ours, until it has been checked."""
+    """Return `forward` as `FirstOutputs` if the model is a user's and has not been checked yet."""
     ours = name_of(run.model).startswith("ptfast.")
     if run.outputs_checked or ours or run.sharded or not run.ranks.is_first:
         return forward
@@ -67,7 +67,7 @@ def checking_outputs(forward: Any, run: Run) -> Any:
 def unsteadiness(
     forward: Any, model: nn.Module, given: tuple[Any, Any], outputs: Any, factor: float = 1.0
 ) -> tuple[str, str] | None:
-    """What is wrong with `outputs` of the arguments `given`, and a hint; None if they repeat.
+    """Return what is wrong with `outputs` of the arguments `given`, and a hint; None if they repeat.
 
     The batch is computed again, and then its first sample alone. `factor` widens the tolerated differences.
     """
@@ -94,7 +94,7 @@ def unsteadiness(
 
 
 def _difference(one: Any, other: Any) -> float:
-    """The largest difference of outputs of equal shapes, as a part of the largest one."""
+    """Return the largest difference between outputs of equal shapes, relative to the largest output."""
     largest = 0.0
     for left, right in zip(tree_leaves(one), tree_leaves(other), strict=False):
         both = isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
@@ -106,7 +106,7 @@ def _difference(one: Any, other: Any) -> float:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """A context after which buffers and random states are as before; draws inside are new ones."""
+    """Restore buffers and random states at the end of this context; draws inside it are new ones."""
     devices = sorted({buffer.device.index for buffer in model.parameters() if buffer.device.type == "cuda"})
     with buffers_kept(model), torch.random.fork_rng(devices), seeded(_SEED):
         yield

@@ -1,4 +1,4 @@
-"""What made a step's loss or gradients not finite: the first module, and the samples."""
+"""Find the cause of a loss or gradients that are not finite: the first module, and the samples."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import SyncedBatchNorm
 
 NAMED = 5
-"""Samples that are named; the others are counted."""
+"""Number of samples to name; the rest are counted."""
 
 
 def explain(run: Run, step: int, batch: StepBatch | None) -> None:
-    """Warn that `step`, counted from 0, was left out, and of what made it so; called on all ranks.
+    """Warn that `step`, counted from 0, was skipped, and name the cause; called on all ranks.
 
-    This rank's `batch` of it, if it can still be had, goes through a copy of the model once more.
+    This rank's `batch` of the step, if still available, goes through a copy of the model again.
 
-    Cost: a copy of the model, a forward pass and perhaps a backward pass, once a run.
+    Cost: a copy of the model, a forward pass and perhaps a backward pass, once per run.
     """
     cause = None
-    # Layers that exchange statistics in their forward pass would wait for ranks that have found a cause.
+    # Layers that exchange statistics in their forward pass would wait for ranks that stop at a cause.
     synced = any(isinstance(each, (SyncedBatchNorm, nn.SyncBatchNorm)) for each in run.model.modules())
     if batch is not None and not run.sharded and not synced:
-        # A model may refuse to be copied, or memory end.
+        # The model may not support copying, or memory may run out.
         with contextlib.suppress(Exception):
             cause = _find_cause(run, step, batch.micro_batches)
     numbers = run.train_loader.sample_numbers(step)
@@ -43,26 +43,26 @@ def explain(run: Run, step: int, batch: StepBatch | None) -> None:
     found = on_all_ranks(mine, run.ranks.num_ranks)
     places = [place for place, _ in found if place is not None]
     samples = sorted({n for place, own in found for n in own if place is not None or not places})
-    what = f"step {step + 1} was left out: its loss or gradients are not finite"
+    what = f"step {step + 1} was skipped: its loss or gradients are not finite"
     if places:
         what += f", first {places[0]}"
     if samples:
         names = ", ".join(f"{number:,}" for number in samples[:NAMED])
         more = f" and {len(samples) - NAMED:,} more" if len(samples) > NAMED else ""
         what += f"; samples {names}{more}"
-    run.display.warn(f"{what}. Further ones are counted as skipped_steps")
+    run.display.warn(f"{what}. Further skipped steps are counted in skipped_steps")
 
 
 class _Cause(NamedTuple):
     place: str
     micro_batch: int
-    """Its number among those of this rank that have samples."""
+    """Index among the ranks that have samples."""
     rows: Tensor | None = None
-    """True for each sample that has such a number; None for all."""
+    """True for each sample that contains a number that is not finite; None for all."""
 
 
 def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _Cause | None:
-    """Where the first number that is not finite appears in this rank's part of a step."""
+    """Return where the first number that is not finite appears in this rank's part of a step."""
     model, number, found = copy.deepcopy(run.model), -1, list[_Cause]()
 
     def look(name: str, module: Any, inputs: Any, outputs: Any) -> None:
@@ -92,7 +92,7 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
             grads = torch.autograd.grad(loss, weights, allow_unused=True)
             for name, grad in zip(names, grads, strict=True):
                 if grad is not None and not bool(grad.isfinite().all()):
-                    # Backward comes from the end.
+                    # The backward pass starts at the end of the model.
                     found[:] = [_Cause(f"in the gradient of {name}", number)]
         if found:
             return found[0]

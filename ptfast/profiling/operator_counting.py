@@ -1,4 +1,4 @@
-"""The operators of training steps: which ones, on which shapes and types, and how often."""
+"""Count the operators of training steps, by operator, shapes and types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ptfast.techniques.compile.compilation import num_compiled
 
 COUNTED = ("forward", "backward", "optimizer")
 MANY_LENGTHS = 8
-"""Steps that are counted if sequences come in many lengths, so that one step is not like another."""
+"""Steps that are counted if sequence lengths vary, because steps then differ."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Operator:
     """Its short name, such as `mm`."""
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    """By name; here and in `args`, tensors are `TensorMeta` and lists are tuples."""
+    """Keyword arguments by name; here and in `args`, tensors are `TensorMeta` and lists are tuples."""
     outputs: Any
     count: int = 0
 
@@ -74,7 +74,7 @@ class Operators(DispatchMode):
         try:
             known = self.found.get(key)
         except TypeError:
-            # An argument cannot be hashed, such as a generator of random numbers.
+            # An argument may not be hashable, for example a random generator.
             key, known = object(), None
         if known is None:
             known = self.found[key] = Operator(*call, _shaped(outputs))
@@ -82,7 +82,7 @@ class Operators(DispatchMode):
 
 
 def _shaped(value: Any) -> Any:
-    """`value`, with `TensorMeta` for tensors and tuples for lists."""
+    """Return `value` with `TensorMeta` for tensors and tuples for lists."""
     if isinstance(value, Tensor):
         return TensorMeta(tuple(value.shape), value.dtype)
     if isinstance(value, (list, tuple)):
@@ -91,9 +91,9 @@ def _shaped(value: Any) -> Any:
 
 
 def flops(operator: Operator) -> int:
-    """Floating-point operations of one call, by the formulas of `torch.utils.flop_counter`; 0 without one.
+    """Return floating-point operations of one call, by `torch.utils.flop_counter`; 0 without a formula.
 
-    Products and convolutions have one: two operations for each multiplication and sum. The first call takes
+    Matrix products and convolutions have a formula: two operations per multiply-add. The first call takes
     0.2 s, for an import.
     """
     from torch.utils.flop_counter import flop_registry
@@ -116,23 +116,23 @@ def flops(operator: Operator) -> int:
 
 @dataclass
 class Counted:
-    """Counts over some steps, summed."""
+    """Counts summed over some steps."""
 
     operators: list[Operator]
     steps: int
     kept_bytes: int
-    """Of tensors that forward saves for backward, without weights."""
+    """Bytes of tensors that forward saves for backward, without weights."""
     batch_bytes: int
-    """Of the batches, as the model receives them."""
+    """Bytes of the batches, as the model receives them."""
 
 
 class StepCounter:
-    """Counts the operators of a process's second step, which trains to the same bits as it would otherwise.
+    """Counts the operators of a process's second step; that step trains to the same bits as usual.
 
-    In the first step kernels are chosen and caches fill. A compiled model shows no operators: one step of it
-    runs uncompiled before training, and is undone.
+    In the first step kernels are chosen and caches fill. A compiled model shows no operators, so one step of
+    it runs uncompiled before training, and is undone.
 
-    Cost: some 20 us for each operator of one step, or of eight if sequences have many lengths; booked as
+    Cost: about 20 us per operator of one step, or of eight steps if sequence lengths vary; booked as
     `measuring`, together with that step.
     """
 
@@ -148,7 +148,7 @@ class StepCounter:
             self.why_not = "its batches grow"
 
     def due(self, step: int) -> bool:
-        """True if the step after `step` is to be counted; the same on all ranks."""
+        """Return True if the step after `step` is to be counted; the same on all ranks."""
         if not self.first_counted <= step < self._last or self.why_not or self.compiled:
             return False
         if num_compiled() > self._graphs:
@@ -158,7 +158,7 @@ class StepCounter:
 
     @contextmanager
     def counting(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch]]:
-        """A context in which one step is counted; it is to be taken with the batches that this yields."""
+        """Count one step inside this context; it must use the batches that this yields."""
         run = self.run
         with run.clock.gathering("measuring"):
             if not run.ranks.is_first:
@@ -175,13 +175,13 @@ class StepCounter:
 
     @contextmanager
     def uncompiled(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch] | None]:
-        """A context in which one step of a compiled model runs uncompiled and is counted.
+        """Run and count one step of a compiled model, uncompiled, inside this context.
 
-        Yields None if there might not be enough memory: a compiled step takes less.
+        Yields None if memory might run out, because a compiled step needs less.
         """
         device, ranks = self.run.device, self.run.ranks
         if self.why_not is None:
-            # It has room if as much memory is free as was taken at most so far.
+            # It has room if free memory is at least the highest use so far.
             taken = peak_memory_bytes(device.type)
             if device.type == "cuda":
                 lacks = 2 * taken > torch.cuda.get_device_properties(device).total_memory
@@ -189,7 +189,7 @@ class StepCounter:
                 lacks = taken > available_memory()
             # All ranks must agree.
             if sum_over_ranks(torch.tensor(float(lacks), device=device), ranks):
-                self.why_not = "a step that is not compiled might not fit into memory"
+                self.why_not = "an uncompiled step might not fit in memory"
         if self.why_not is not None:
             yield None
             return
@@ -199,18 +199,18 @@ class StepCounter:
 
 
 class _Look(Phases):
-    """What is counted in one step: operators, bytes kept for backward, bytes of batches."""
+    """Collect the counts of one step: operators, bytes saved for backward, bytes of batches."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(self._enter, self._leave)
         self.operators = Operators(recording=False)
         self.kept_bytes = self.batch_bytes = 0
-        # Sharded weights cannot be told from activations: their memory comes and goes.
+        # Sharded weights cannot be distinguished from activations: their memory comes and goes.
         self._saved: SavedKinds = {}
         self._saving = None if run.sharded else saved_for_backward(run.model, self._saved)
 
     def weighed(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """The same batches; adds up their bytes."""
+        """Yield the same batches, and add up their bytes."""
         for batch in batches:
             tensors = tensors_in([data for data, _ in batch.micro_batches])
             self.batch_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""The roofline of a run: the time of its step at the machine's limits, beside the time it took."""
+"""The roofline of a run: the step time at the machine's limits, compared with the measured step time."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ptfast.run import Run
 from ptfast.techniques.precision.number_formats import set_float32
 
 TRY_S = 0.15
-"""Seconds of trying each rate. Tries are short, so that some go undisturbed even beside a busy neighbour."""
+"""Seconds per rate. Attempts are short, so that some run undisturbed even next to a busy neighbor."""
 COST_S = 1.2
-"""About how long all measurements take."""
+"""Approximate duration of all measurements."""
 _SIZES = {"cuda": 8192, "mps": 2048}
 _SIZE = 512
 _BYTES = {"cuda": 2**28}
 _STREAMED_BYTES = 32 * 2**20
 _SETTINGS = {"tf32": "high", "fp32_high": "high", "fp32_medium": "medium"}
-"""Torch's settings of matrix products for number formats that are float32 in memory."""
+"""Torch's matmul precision settings for formats that are float32 in memory."""
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -45,19 +45,19 @@ class Peaks:
     """The highest rates measured on a machine."""
 
     flops_per_s: dict[str, float]
-    """Of square matrix products, by number format: `fp32`, `bf16`, ..."""
+    """FLOP/s of square matrix products, by number format: `fp32`, `bf16`, ..."""
     bytes_per_s: float
-    """Read and written, of tensors larger than the cache."""
+    """Bytes per second read and written, for tensors larger than the cache."""
     op_s: float
-    """Seconds of one small operator among many."""
+    """Seconds per small operator, among many."""
     transfer_bytes_per_s: float | None = None
-    """From page-locked memory to the device; None if the device has no memory of its own."""
+    """Bytes per second from page-locked memory to the device; None if the device shares the host's memory."""
     seconds: float = field(default=0.0, compare=False)
-    """That measuring took; 0 for known peaks."""
+    """Seconds spent on measuring; 0 for peaks from the cache."""
 
 
 def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | None:
-    """The peaks measured before of this device, with these threads and this torch; None if one is missing."""
+    """Return cached peaks of this device with these threads and this torch; None if one is missing."""
     found = read_json(_path(device))
     try:
         peaks = Peaks(**{name: value for name, value in found.items() if name != "of"})
@@ -67,11 +67,11 @@ def known_peaks(device: torch.device, formats: Iterable[str] = ()) -> Peaks | No
 
 
 def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> Peaks:
-    """Measure this machine's products in `formats`, memory and overhead, and remember them on disk.
+    """Measure this machine's matrix products in `formats`, memory and overhead, and cache them on disk.
 
-    The quickest of all tries counts, earlier measurements included. The random state does not change.
+    The fastest of all attempts counts, earlier measurements included. The random state does not change.
 
-    Cost: about a second, once for a device, a number of threads and a version of torch.
+    Cost: about a second, once per device, number of threads and version of torch.
     """
     start = time.perf_counter()
     rates = {name: _products_per_s(name, device) for name in dict.fromkeys(formats)}
@@ -104,7 +104,7 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of this device."""
+    """Return the maker's name of this device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = devices.cpu_facts("model name", "CPU part")
@@ -112,7 +112,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _products_per_s(name: str, device: torch.device) -> float:
-    """Floating-point operations a second of a square matrix product in the number format `name`."""
+    """Return the FLOP/s of a square matrix product in the number format `name`."""
     size = _SIZES.get(device.type, _SIZE)
     dtype = _TYPES.get(name, torch.float32)
     draws = torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _quickest(device: torch.device, call: Callable[[], Any]) -> float:
-    """Seconds of the quickest call after the first."""
+    """Return the seconds of the fastest call after the first."""
     best, end = float("inf"), None
     while end is None or best == float("inf") or time.perf_counter() < end:
         start = time.perf_counter()
@@ -151,11 +151,11 @@ def _path(device: torch.device) -> Path:
 
 
 SMALL = 0.25
-"""The share of a step below which a limit is not said to bound it."""
+"""A limit below this share of a step is not reported as its bound."""
 PAYS_AFTER = 50
-"""A run measures the machine if it trains this many times as long as that takes."""
+"""A run measures the machine if it trains this many times as long as measuring takes."""
 SHORT_S = 10
-"""A run that trains for less than this reports nothing."""
+"""A run that trains for less time reports no roofline."""
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,16 @@ class Work:
     """The work of one step."""
 
     flops: dict[str, float]
-    """Floating-point operations of products and convolutions, by number format."""
+    """Floating-point operations of matrix products and convolutions, by number format."""
     moved_bytes: float
-    """Bytes read and written of weights, gradients, optimizer state and activations."""
+    """Bytes read and written: weights, gradients, optimizer state and activations."""
     calls: float
-    """Calls of operators."""
+    """Number of operator calls."""
     batch_bytes: float = 0.0
 
 
 def count_work(run: Run, counted: Counted) -> Work:
-    """The work of one step, from counts over some."""
+    """Return the work of one step, from counts over several."""
     steps = counted.steps
     totals: dict[str, float] = defaultdict(float)
     for operator in counted.operators:
@@ -188,9 +188,9 @@ def count_work(run: Run, counted: Counted) -> Work:
 
 
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
-    """Compare a step with the machine's limits: the entries of summary.json, with lines for people.
+    """Compare a step with the machine's limits: return the entries of summary.json, and lines for people.
 
-    `seconds` are those of `steps` steps, by cause, as in the ledger.
+    `seconds` are the seconds of `steps` steps by cause, as in the ledger.
     """
     rows = {name: seconds.get(name, 0.0) / steps for name in STEP}
     step_s, total = sum(rows.values()), sum(work.flops.values())
@@ -203,7 +203,7 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
     limits = waits | floors
     bound = max(limits, key=limits.__getitem__)
     if limits[bound] < SMALL * step_s:
-        # Small operators, which reach none of the peaks.
+        # Small operators reach no peak.
         bound = "operators"
     if peaks.transfer_bytes_per_s is not None:
         floors["transfer"] = work.batch_bytes / peaks.transfer_bytes_per_s
@@ -234,7 +234,7 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
 
 
 def _format(run: Run, operator: Operator) -> str:
-    """The number format in which an operator multiplies."""
+    """Return the number format in which an operator multiplies."""
     inputs = [x for x in tree_leaves((operator.args, operator.kwargs)) if isinstance(x, TensorMeta)]
     dtype = next((x.dtype for x in inputs if x.dtype.is_floating_point), torch.float32)
     if (name := next((name for name, each in _TYPES.items() if each == dtype), None)) is not None:
@@ -249,12 +249,12 @@ def _format(run: Run, operator: Operator) -> str:
 
 
 def _bytes(values: Iterable[Any]) -> int:
-    """Bytes of the tensors among `values`, or of this rank's part of sharded ones."""
+    """Return the bytes of the tensors among `values`, or of this rank's shard of sharded ones."""
     return sum(local_part(value).nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def flop(number: float) -> str:
-    """Floating-point operations in three digits: `98.1 GFLOP`."""
+    """Format floating-point operations with three digits: `98.1 GFLOP`."""
     for factor, unit in ((1e12, "T"), (1e9, "G")):
         if number >= factor:
             return f"{number / factor:.3g} {unit}FLOP"
@@ -262,12 +262,12 @@ def flop(number: float) -> str:
 
 
 def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
-    """The entry `speed_of_light` of summary.json; None if the run was too short to say anything.
+    """Return the entry `speed_of_light` of summary.json; None if the run was too short for one.
 
-    The machine's limits are measured after training, and once for a machine: later runs find them in the
-    cache folder. A run of less than a minute measures nothing.
+    The machine's limits are measured after training, once per machine: later runs find them in the cache
+    folder. A run of less than a minute does not measure them.
 
-    Cost: a second, the first time; 0.2 s otherwise. Booked as `measuring`.
+    Cost: a second the first time, 0.2 s otherwise. Booked as `measuring`.
     """
     counter: StepCounter = run.counter
     counted, seconds = counter.counted, run.clock.ledger()
@@ -286,9 +286,9 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
         peaks = known_peaks(run.device, work.flops)
         pays = may_measure and train_s >= PAYS_AFTER * COST_S
         if peaks is not None and pays and weigh(work, peaks, seconds, steps)["mfu"] > 1:
-            peaks = None  # measured while something else kept the machine busy
+            peaks = None  # measured while another program kept the machine busy
         if peaks is None and pays:
-            # Training may have left no memory for it.
+            # Training may have left too little memory for it.
             try:
                 with run.display.status("measuring this machine's peak rates"):
                     peaks = measured_peaks(run.device, work.flops)
@@ -301,7 +301,7 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
             return weigh(work, peaks, seconds, steps) | cost
         step_s, total = train_s / steps, sum(work.flops.values())
         enough = f"{PAYS_AFTER * COST_S:.0f} s"
-        why = f"this machine's peak is not measured yet; a run that trains for {enough} measures it"
+        why = f"this machine's peak is not measured yet; a run of {enough} or more measures it"
         line = f"{flop(total / step_s)}/s; {why}"
         return {"step_s": step_s, "flops_per_step": total, "flops_per_s": total / step_s, "line": line} | cost
     finally:

@@ -14,14 +14,14 @@ from ptfast.core.protocols import Callback
 from ptfast.run import Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""The phases, by the names of the run's clock."""
+"""The phases, named as in the run's clock."""
 PARTS = ("transfer", "gradient_sync")
-"""Times that count to the phase they interrupt: NVTX ranges must end in the thread in which they began, and
+"""Times that count for the phase they interrupt: NVTX ranges must end in the thread that began them, and
 another thread reports the wait for gradients."""
 
 
 SavedKinds = dict[int, tuple[torch.dtype, tuple[int, ...], int]]
-"""Type, shape and bytes of each storage that is saved for the backward pass, by its address."""
+"""Type, shape and bytes of each storage saved for the backward pass, by its address."""
 
 
 @dataclass(eq=False)
@@ -48,9 +48,9 @@ class Phases(Callback):
 
 @contextmanager
 def watched(run: Run, phases: Phases) -> Iterator[None]:
-    """A context in which `phases` follows every step of `run`, by the marks of its clock."""
+    """Let `phases` follow every step of `run` inside this context, by the marks of its clock."""
     clock, to = run.clock, run.clock.to
-    # Another one may be watching already.
+    # Another watcher may be active already.
     around = vars(clock).get("to")
 
     def report(cause: str | None) -> None:
@@ -72,7 +72,7 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
 
 
 def saved_for_backward(model: torch.nn.Module, kinds: SavedKinds) -> saved_tensors_hooks:
-    """A context, to be entered as often as you like, that notes what autograd saves, except weights."""
+    """Return a reusable context that records the tensors autograd saves, except weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

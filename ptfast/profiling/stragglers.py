@@ -1,4 +1,4 @@
-"""Which of several ranks the others wait for, and in what, by the ledger that each of them keeps anyway."""
+"""Find the rank that the others wait for, and the cause, by the ledger that each rank keeps anyway."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ptfast.core.clock import STEP, label
 from ptfast.run import Run
 
 SLOWER = 0.2
-"""Part by which a rank has to make all steps longer."""
+"""Fraction by which a rank must lengthen all steps to be reported."""
 LEAST_S = 1.0
-"""Time in steps that a verdict takes: over less, chance decides."""
+"""Number of steps that a verdict needs; over fewer, chance decides."""
 
 
 class Stragglers:
-    """Compares what each rank does itself, which is all but waiting for the gradients of the others.
+    """Compares the time each rank spends on its own work: all except waiting for the gradients of others.
 
-    Figures travel with the votes at a look, so that nothing more is exchanged. A slow rank is said once.
+    Metrics travel with the votes at a look, so there is no extra exchange. A slow rank is reported once.
     """
 
     def __init__(self, run: Run) -> None:
@@ -25,12 +25,12 @@ class Stragglers:
         self._sums = [0.0] * (run.ranks.num_ranks * len(STEP))
 
     def own(self) -> list[float]:
-        """Seconds by cause of a step, in the order of `STEP`, since the last call."""
+        """Return the seconds per step by cause since the last call, in the order of `STEP`."""
         before, self._before = self._before, dict(self._run.clock.seconds)
         return [self._before.get(cause, 0.0) - before.get(cause, 0.0) for cause in STEP]
 
     def receive(self, figures: Sequence[float]) -> None:
-        """Take the `own` of all ranks one after another; warn of one that makes steps `SLOWER`."""
+        """Compare the `own` of all ranks, given in order; warn about one that makes steps `SLOWER`."""
         if self._run.ranks.num_ranks == 1:
             return
         self._sums = [old + new for old, new in zip(self._sums, figures, strict=True)]
@@ -55,5 +55,5 @@ class Stragglers:
         }
         cause = max(excess, key=excess.__getitem__)
         run.slow_ranks[slowest] = {"step": run.progress.step, "cause": cause, "slower": share}
-        what = f"rank {slowest} is slower than the others, by {label(cause)} above all"
-        run.display.warn(f"{what}: steps take {share:.0%} longer for it by step {run.progress.step}")
+        what = f"rank {slowest} is slower than the others, mainly in {label(cause)}"
+        run.display.warn(f"{what}: steps take {share:.0%} longer because of it, at step {run.progress.step}")

@@ -243,7 +243,7 @@ def test_what_cannot_be_meant_is_rejected_in_one_line() -> None:
         ({"data": Net()}, "C009", "is not a dataset"),
         ({"model": Points()}, "C009", "is not a torch.nn.Module"),
         ({"data": [1, 2]}, "C009", "not a dataset"),
-        ({"parallel": "ddp"}, "C011", "the ranks are other processes, which do not have ptfast.given.Net_"),
+        ({"parallel": "ddp"}, "C011", "the ranks are other processes, where ptfast.given.Net_"),
         (
             {"parallel": {"nnodes": 2, "strategy": "ddp"}},
             "C011",

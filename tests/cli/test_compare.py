@@ -241,7 +241,7 @@ def test_a_page_holds_the_table_and_a_line_for_each_run(runs: list[Path], tmp_pa
 
 def test_bad_arguments_are_named(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="contains no run"):
         compare([tmp_path / "empty"])
     with pytest.raises(ConfigError, match=r"There are: .*val\.accuracy, .*wall_s"):
         compare(runs, "val.f1")

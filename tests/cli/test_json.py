@@ -80,7 +80,7 @@ ERRORS: dict[str, tuple[str, str | None, str | None, str | None, str | None]] = 
     "eval RUN eval.flipp=true": ("C002", "eval.flipp", "True", TYPED, "Did you mean eval.flip?"),
     "predict": ("C016", "predict", None, None, "Usage: ptfast predict"),
     "predict RUN /nowhere": ("D001", "PATH", "/nowhere", None, None),
-    "predict RUN --prompt x": ("C011", "--prompt", None, TYPED, "Give files to predict for"),
+    "predict RUN --prompt x": ("C011", "--prompt", None, TYPED, "Give files to predict instead"),
     "export RUN": ("C016", "--out", None, TYPED, "Usage: ptfast export"),
     "export RUN --out empty": ("C011", "--out", "empty", TYPED, "Choose another folder"),
     "export RUN --out new --weights best": ("C005", "--weights", "best", TYPED, "Use averaged or last"),

@@ -58,13 +58,13 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("pack images dst --size big", "C005", "or keep"),
         ("pack images dst --workers none", "C005", "expected a whole number above 0"),
         ("pack images dst --on-corrupt ignore", "C005", "Use error or skip"),
-        ("pack images dst --jpeg --size 8", "C011", "keeps files as they are"),
+        ("pack images dst --jpeg --size 8", "C011", "keeps the files"),
         ("pack images images/dst", "C011", "within its source"),
         ("pack images full", "C011", "not empty and holds no pack"),
         ("pack images file", "C011", "is a file"),
         ("pack images of-another", "C011", "holds a pack of"),
         ("pack images file/inside", "E001", "cannot be written: Not a directory"),
-        ("pack --verify images", "D001", "holds no pack"),
+        ("pack --verify images", "D001", "contains no pack"),
         ("pack --verify images --jpeg", "C011", "takes nothing else"),
     ],
 )
@@ -221,12 +221,12 @@ def test_what_was_skipped_is_not_passed_over(tree: Path, tmp_path: Path, capsys:
     words = ["pack", str(tree), str(tmp_path / "pack")]
     assert run([*words, "--on-corrupt", "skip"]) == 0
     assert run(words) == DataError.exit_code
-    assert "was left out of the pack" in capsys.readouterr().err
+    assert "cannot be packed" in capsys.readouterr().err
     assert run([*words, "--on-corrupt", "skip"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("nothing", "no such file or folder"), ("pack", "is a pack already")]
+    ("name", "says"), [("nothing", "no such file or folder"), ("pack", "is already a pack")]
 )
 def test_sources_that_are_none(name: str, says: str, tree: Path, tmp_path: Path, capsys: Any) -> None:
     pack(tree, tmp_path / "pack")

@@ -140,7 +140,7 @@ def test_a_finished_run_whose_states_are_gone_is_left_alone(
         capsys.readouterr()
         assert train(*words, f"run.resume={resume}") == 6
         (line,) = capsys.readouterr().err.splitlines()
-        assert "error[S004]: run.dir=a (command line): holds the figures of a run of 4 steps" in line
+        assert "error[S004]: run.dir=a (command line): contains metrics of a run of 4 steps" in line
     assert Path("a/metrics.jsonl").read_text() == before
 
 

@@ -35,15 +35,15 @@ HERE: dict[str, Any] = {
     [
         (
             {"versions": {"torch": "2.8.0", "python": "3.12.1"}},
-            "rank 1 on n2: has torch 2.8.0, and rank 0 on n1 has 2.9.0. Install the same versions",
+            "rank 1 on n2: has torch 2.8.0, but rank 0 on n1 has 2.9.0. Install the same versions",
         ),
         (
             {"words": ["epochs=2", "optimizer.lr=0.2"]},
-            "rank 1 on n2: was started with optimizer.lr=0.2, and rank 0 on n1 with optimizer.lr=0.1.",
+            "rank 1 on n2: was started with optimizer.lr=0.2, but rank 0 on n1 with optimizer.lr=0.1.",
         ),
         (
             {"words": ["epochs=2"]},
-            "rank 1 on n2: was started with less, and rank 0 on n1 with optimizer.lr=0.1.",
+            "rank 1 on n2: was started with less, but rank 0 on n1 with optimizer.lr=0.1.",
         ),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_folder_that_is_not_shared_is_named(in_tmp: Path) -> None:
     ]
     assert unseen == [socket.gethostname()] * 2
     check_shared(in_tmp, ["", ""])
-    with pytest.raises(MachineError, match=r"n2, n3 cannot see what .* writes there") as caught:
+    with pytest.raises(MachineError, match=r"n2, n3 cannot see files that .* writes there") as caught:
         check_shared(in_tmp, ["", "n3", "n2", "n2"])
     assert (caught.value.code, caught.value.key) == ("E001", str(in_tmp))
 
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize(
     ("host", "says"),
-    [("127.0.0.1", "not all of 2 machines have met there."), ("nobody.invalid", "nobody answers there (")],
+    [("127.0.0.1", "fewer than 2 machines have joined."), ("nobody.invalid", "no machine answers there (")],
 )
 def test_a_rendezvous_that_nobody_joins_ends(
     host: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -174,13 +174,13 @@ def test_two_hosts_that_differ_or_share_no_folder_say_so_once(in_tmp: Path) -> N
     with two_hosts():
         assert until_both_end("run.dir=a", words=("run.dir=b",)) == (
             [7, 7],
-            f"ptfast: error[P002]: rank 1 on {SECOND}: was started with run.dir=b, and rank 0 on {FIRST} "
+            f"ptfast: error[P002]: rank 1 on {SECOND}: was started with run.dir=b, but rank 0 on {FIRST} "
             "with run.dir=a. Start the same command on all machines.",
         )
         (in_tmp / "local").mkdir()
         assert until_both_end("run.dir=local/a", private=in_tmp / "local") == (
             [4, 4],
-            f"ptfast: error[E001]: local/a: {SECOND} cannot see what {FIRST} writes there. "
+            f"ptfast: error[E001]: local/a: {SECOND} cannot see files that {FIRST} writes there. "
             "Set run.root or run.dir to a folder that all machines share.",
         )
     assert [path.name for path in in_tmp.rglob("*")] == ["local"]

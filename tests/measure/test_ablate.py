@@ -108,7 +108,7 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     for name, speed in truth.items():
         assert found[name]["effect"]["ratio"] == pytest.approx(speed, rel=0.02)
         assert found[name]["verdict"] == "faster"
-    # Trained beside the pick, not in the plan.
+    # Trained on top of the selected config, not in the plan.
     assert found["gradient accumulation"]["is_apart"]
     assert found["gradient accumulation"]["verdict"] == "slower"
     shown = capsys.readouterr().out
@@ -141,9 +141,9 @@ def test_an_optimizer_is_measured_where_it_is_named(planted: type[Planted], in_t
     receipt = ablated(in_tmp / "out", only="channels-last,lamb")
     found = {each["technique"]: each for each in receipt["findings"]}
     assert found["lamb"]["effect"]["ratio"] == pytest.approx(0.8, rel=0.03)
-    # Not every optimizer takes the step kernel of the pick.
+    # Not every optimizer takes the step kernel of the selected config.
     found = ablated(in_tmp / "other", only="foreach-optimizer-step,muon")["findings"]
-    assert [each["why"] for each in found] == ["", "it cannot be set beside the pick"]
+    assert [each["why"] for each in found] == ["", "it cannot be combined with the selected config"]
 
 
 def test_lower_precision_where_the_config_has_some(planted: type[Planted], in_tmp: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_config_as_given_may_be_the_best(planted: type[Planted], in_tmp: Pat
     planted.given_speed = 3.0
     assert ablated(in_tmp / "out", "seed=7")["best"] == []
     text = (in_tmp / "out/best.yaml").read_text()
-    assert "As it was given" in text
+    assert "over the config as given" in text
     assert "preset" not in text
 
 
@@ -188,7 +188,7 @@ def test_a_budget_that_is_too_small_is_refused_before_it_is_spent(
     for budget in ("20s", "31s"):
         assert run(["ablate", *WORDS, "--budget", budget, "--out", "out"]) == 2
         said = capsys.readouterr()
-        assert "too short for this recipe: it takes about" in said.err
+        assert "too short for this recipe: it needs about" in said.err
         assert "Give --budget" in said.err
     assert not (in_tmp / "out").exists()
 

@@ -53,15 +53,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MODELS = {
     "bias": ("bias before a norm", "first"),
-    "rms": ("rms norm by hand", "norm"),
-    "attention": ("attention by hand", "line"),
-    "gelu": ("gelu by hand", "line"),
-    "gelu_tanh": ("gelu by hand", "line"),
+    "rms": ("hand-written rms norm", "norm"),
+    "attention": ("hand-written attention", "line"),
+    "gelu": ("hand-written gelu", "line"),
+    "gelu_tanh": ("hand-written gelu", "line"),
     "dropout": ("dropout of zero", "drop"),
     "parallel": ("data parallel", "inner"),
     "unused": ("unused parameters", "spare.weight, spare.bias"),
     "float64": ("float64", "line"),
-    "deep": ("deep without normalisation", "Net"),
+    "deep": ("deep without normalization", "Net"),
     "item": ("reads on the host", "line"),
     "cpu": ("reads on the host", "line"),
     "branch": ("reads on the host", "line"),
@@ -108,7 +108,7 @@ DATA = {
         "decoding in every epoch",
         planted.Pictures.__getitem__,
     ),
-    "scale": (("data.defect=scale",), "inputs not normalised", planted.Points),
+    "scale": (("data.defect=scale",), "inputs not normalized", planted.Points),
     "padded": (("data._target_=planted.Padded", *TEXT), "padding", planted.Padded.__getitem__),
     "ragged": (("data._target_=planted.Ragged", *TEXT), "padding", "batching"),
 }
@@ -147,7 +147,7 @@ def test_a_read_in_a_callback_or_task_is_found_in_its_place(tmp_path: Path, part
 
 
 CUDA = {
-    "widths beside tensor cores": (("model.defect=width", "precision=bf16"), "first, last"),
+    "widths unsuited to tensor cores": (("model.defect=width", "precision=bf16"), "first, last"),
     "memory not pinned": (("dataloader.pin=false",), "dataloader.pin"),
 }
 
@@ -198,7 +198,7 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
     assert machine(context) == []
     with monkeypatch.context() as patch:
         patch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
-        assert machine(context) == ["threads beside cores"]
+        assert machine(context) == ["threads not matching cores"]
     with monkeypatch.context() as patch:
         patch.setattr(
             step_checks.devices,

@@ -188,7 +188,7 @@ def ended(tmp_path: Path) -> ChaosTest:
 
 
 def test_the_last_line_claims_what_was_found(ended: ChaosTest) -> None:
-    trained = "94 % of the time was training"
+    trained = "training took 94 % of the time"
     assert ended.verdict([], []) == (f"2 of 2 kills survived, all bits equal; {trained}", 0)
     line, code = ended.verdict([], ["progress.window_loss: 1.0 and 1.0000001"])
     assert (code, "all bits equal" in line, "training losses to 1e-06" in line) == (0, False, True)
@@ -197,7 +197,7 @@ def test_the_last_line_claims_what_was_found(ended: ChaosTest) -> None:
         6,
     )
     (ended.folder / STRIKES).write_text('{"step": 3}\n')
-    said = "1 kill never found a moment, first rank 0 in saving at step 4 (begun)"
+    said = "1 kill could not be delivered, first rank 0 in saving at step 4 (begun)"
     assert ended.verdict([], []) == (f"1 of 2 kills survived, all bits equal; {trained}; {said}", 6)
     ended.failure = "attempt 2 hangs"
     assert ended.verdict([], []) == ("0 of 2 kills survived after rank 0 after step 3: attempt 2 hangs", 6)
@@ -206,10 +206,10 @@ def test_the_last_line_claims_what_was_found(ended: ChaosTest) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import time; time.sleep(600)", "attempt 1 hangs: not over after 1.0s"),
+        ("import time; time.sleep(600)", "attempt 1 hangs: not finished after 1.0s"),
         (
             "raise SystemExit('ptfast: error[S001]: gone')",
-            "fails without being struck: ptfast: error[S001]: gone",
+            "fails without a kill: ptfast: error[S001]: gone",
         ),
     ],
 )

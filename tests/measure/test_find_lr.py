@@ -159,7 +159,7 @@ def test_a_config_that_never_learns(
         command_line.run(["find", "lr", *SMALL, *range_of_rates, "--write", "found.yaml", "--out", "out"])
         == 8
     )
-    assert "makes the loss fall" in capsys.readouterr().err
+    assert "makes the loss decrease" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["lr.json"]
 
 

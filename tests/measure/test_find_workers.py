@@ -126,7 +126,7 @@ def test_what_no_loader_can_save_is_not_looked_for() -> None:
     search = searched(machine)
     assert search.chosen == PLAIN
     assert not tried(search)
-    assert search.notes[-1].startswith("without workers 1.0% of the time goes to reading")
+    assert search.notes[-1].startswith("without workers, 1.0% of the time goes to reading")
 
 
 def test_what_may_be_faster_is_named_where_figures_cannot_tell() -> None:
@@ -148,7 +148,7 @@ def test_no_more_are_tried_than_allowed() -> None:
     search = searched(Machine(lambda loader: 50.0 * loader.workers + 1), 5)
     assert search.chosen.workers == 5
     assert max(tried(search)) == 5
-    assert "more than 5 workers were not tried: --to goes further" in search.notes
+    assert "more than 5 workers were not tried: raise --to to go further" in search.notes
     search = searched(Machine(slow, iterable=True, repeatable=False, num_shards=3))
     assert tried(search) == [1, 2, 3]
     assert not search.failed
@@ -175,7 +175,7 @@ def test_a_trial_that_dies_is_named_and_survived() -> None:
 
 
 def test_kinds_that_this_data_cannot_have_are_named() -> None:
-    assert "held as they first are" in searched(Machine(slow, repeatable=False)).failed[MEMORY]
+    assert "cached as first read" in searched(Machine(slow, repeatable=False)).failed[MEMORY]
     search = searched(Machine(slow, read_s=720.0))
     assert search.failed[MEMORY] == "decoding everything once would take 12m 00s on one core"
     assert MEMORY in searched(Machine(slow, read_s=720.0, auto=MEMORY)).seen

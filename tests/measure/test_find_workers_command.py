@@ -79,7 +79,7 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
     ranks = ("device=cpu", "parallel=ddp", "parallel.nproc=2")
     figures, out = find(tmp_path, *POINTS, "data.read_s=0.02", *ranks, "--seconds", "0.3", "--to", "2")
     assert figures["chosen"]["workers"] == 2
-    assert "workers of each of 2 ranks" in out
+    assert "workers per rank, for 2 ranks" in out
 
 
 @pytest.mark.slow

@@ -69,6 +69,6 @@ def test_fewer_tokens_to_choose_from() -> None:
 
 @pytest.mark.slow
 def test_more_tokens_than_places() -> None:
-    with pytest.raises(ConfigError, match="more than the 16 tokens of the model's context") as caught:
+    with pytest.raises(ConfigError, match="exceeds the model's context of 16 tokens") as caught:
         generate(gpt2(), PROMPT, vocab_size=9, context_length=6, num_new=15)
     assert (caught.value.code, caught.value.key) == ("C005", "--max-new-tokens")

@@ -115,7 +115,7 @@ def test_a_run_may_be_resumed_with_another(in_tmp: Path) -> None:
 
 
 def test_too_few_steps_to_look_at(run: Run) -> None:
-    said = "only 6 steps are left to train, and"
+    said = "only 6 steps are left to train, but"
     with (
         pytest.raises(ConfigError, match=said) as caught,
         debugging("profiler", run, wait=4, warmup=1, active=2),

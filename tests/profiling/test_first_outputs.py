@@ -107,8 +107,8 @@ def test_the_step_that_warms_up_leaves_its_batch_as_it_is(in_tmp: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("AlwaysDropout", "gives other outputs for the same inputs in evaluation. F.dropout needs training="),
-        ("OfBatch", "gives other outputs for a sample alone than in a batch. Use BatchNorm with running"),
+        ("AlwaysDropout", "returns different outputs for the same inputs in evaluation. F.dropout needs training="),
+        ("OfBatch", "returns different outputs for a sample alone and in a batch. Use BatchNorm with running"),
         ("Linear", None),
     ],
 )

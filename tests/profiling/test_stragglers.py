@@ -72,7 +72,7 @@ def test_two_ranks(two_ranks: dict[str, Any]) -> None:
     assert (rank, cause) == (1, "data")
     assert slower > 1
     (said,) = found["one"]["warnings"]
-    assert said.startswith("rank 1 is slower than the others, by data above all: steps take ")
+    assert said.startswith("rank 1 is slower than the others, mainly in data: steps take ")
     assert found["both"] == {"warnings": [], "slow": []}
 
 

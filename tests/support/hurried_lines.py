@@ -72,7 +72,7 @@ HURRIED: dict[str, Case] = {
     "a folder that is no run": Case("eval .", "S004", (".: no saved state there. Give a run directory",)),
     "no run": Case("eval", "C016", ("Usage: ptfast eval RUN|CHECKPOINT",)),
     "a prediction without a run": Case("predict nope missing.png", "S004", ("nope: no such folder",)),
-    "a comparison of no run": Case("compare .", "C001", (".: holds no run",)),
+    "a comparison of no run": Case("compare .", "C001", (".: contains no run",)),
     "a recipe to copy that is none": Case(
         "copy nope x.yaml", "C003", ("nope: no such recipe. Recipes: char_gpt",)
     ),

@@ -1,1 +1,1 @@
-"""What in a model, its data, its loop and its machine costs speed, and what mends it."""
+"""Find slow code in a model, its data, its loop and its machine, and say how to fix it."""

@@ -1,4 +1,4 @@
-"""Findings of an audit, and the run they come from, which trains some steps that all checks look at."""
+"""The findings of an audit, and the short training run that all checks inspect."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from ptfast.training.stages.data_stage import build_choice, load_data
 from ptfast.training.user_code import naming_user_code
 
 LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
-"""Steps that are timed: as many as `STEPS_S` takes, within these bounds."""
+"""Number of timed steps: as many as fit in `STEPS_S`, within these bounds."""
 CALL_STEPS, NUM_SAMPLES = 2, 32
-"""Steps and samples whose calls are traced."""
+"""Number of steps and samples whose calls are traced."""
 ENDLESS = 2**31
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a step that a finding costs; interval and verdict are those of a paired trial, if any."""
+    """Seconds per step that a finding costs; a paired trial adds the interval and the verdict."""
 
     seconds: float
     low_s: float | None = None
@@ -71,19 +71,19 @@ class Finding:
     where: str
     """`file.py:12`, the path of a module in the model, or a config key."""
     mend: str
-    """The change of code as an imperative; empty where `overrides` say it all."""
+    """The code change, as an imperative; empty if `overrides` is the whole fix."""
     overrides: tuple[str, ...] = ()
-    """Words for the command line that mend it."""
+    """Command-line overrides that fix it."""
     kind: Kind = "exact"
-    """What mending it does to the result."""
+    """How the fix changes the result."""
     price: Price | None = None
     handled: bool = False
-    """The run mends it itself."""
+    """The run already fixes it by itself."""
 
 
 @dataclass(frozen=True)
 class SampleTrace:
-    """The cost of fetching some samples one after another; `decoding_s` of it in decoders of images."""
+    """The cost of fetching samples one after another; image decoders take `decoding_s` of it."""
 
     num_samples: int
     seconds: float
@@ -92,7 +92,7 @@ class SampleTrace:
 
 
 class AuditContext:
-    """A run and the figures of some of its steps: the first warms up, some are timed, and some are traced."""
+    """A run and measurements of some steps: the first warms up, some are timed, and some are traced."""
 
     def __init__(self, config: Config, run: Run, source: Source) -> None:
         self.config, self.run, self.source = config, run, source
@@ -103,7 +103,7 @@ class AuditContext:
         self._trainer = trainer = Trainer(run)
         switches = trainer.first_look.switches
         self.batch: Any = None
-        """A micro-batch as the task takes it."""
+        """A micro-batch in the form the task receives it."""
         self.shapes: set[Any] = set()
         """Shapes of the inputs in all steps but the first."""
         self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
@@ -114,13 +114,13 @@ class AuditContext:
             self.take_step()
             switches.look()
         self.aids = switches.found
-        """Debugging aids of torch that are on, and where they were turned on."""
+        """Torch's debugging aids that are on, and where they were switched on."""
         self.shapes.clear()
         self._time_steps()
         self.graph_breaks = _graph_breaks(run) - breaks_before
-        """By reason; none where nothing is compiled."""
+        """Counts by reason; empty if nothing is compiled."""
         self.calls = CallTrace(run.device.type)
-        """Of `CALL_STEPS` steps, as are the waits for a CUDA device, by place."""
+        """Calls in `CALL_STEPS` steps; waits for a CUDA device are counted over the same steps, by place."""
         waits = cuda_syncs() if run.device.type == "cuda" else nullcontext(dict[str, int]())
         trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         trained: set[str] = set()
@@ -128,24 +128,24 @@ class AuditContext:
             for name, parameter in trainable.items():
                 hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: trained.add(name))
                 hooks.callback(hook.remove)
-            # Operators are traced in another step, so that a GPU's queue stays full in this one.
+            # Operators are traced in a step of their own, so that a GPU's queue stays full in this one.
             with waits as self.syncs, self.calls:
                 trainer.train(self._batches, run.progress.step + CALL_STEPS)
             self._trace_operators()
         self.unused = [name for name in trainable if name not in trained]
-        """Parameters that train and got no gradient in any step."""
+        """Trainable parameters that got no gradient in any step."""
         self.evaluation, metrics = CallTrace(run.device.type), run.task.metrics().to(run.device)
         run.forward.eval()
         with run.uncompiled(), torch.no_grad(), run.precision.autocast, self.evaluation:
             run.task.evaluate(run.model, self.batch, metrics)
         run.forward.train()
         self.samples: SampleTrace | None = None
-        """None for data in memory, and for a stream, which reading would consume."""
+        """None for data in memory, and for streams, because reading would consume them."""
         if isinstance(source, MapSource) and source.storage != "memory":
             self.samples = trace_samples(source)
 
     def take_step(self) -> None:
-        """Train one step more, and wait for it."""
+        """Train one more step, and wait for it."""
         self._trainer.train(self._batches, self.run.progress.step + 1)
         self._trainer.window.read()
 
@@ -166,7 +166,7 @@ class AuditContext:
         self.waiting = (ledger()["data"] - waited_s) / (time.perf_counter() - start)
         """Share of the time spent waiting for a batch."""
         self.others_cores = others_cores()
-        """Cores that other processes took meanwhile; 0 if unknown."""
+        """Cores used by other processes meanwhile; 0 if unknown."""
         count, is_slowed = _throttled(self.run.device)
         self.throttled = count > count_before or is_slowed
 
@@ -186,7 +186,7 @@ class AuditContext:
 
 @contextmanager
 def audit_context(config: Config, folder: Path, display: Display) -> Iterator[AuditContext]:
-    """Build the run of `config` in `folder` and train it for some steps to see what they do."""
+    """Build the run of `config` in `folder`, and train a few steps while recording them."""
     ranks = Ranks()
     device = resolve_device(config.device, ranks)
     choice = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
@@ -201,7 +201,7 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
 
 @contextmanager
 def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
-    """Add `gradcheck` to `aids`, with its place, where torch's is called inside."""
+    """Add `gradcheck` to `aids`, with its place, if torch's function is called inside this context."""
     module: Any = sys.modules["torch.autograd.gradcheck"]
     check = module._gradcheck_helper
 
@@ -214,7 +214,7 @@ def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
 
 
 def _graph_breaks(run: Run) -> Counter[str]:
-    """Graph breaks in this process, by torch's reason in one line; none if nothing is compiled."""
+    """Return graph breaks in this process by torch's one-line reason; empty if nothing is compiled."""
     if run.compilation is None:
         return Counter()
     dynamo: Any = sys.modules["torch._dynamo.utils"]
@@ -223,7 +223,7 @@ def _graph_breaks(run: Run) -> Counter[str]:
 
 
 def _throttled(device: torch.device) -> tuple[int, bool]:
-    """How often processors were throttled so far, 0 if unknown, and whether a GPU's clocks are held down."""
+    """Return how often processors were throttled (0 if unknown), and whether GPU clocks are reduced."""
     files = (ROOT / "sys/devices/system/cpu").glob("cpu*/thermal_throttle/*_throttle_count")
     count = sum(int(text) for file in files if (text := file.read_text().strip()).isdigit())
     if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
@@ -235,7 +235,7 @@ def _throttled(device: torch.device) -> tuple[int, bool]:
 
 
 def trace_samples(source: MapSource) -> SampleTrace:
-    """Fetch some samples from all over the data, as a loader does, and trace it."""
+    """Fetch samples from across the data, as a loader does, and trace it."""
     decoding_s = 0.0
 
     def timing(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,6 +262,6 @@ def trace_samples(source: MapSource) -> SampleTrace:
         start = time.perf_counter()
         source.fetch(indices)
         seconds = time.perf_counter() - start
-    # Our own image files do nothing but decode.
+    # ptfast's own image files only decode.
     decoding_s = seconds if isinstance(source, ImageFiles) else decoding_s
     return SampleTrace(len(indices), seconds, decoding_s, calls)

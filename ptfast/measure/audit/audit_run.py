@@ -1,4 +1,4 @@
-"""`ptfast audit`: what costs speed in a model, its data, its loop and the machine, and how to mend it."""
+"""`ptfast audit`: find slow code in a model, its data, its loop and the machine, and say how to fix it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ptfast.report.terminal.display import Display, build_display, say, table
 
 FIX = "--fix"
 CHECKS = check_model, check_data, check_loop, check_machine
-"""docs/speed/audit.md says what each finds."""
+"""docs/speed/audit.md lists what each check finds."""
 
 
 def audit(
@@ -38,12 +38,12 @@ def audit(
     fix: Path | None,
     out: Path | None = None,
 ) -> int:
-    """Train for some steps, print what costs speed in them, and write a recipe with overrides that mend it.
+    """Train some steps, print findings with their cost per step, and write a recipe with the fixes.
 
     Args:
-        budget_s: for measuring what findings cost; 0 measures none.
-        strict: return 8 if something is found that the run does not mend itself.
-        fix: file of the recipe.
+        budget_s: seconds for measuring the cost of findings; 0 skips it.
+        strict: return 8 if there is a finding that the run does not fix by itself.
+        fix: path of the recipe to write.
     """
     check_outputs(out, fix, FIX)
     display = build_display()
@@ -65,7 +65,7 @@ def audit(
                 notes.append(f"{NOT_REACHED}, for the overrides of {', '.join(missed)}")
     except KeyboardInterrupt:
         if findings:
-            show(findings, [*notes, "interrupted: this is what was found so far"])
+            show(findings, [*notes, "interrupted: these are the findings so far"])
         else:
             say("interrupted before anything was found")
         return EXIT_INTERRUPTED
@@ -89,10 +89,10 @@ def audit(
 def price_by_override(
     findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
-    """Measure in other processes what overrides gain, set the prices of findings, and return the receipt."""
+    """Measure the gain of overrides in other processes, set the prices of findings, and return the record."""
     tried = [finding for finding in findings if finding.overrides and not finding.handled]
     pairs = [Pair(each.check, list(arguments), merge(arguments, each.overrides)) for each in tried]
-    status = display.status("measuring what overrides gain", budget_s)
+    status = display.status("measuring the gain of overrides", budget_s)
     with Laboratory(budget_s=budget_s) as laboratory, status:
         measure_pairs(laboratory, pairs)
     effects, verdicts = judge_pairs(pairs)
@@ -106,7 +106,7 @@ def price_by_override(
 
 
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:
-    """Write a recipe with the overrides that keep the result, unless a trial found no gain."""
+    """Write a recipe with the overrides that keep the result, except those that showed no gain in a trial."""
     kept: list[Finding] = []
     left: list[Finding] = []
     for finding in findings:
@@ -114,17 +114,17 @@ def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: S
             gains = finding.price is None or finding.price.verdict in (None, "faster")
             (kept if gains and finding.kind in ("exact", "reordered") else left).append(finding)
     if not kept:
-        say(f"{file} is not written: no override keeps the result and mends a finding")
+        say(f"{file} is not written: no override fixes a finding and keeps the result")
         return
     words = [word for finding in kept for word in finding.overrides]
-    comment = [f"What ptfast audit mends in {label(config)}"]
+    comment = [f"Fixes of ptfast audit for {label(config)}"]
     comment += [f"{finding.check}: {' '.join(finding.overrides)}" for finding in kept]
     comment += [f"left out ({finding.kind}): {' '.join(finding.overrides)}" for finding in left]
     write_recipe(file, merge(arguments, words), {}, comment, FIX)
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
-    """Print findings, the most expensive first and those without a price last, and notes."""
+    """Print findings and notes: the most expensive first, those without a price last."""
 
     def cost_s(finding: Finding) -> float:
         return finding.price.seconds if finding.price else -math.inf
@@ -139,4 +139,4 @@ def show(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     for note in notes:
         say(note)
     count = sum(not finding.handled for finding in findings)
-    say(counted(count, "finding") if count else "nothing found that costs speed")
+    say(counted(count, "finding") if count else "no slow code found")

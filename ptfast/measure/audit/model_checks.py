@@ -1,4 +1,4 @@
-"""Checks of a model: layers for nothing, widths beside tensor cores, formulas that torch has a kernel for."""
+"""Checks of a model: useless layers, widths unsuited to tensor cores, and formulas torch has kernels for."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ptfast.measure.audit.audit_context import AuditContext, Finding
 from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases, find_rms_norms
 
 TILE = 8
-"""Tensor cores multiply half-precision tiles of so many columns (NVIDIA, Matrix Multiplication guide)."""
+"""Columns of a half-precision tile in tensor cores (NVIDIA, Matrix Multiplication guide)."""
 DEEP = 10
-"""Layers with weights from which a net without normalisation counts as deep."""
+"""A net without normalization counts as deep from this number of layers with weights on."""
 WIDTH_SHARE = 0.01
-"""Layers with a smaller part of the model's weights are not worth another width."""
+"""Layers with a smaller share of the model's weights are not worth another width."""
 NAMED = 3
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def check_model(context: AuditContext) -> Iterator[Finding]:
-    """Yield what the layers, the parameters and the formulas of the model cost."""
+    """Yield findings on the layers, the parameters and the formulas of the model."""
     yield from _check_biases(context)
     yield from _check_widths(context)
     yield from _check_formulas(context)
@@ -34,7 +34,7 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
         what, where = f"{counted(len(norms), 'RMS norm')} in single operators", name_some(norms, NAMED)
         mend, overrides = "torch.nn.RMSNorm", ("rewrites.fused_rms_norm=true",)
         handled = context.config.rewrites.fused_rms_norm
-        yield Finding("rms norm by hand", what, where, mend, overrides, "reordered", handled=handled)
+        yield Finding("hand-written rms norm", what, where, mend, overrides, "reordered", handled=handled)
     run, operators = context.run, context.operators
     modules = dict(run.model.named_modules())
     if names := [name for name, each in modules.items() if isinstance(each, _DROPOUTS) and each.p == 0]:
@@ -63,10 +63,10 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
         "norm" in type(each).__name__.lower() for each in modules.values()
     )
     if operators.weighted >= DEEP and not normalises and not context.untraced:
-        what = f"{operators.weighted} layers with weights, and no normalisation"
-        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which lets higher rates train"
+        what = f"{operators.weighted} layers with weights and no normalization"
+        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which allow higher learning rates"
         mend = f"{norms}; or clipping by layer: gradients=adaptive"
-        yield Finding("deep without normalisation", what, type(run.model).__name__, mend, kind="training")
+        yield Finding("deep without normalization", what, type(run.model).__name__, mend, kind="training")
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:
@@ -82,7 +82,7 @@ def _check_biases(context: AuditContext) -> Iterator[Finding]:
             found = [*find_cancelled_biases(run.model, forward)]
     if found:
         count = "1 bias" if len(found) == 1 else f"{len(found)} biases"
-        what, where = f"{count} that the BatchNorm behind subtracts again", name_some(found, NAMED)
+        what, where = f"{count} that the following BatchNorm subtracts again", name_some(found, NAMED)
         mend, overrides = "bias=False in these layers", ("rewrites.bias_before_norm=false",)
         yield Finding("bias before a norm", what, where, mend, overrides, "reordered", handled=not kept)
 
@@ -99,29 +99,29 @@ def _check_widths(context: AuditContext) -> Iterator[Finding]:
             continue
         rows, columns = module.weight.shape[:2]
         widths = (columns, rows // getattr(module, "groups", 1))
-        # The model does not choose the widths of its data.
+        # The data sets these widths, not the model.
         if (width := next((each for each in widths if each % TILE and each not in given), None)) is not None:
             odd.setdefault(width, []).append(name)
     for width, names in odd.items():
         wider = math.ceil(width / TILE) * TILE
         kind = "a vocabulary" if width == info.vocab_size else "a width"
-        what = f"{kind} of {width}, no multiple of {TILE}: which half-precision kernels pad"
-        mend = f"{wider} in place of {width}"
-        yield Finding("widths beside tensor cores", what, name_some(names, NAMED), mend, kind="training")
+        what = f"{kind} of {width}, not a multiple of {TILE}, so half-precision kernels pad"
+        mend = f"{wider} instead of {width}"
+        yield Finding("widths unsuited to tensor cores", what, name_some(names, NAMED), mend, kind="training")
 
 
 def _check_formulas(context: AuditContext) -> Iterator[Finding]:
-    """Formulas written by hand that torch has a kernel for."""
+    """Yield findings on hand-written formulas that torch has a kernel for."""
     softmaxes = context.operators.softmaxes
     attentions = Counter(each.place for each in softmaxes if each.weighs and not each.elsewhere)
     for place, count in attentions.items():
         what = f"attention by a softmax between two products, {times(count)} a step"
         mend = "F.scaled_dot_product_attention(q, k, v, attn_mask=..., dropout_p=..., is_causal=...)"
-        yield Finding("attention by hand", what, place, mend, kind="reordered")
+        yield Finding("hand-written attention", what, place, mend, kind="reordered")
     for (place, approximate), count in context.operators.gelus.items():
         what = f"GELU in single operators, {times(count)} a step"
         mend = 'F.gelu(x, approximate="tanh")' if approximate == "tanh" else "F.gelu(x)"
-        yield Finding("gelu by hand", what, place, mend, kind="reordered")
+        yield Finding("hand-written gelu", what, place, mend, kind="reordered")
 
 
 def times(count: float) -> str:

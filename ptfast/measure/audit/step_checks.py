@@ -17,24 +17,24 @@ from ptfast.measure.audit.traces import source_place
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
 WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
-"""Least parts that count: of a step spent waiting, of tokens in padding, of a sample's time in decoders."""
+"""Smallest shares that count: waiting in a step, padding among tokens, decoding in the time of a sample."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
-"""Inputs are not normalised where means lie `FAR` deviations from 0, or deviations beyond the others."""
+"""Inputs are not normalized if a mean is `FAR` standard deviations from 0, or one is beyond the bounds."""
 OTHERS = 0.25
-"""Cores that others take on average from which on they are a neighbour."""
+"""Average number of cores in use by others from which an audit reports them."""
 _MENDS = {
-    "item": "keep sums as tensors on the device, and read them once in a while",
+    "item": "keep sums as tensors on the device, and read them once in many steps",
     "cpu": "keep it on the device until it is needed, once in many steps",
-    "print of a tensor": "print once in many steps, of a value that was read anyway",
+    "print of a tensor": "print once in many steps, a value that is read anyway",
     "if or while on a tensor": "torch.where, or a decision by shapes and settings that the host knows",
     "boolean mask": "torch.where or a product with the mask, whose shapes are known",
     "repeat_interleave": "repeat_interleave(..., output_size=N)",
 }
-_ELSE = "an operation whose result has a shape that is known beforehand"
+_ELSE = "an operation whose result has a shape known in advance"
 
 
 def check_data(context: AuditContext) -> Iterator[Finding]:
-    """Yield what samples and batches cost."""
+    """Yield findings on samples and batches."""
     run, config, reader = context.run, context.config, "data"
     if (dataset := getattr(context.source, "dataset", None)) is not None:
         # The user's own dataset.
@@ -49,28 +49,28 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
     yield from _check_padding(context, reader)
     shapes = len(context.shapes)
     if context.device_type == "cuda" and config.backend.cudnn_benchmark is True and shapes > MOST_SHAPES:
-        what = f"inputs of {shapes} shapes in a few steps, for each of which cuDNN times its kernels"
+        what = f"inputs of {shapes} shapes in a few steps; cuDNN times its kernels for each one"
         key = "backend.cudnn_benchmark"
         yield Finding("shapes under a search for kernels", what, key, "", (f"{key}=auto",), "reordered")
     if (what := _offset(context)) is not None:
         where = reader if context.samples is not None else "data"
-        own = "return uint8 images, which data.normalize handles, or normalise whole batches in the model"
+        own = "return uint8 images, which data.normalize handles, or normalize whole batches in the model"
         mend, overrides = (own, ()) if config.data.normalize else ("", ("data.normalize=true",))
-        yield Finding("inputs not normalised", what, where, mend, overrides, "training")
+        yield Finding("inputs not normalized", what, where, mend, overrides, "training")
 
 
 def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> Iterator[Finding]:
-    """Samples that steps wait for, and arrays of samples that are copied."""
+    """Yield findings on samples that steps wait for, and arrays that are copied."""
     run, count = context.run, samples.num_samples
     per_step = run.batch_size / count
     if context.waiting >= WAITING:
         in_here = run.train_loader.kind in ("plain", "packed")
         if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
             each = short_time(samples.seconds / count)
-            what = f"{context.waiting:.0%} of a step waits for samples of {each}, and no worker reads ahead"
+            what = f"{context.waiting:.0%} of a step waits for samples of {each}, and no worker prefetches"
             yield Finding("no workers", what, reader, "", ("dataloader=workers",))
         if samples.decoding_s >= DECODING * samples.seconds:
-            what = f"decoding takes {short_time(samples.decoding_s / count)} a sample, anew in every epoch"
+            what = f"decoding takes {short_time(samples.decoding_s / count)} per sample, in every epoch again"
             mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
             yield Finding("decoding in every epoch", what, reader, mend)
         mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
@@ -82,15 +82,15 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
                 names = names or [kind.__name__ for kind in known]
             dataset = getattr(dataset, "dataset", None)
         if names:
-            what = f"transforms of one image at a time: {', '.join(names)}"
+            what = f"transforms on single images: {', '.join(names)}"
             yield Finding("work on single samples", what, reader, mend)
         for place, calls in samples.calls.arithmetic.items():
             if calls.count >= count and not place.startswith("torchvision/"):
-                what = f"every sample goes through operations of its own ({', '.join(sorted(calls.names))})"
+                what = f"operations on single samples ({', '.join(sorted(calls.names))})"
                 price = Price(calls.seconds * per_step)
                 yield Finding("work on single samples", what, place, mend, price=price)
     for place, calls in samples.calls.copied.items():
-        what = "torch.tensor copies an array of each sample"
+        what = "torch.tensor copies the array of each sample"
         mend = "torch.from_numpy(array), or torch.as_tensor(array)"
         yield Finding("arrays copied", what, place, mend, price=Price(calls.seconds * per_step))
 
@@ -106,7 +106,7 @@ def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
         # Padding stands at the ends of rows.
         share = float((tokens.flip(1) == pad).int().cumprod(1).float().mean())
         if share >= PADDING:
-            what = f"{share:.0%} of the tokens of a batch are padding that the dataset has put there"
+            what = f"{share:.0%} of the tokens of a batch are padding added by the dataset"
             mend = "leave texts as long as they are, with `lengths` in the dataset; batching=buckets then"
             yield Finding("padding", what, reader, mend)
         return
@@ -118,7 +118,7 @@ def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
 
 
 def _offset(context: AuditContext) -> str | None:
-    """Mean and deviation of inputs that are not normalised, in words; None for those that are."""
+    """Describe mean and standard deviation of inputs that are not normalized; None if they are normalized."""
     inputs = next(tensors_in(context.batch), None)
     scaled = context.run.info.kind in ("image", "features")
     if not scaled or inputs is None or not inputs.is_floating_point():
@@ -132,12 +132,12 @@ def _offset(context: AuditContext) -> str | None:
     off = (means.abs() > FAR * deviations) | (deviations < NARROW) | (deviations > WIDE)
     if not len(off) or 2 * int(off.sum()) < len(off):
         return None
-    return f"inputs of mean {means.mean():.3g} and deviation {deviations.mean():.3g}"
+    return f"inputs of mean {means.mean():.3g} and standard deviation {deviations.mean():.3g}"
 
 
 def check_loop(context: AuditContext) -> Iterator[Finding]:
-    """Yield what the steps themselves cost: waits for the device, debugging aids, compiling."""
-    # The line of a debugging aid is found as such.
+    """Yield findings on the steps themselves: waits for the device, debugging aids, compilation."""
+    # The line of a debugging aid itself is not reported.
     aids = tuple(place for places in context.aids.values() for place in places)
     for (read, place), calls in context.calls.reads.items():
         if not place.endswith(aids):
@@ -151,8 +151,8 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
             yield Finding("reads on the host", what, place, _ELSE)
     for place, calls in context.calls.moved.items():
         if not place.endswith(aids):
-            what = f"a tensor made on the host and moved, {times(calls.count / CALL_STEPS)} a step"
-            mend, price = "device=x.device where it is made", Price(calls.seconds / CALL_STEPS)
+            what = f"a tensor created on the host and moved, {times(calls.count / CALL_STEPS)} a step"
+            mend, price = "device=x.device where it is created", Price(calls.seconds / CALL_STEPS)
             yield Finding("tensors made on the host", what, place, mend, price=price)
     names = {"anomaly": "anomaly detection is on", "profiler": "a profiler is on"}
     for aid, places in context.aids.items():
@@ -163,28 +163,28 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
         mend = "remove torch.enable_grad() or set_grad_enabled(True) around it"
         yield Finding("gradients in evaluation", "gradients are recorded in evaluation", place, mend)
     for reason, count in context.graph_breaks.items():
-        what = f"{times(count)}, compiling broke off: {reason}"
-        yield Finding("graph breaks", what, "compile", "code that can be compiled as a whole")
+        what = f"{times(count)}, graph break: {reason}"
+        yield Finding("graph breaks", what, "compile", "code that torch can compile as one graph")
     compilation = context.run.compilation
     report = compilation.report() if compilation is not None else {}
-    # Once is usual: the last batch of an epoch is smaller.
+    # One recompilation is normal: the last batch of an epoch is smaller.
     if "advice" in report:
         what = f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps"
         yield Finding("compiled again", what, "compile", "", ("compile.dynamic=true",), "reordered")
 
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:
-    """Yield what the machine lacks or gives to others."""
+    """Yield findings on the machine: missing features, and cores used by others."""
     config, others_cores, on_cuda = context.config, context.others_cores, context.device_type == "cuda"
     threads, cores = torch.get_num_threads(), usable_cores() - round(others_cores)
     most = usable_cores(hyperthreads=True)
     if threads > most or (context.device_type == "cpu" and 2 * threads <= cores):
         what = f"{counted(threads, 'thread')} on {counted(cores, 'free core')}"
         mend, key = "or OMP_NUM_THREADS, where that sets it", "backend.threads"
-        yield Finding("threads beside cores", what, key, mend, (f"{key}=auto",), "reordered")
+        yield Finding("threads not matching cores", what, key, mend, (f"{key}=auto",), "reordered")
     exact = config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
     if on_cuda and exact and devices.lack_of_precision("tf32", "cuda") is None:
-        what = "float32 products without tensor cores"
+        what = "float32 matrix products do not use tensor cores"
         yield Finding("tf32 off", what, "precision", "", ("precision=tf32",), "reduced")
     if (lack := devices.lack_of_compiler(context.device_type)) is not None:
         mend = lack.remedy.partition(", or ")[0]
@@ -192,13 +192,13 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
     ahead = max(context.run.resolved.workers, 1) * (config.dataloader.prefetch + 1)
     needed, there = ahead * sum(tensor.nbytes for tensor in tensors_in(context.batch)), shared_memory()
     if config.dataloader.kind not in ("memory", "device") and there < needed:
-        what = f"{num_bytes(there)} of shared memory, and batches read ahead take {num_bytes(needed)}"
+        what = f"{num_bytes(there)} of shared memory, but prefetched batches take {num_bytes(needed)}"
         mend = "docker run --shm-size=8g, or dataloader.prefetch=1"
         yield Finding("shared memory small", what, "/dev/shm", mend)
     if context.throttled:
-        what = "the processors were slowed down for heat or power"
+        what = "the processors were throttled by heat or power limits"
         yield Finding("clocks throttled", what, "this machine", "better cooling, or less load")
     if others_cores >= OTHERS:
-        what = f"other processes took {others_cores:.1f} cores"
-        mend = "end them, or measure when they are done"
+        what = f"other processes used {others_cores:.1f} cores"
+        mend = "stop them, or measure when they are done"
         yield Finding("noisy neighbours", what, "this machine", mend)

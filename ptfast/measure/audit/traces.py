@@ -28,7 +28,7 @@ from ptfast.core.tensors.trees import tensors_in, tree_leaves
 from ptfast.run import Run
 
 _PARTS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
-"""Code of ours that takes the place of a user's."""
+"""Our code that replaces a user's."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _HIDDEN = ("<", f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
@@ -40,7 +40,7 @@ _READS = {
     **dict.fromkeys(("nonzero", "argwhere"), "nonzero"),
     **{name: name for name in ("masked_select", "unique", "unique_consecutive", "equal", "allclose")},
 }
-"""What calls read on the host whatever their arguments, in words."""
+"""Names for calls that read on the host whatever their arguments are."""
 _MAKERS = (
     *("zeros", "ones", "empty", "full", "eye", "tensor", "as_tensor", "arange", "linspace", "logspace"),
     *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "normal"),
@@ -51,7 +51,7 @@ _DEVICES = (Tensor, str, torch.device, int)
 
 
 def code_place() -> str | None:
-    """The calling line of a user, a library or a model of ours, as `file.py:12`."""
+    """Return the calling line of a user, a library or a ptfast model, as `file.py:12`."""
     frame = sys._getframe(1)
     while frame is not None and _is_framework(frame.f_code.co_filename):
         frame = frame.f_back
@@ -60,7 +60,7 @@ def code_place() -> str | None:
 
 
 def source_place(thing: Any) -> str:
-    """Where a class or function is defined, as `file.py:12`; its name if it has no file."""
+    """Return where a class or function is defined, as `file.py:12`, or its name if it has no file."""
     with contextlib.suppress(OSError, TypeError):
         _, line = inspect.getsourcelines(thing)
         if file := _shown(inspect.getsourcefile(thing) or "<>"):
@@ -70,13 +70,13 @@ def source_place(thing: Any) -> str:
 
 @cache
 def _is_framework(file: str) -> bool:
-    """True for a file of torch, of Python's own library, or of this folder."""
+    """Return True for a file of torch, of Python's standard library, or of this folder."""
     return file.startswith(_HIDDEN) or (file.startswith(_STANDARD) and not file.startswith(_LIBRARIES))
 
 
 @cache
 def _shown(file: str) -> str | None:
-    """The name to show for a file of code; None for files of this package that are no part of a run."""
+    """Return the name to show for a file of code; None for ptfast's files that are not part of a run."""
     path = Path(file)
     if file.startswith(f"{PACKAGE}/"):
         return str(path.relative_to(Path(PACKAGE).parent)) if file.startswith(_PARTS) else None
@@ -103,8 +103,8 @@ class Calls:
 class CallTrace(TorchFunctionMode):
     """Records calls that cost speed, by place.
 
-    A call that torch makes inside another counts to the outer one. Only values read from tensors on
-    `device_type` make the host wait. Cost: about 2 us for each call.
+    A call that torch makes inside another counts for the outer one. Only reading a tensor on `device_type`
+    makes the host wait. Cost: about 2 us per call.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -112,9 +112,9 @@ class CallTrace(TorchFunctionMode):
         self._device_type = device_type
         self._on_host: Any = WeakIdKeyDictionary()
         self.reads: defaultdict[tuple[str, str], Calls] = defaultdict(Calls)
-        """Reads of values on the host, by kind and place; the others are by place."""
+        """Reads on the host, by kind and place; the counters below are by place."""
         self.moved: defaultdict[str, Calls] = defaultdict(Calls)
-        """Tensors made on the host and moved to the device."""
+        """Tensors created on the host and moved to the device."""
         self.copied: defaultdict[str, Calls] = defaultdict(Calls)
         """Arrays that torch.tensor copied."""
         self.arithmetic: defaultdict[str, Calls] = defaultdict(Calls)
@@ -156,7 +156,7 @@ class CallTrace(TorchFunctionMode):
         return result
 
     def _read(self, name: str, args: Any, kwargs: dict[str, Any]) -> str | None:
-        """What a call reads on the host, in words; None if it leaves everything on the device."""
+        """Return the kind of value that a call reads on the host; None if everything stays on the device."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device.type != self._device_type:
             return None
@@ -173,7 +173,7 @@ class CallTrace(TorchFunctionMode):
             return "repeat_interleave" if isinstance(repeats, Tensor) else None
         masks = (index for index in tensors_in(args[1:2]) if index.dtype in (torch.bool, torch.uint8))
         if name in ("__getitem__", "__setitem__") and any(mask.dim() for mask in masks):
-            # Filling in a single value does not need the number of selected elements.
+            # Assigning a single value does not need the number of selected elements.
             fills = name == "__setitem__" and (not isinstance(args[2], Tensor) or args[2].numel() == 1)
             return None if fills else "boolean mask"
         return None
@@ -181,7 +181,7 @@ class CallTrace(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_syncs() -> Iterator[dict[str, int]]:
-    """Count by place what makes the host wait for a CUDA device, by torch's own debugging mode.
+    """Count by place the calls that make the host wait for a CUDA device, by torch's sync debug mode.
 
     It also sees waits inside torch's kernels, but not how long they take.
     """
@@ -206,13 +206,13 @@ _CARRIERS = (
     *("view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze"),
     *("clone", "_to_copy", "detach", "alias", "contiguous", "slice", "select", "as_strided"),
 )
-"""Operators whose result holds the values of their first argument."""
+"""Operators whose result has the values of their first argument."""
 _ELEMENTWISE = (
     *("mul", "div", "add", "sub", "masked_fill", "where", "native_dropout"),
     *("mul_", "div_", "add_", "sub_", "masked_fill_"),
 )
 _SAMPLED = 4096
-"""Number of values by which a formula is recognised."""
+"""Number of values by which a formula is recognized."""
 
 
 @dataclass(eq=False)
@@ -221,17 +221,17 @@ class AttentionWeights:
 
     place: str
     weighs: bool = False
-    """It was multiplied with values."""
+    """It was multiplied with the values of attention."""
     elsewhere: bool = False
-    """Something other than a product with values has read it."""
+    """Another operator has read it."""
 
 
 class OperatorTrace(DispatchMode):
-    """Records the operators of the forward pass of a run, while `calls` is entered as well.
+    """Records the operators of the forward pass of a run; `calls` must be entered as well.
 
-    Formulas written by hand are followed from operator to operator: attention by its chain of product,
-    softmax and product of activations, if nothing else reads the weights; GELU by its values, once erf or
-    tanh was shifted by one and multiplied. Cost: about 20 us for each operator.
+    Hand-written formulas are followed from operator to operator: attention by its chain of product, softmax
+    and product of activations, if no other operator reads the weights; GELU by its values, once erf or tanh
+    was shifted by one and multiplied. Cost: about 20 us per operator.
     """
 
     def __init__(self, run: Run, calls: CallTrace) -> None:
@@ -240,18 +240,18 @@ class OperatorTrace(DispatchMode):
         self._roles: Any = WeakIdKeyDictionary()
         """`parameter`, `scores`, `AttentionWeights`, `squashed` or `shifted`, by tensor.
 
-        Scores are a product of queries and keys, or what elementwise operators make of it before the softmax.
+        Scores are a product of queries and keys, or elementwise results of it before the softmax.
         """
         for tensor in (*run.model.parameters(), *run.model.buffers()):
             self._roles[tensor] = "parameter"
         self.softmaxes: list[AttentionWeights] = []
-        """Softmaxes by hand of products of activations, with what became of them."""
+        """Hand-written softmaxes of products of activations, and where their results are used."""
         self.gelus: Counter[tuple[str, str]] = Counter()
-        """By place and `approximate` as `F.gelu` takes it."""
+        """Counts by place and by the `approximate` argument of `F.gelu`."""
         self.doubles: Counter[str] = Counter()
         """Operators that return a float64 tensor, by place."""
         self.normalises, self.weighted = False, 0
-        """Whether an operator normalises, and the number of products and convolutions with a parameter."""
+        """Whether an operator normalizes, and the number of products and convolutions with a parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -297,7 +297,7 @@ class OperatorTrace(DispatchMode):
         return None
 
     def _gelu(self, name: str, args: Any, given: list[Tensor], roles: list[Any], result: Tensor) -> Any:
-        """`squashed` for erf or tanh of something, `shifted` once 1 was added; notes a GELU."""
+        """Return `squashed` for erf or tanh of a tensor, `shifted` once 1 was added; record a GELU."""
         if name in ("erf", "tanh"):
             return "squashed"
         if name in ("add", "add_") and "squashed" in roles:
@@ -314,7 +314,7 @@ class OperatorTrace(DispatchMode):
 
 
 def _approximation(factor: Tensor, product: Tensor) -> str | None:
-    """`none` or `tanh` if a product is that GELU of its factor, up to constants before or after it."""
+    """Return `none` or `tanh` if a product is that GELU of its factor, up to constants before or after it."""
     factor, product = (tensor.detach().flatten()[:_SAMPLED].float() for tensor in (factor, product))
     if not bool(factor.any()):
         return None

@@ -1,1 +1,1 @@
-"""Runs that are killed on purpose, resumed, and compared with one that was left alone."""
+"""Runs that are killed on purpose, resumed, and compared with an undisturbed run."""

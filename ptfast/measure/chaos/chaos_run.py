@@ -1,4 +1,4 @@
-"""`ptfast chaos`: trains once undisturbed and once under kills, and compares the two bit by bit."""
+"""`ptfast chaos`: train once undisturbed and once under kills, and compare the two bit by bit."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ptfast.report.terminal.display import say, terminal_display
 
 EXIT_DIFFERENT = SavedStateError.exit_code
 LEAST_LIMIT_S, LIMIT_FACTOR = 120.0, 3.0
-"""An attempt may take so many times as long as the undisturbed run, and at least so long."""
+"""Time limit of an attempt: this many times the undisturbed run, and at least this many seconds."""
 _FREE = ("samples_per_s", "step_s", "timed_steps", "timed_samples", "timed_s", "peak_memory_bytes", *USAGE)
-"""Figures of the clock and the machine."""
+"""Metrics of the clock and the machine."""
 TOLERANCE = 1e-6
 """Relative, for training losses of several ranks: an interruption changes the order of their sums."""
 _SUMS = {
@@ -44,14 +44,14 @@ _SUMS = {
 def chaos(
     config: Config, words: Sequence[str], *, num_kills: int, mtbf_s: float | None, seed: int, out: Path | None
 ) -> int:
-    """Compare a run that is killed again and again with one that is not; returns 0 if they are equal, else 6.
+    """Compare a run killed again and again with an undisturbed one; return 0 if they are equal, else 6.
 
-    `mtbf_s` are the mean seconds of training from kill to kill; None spreads them over the run.
+    `mtbf_s` is the mean training time between kills in seconds; None spreads the kills over the run.
     """
     check_new(out)
     for argument in parse(words):
         if argument.key in ("run.dir", "run.resume", "run.name"):
-            what, hint = "differs between the runs of chaos", "Leave it out; --out says it"
+            what, hint = "differs between the runs of chaos", "Leave it out; --out sets it"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
     test = ChaosTest(words, make_folder("chaos", out, config).absolute())
     say(f"{counted(num_kills, 'kill')}, in {test.folder}")
@@ -77,15 +77,15 @@ def chaos(
 
 @dataclass
 class ChaosTest:
-    """The two runs of a test, and what became of the kills."""
+    """The two runs of a test, and the outcome of each kill."""
 
     words: Sequence[str]
     folder: Path
     kills: list[Kill] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    """`kills` are the numbers of those delivered in it; the exit code of one that hung is None."""
+    """`kills` are the numbers of the kills in an attempt; an attempt that hung has exit code None."""
     failure: str | None = None
-    """Why the killed run did not come to its end."""
+    """Why the killed run did not finish."""
 
     def __post_init__(self) -> None:
         self.whole, self.killed = self.folder / "whole", self.folder / "killed"
@@ -93,11 +93,11 @@ class ChaosTest:
 
     @property
     def strikes(self) -> list[Record]:
-        """The kills delivered so far, in their order."""
+        """The kills delivered so far, in order."""
         return read_records(self.folder / STRIKES, dict[str, Any])
 
     def train_undisturbed(self) -> float:
-        """Train without a kill, and return the seconds of a step with all that comes between two."""
+        """Train without a kill, and return the seconds per step, including all work between steps."""
         with terminal_display().status("training without interruption"):
             attempt = self._train(self.whole, [], None)
         if attempt["exit_code"]:
@@ -107,8 +107,8 @@ class ChaosTest:
         return sum(s for cause, s in summary["time_budget"].items() if cause != "start_up") / summary["steps"]
 
     def train_under_kills(self) -> None:
-        """Resume until the run has ended, or an attempt hangs or fails without being struck."""
-        # A run that starts beside others may take fewer threads, which changes the order of sums.
+        """Resume until the run finishes, an attempt hangs, or an attempt fails without a kill."""
+        # A run on a busy machine may choose fewer threads, which changes the order of sums.
         words = [f"backend.threads={Resolved.read(self.whole).threads}", "run.resume=auto"]
         limit_s, total, left_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * self.whole_s), len(self.kills), None
         while self.failure is None:
@@ -124,12 +124,12 @@ class ChaosTest:
             if code == 0:
                 return
             if code is None:
-                self.failure = f"attempt {number} hangs: not over after {duration(limit_s)}"
+                self.failure = f"attempt {number} hangs: not finished after {duration(limit_s)}"
             elif not attempt["kills"]:
-                self.failure = f"attempt {number} fails without being struck: {attempt['said']}"
+                self.failure = f"attempt {number} fails without a kill: {attempt['said']}"
 
     def verdict(self, different: Sequence[str], close: Sequence[str]) -> tuple[str, int]:
-        """The last line of the command, and its exit code."""
+        """Return the last line of the command, and its exit code."""
         done, total = len(self.strikes), len(self.kills)
         if self.failure is not None:
             last = f" after {self.kills[done - 1]}" if done else ""
@@ -140,14 +140,14 @@ class ChaosTest:
         elif close:
             equal = f"all bits of weights and optimizer equal, training losses to {TOLERANCE:g}"
         share = 100 * read_json(self.killed / SUMMARY)["goodput"]["training"]
-        trained = f"{share:{'.0f' if share >= 1 else '.1g'}} % of the time was training"
+        trained = f"training took {share:{'.0f' if share >= 1 else '.1g'}} % of the time"
         line = f"{done} of {total} kills survived, {equal}; {trained}"
         if done < total:
-            line += f"; {counted(total - done, 'kill')} never found a moment, first {self.kills[done]}"
+            line += f"; {counted(total - done, 'kill')} could not be delivered, first {self.kills[done]}"
         return line, EXIT_DIFFERENT if different or done < total else 0
 
     def _train(self, run_dir: Path, words: Sequence[str], limit_s: float | None) -> dict[str, Any]:
-        """Train in a process of its own, for `limit_s` at most."""
+        """Train in a separate process, for at most `limit_s`."""
         write_json(self.folder / PLAN, [asdict(kill) for kill in self.kills])
         done, start_s = len(self.strikes), time.monotonic()
         log = self.folder / f"{run_dir.name}-{len(self.attempts) + 1:02d}.log"
@@ -159,7 +159,7 @@ class ChaosTest:
 
 
 def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[list[str], list[str]]:
-    """What differs between two runs, and, if it `tolerates` any, training losses that nearly agree."""
+    """Return the differences between two runs, and, with `tolerates`, training losses that nearly agree."""
     states = [read_state(run / "saved" / "last") for run in (left, right)]
     logs = [read_records(run / METRICS_FILE) for run in (left, right)]
     close: list[str] | None = [] if tolerates else None
@@ -177,7 +177,7 @@ def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[l
 
 
 def differences(left: Any, right: Any, place: str, close: list[str] | None = None) -> Iterator[str]:
-    """Where two nests differ in any bit; sums of losses that nearly agree are added to `close`, if given."""
+    """Yield where two nested structures differ in any bit; collect nearly equal sums of losses in `close`."""
     left, right = whole(left), whole(right)
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if (left.dtype, left.shape) != (right.dtype, right.shape):

@@ -1,6 +1,6 @@
 """Kills of a run: drawn from a seed, and delivered by this module, run as a program in place of `ptfast`.
 
-No ordinary run loads it.
+Ordinary runs never load it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ptfast.core.run_directory import read_json, write_json
 
 MODULE = "ptfast.measure.chaos.kills"
 VARIABLE = "PTFAST_CHAOS"
-"""Names the folder of the files."""
+"""Environment variable with the folder of the files."""
 PLAN, STRIKES, SHAPE = "plan.json", "strikes.jsonl", "shape.json"
 _DYING_S = 20.0
-"""How long a process waits for its own end once it has killed the one that it dies with."""
+"""How long a process waits to die after it has killed its parent."""
 MOMENTS = ("start-up", "step", "evaluation", "saving")
-"""In the order in which they come at one step."""
+"""In the order in which they occur within one step."""
 _CYCLE = ("step", "saving", "evaluation", "start-up", "step", "saving")
 START_UP_POINTS = ("launched", "building", "built")
 SAVING_POINTS = ("begun", "files written", "in place", "marked as last")
-_UNPUBLISHED = 2  # of them leave the state before as the newest
+_UNPUBLISHED = 2  # the first two points leave the previous checkpoint as the newest
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What a plan needs to know of a run."""
+    """The facts about a run that a plan needs."""
 
     total_steps: int
     save_steps: Sequence[int]
@@ -45,15 +45,15 @@ class RunShape:
     num_ranks: int = 1
     launched: bool = False
     workers: int = 0
-    """Of each rank."""
+    """Data workers per rank."""
     sharded: bool = False
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL: at the first such `moment` and `point` of `rank` from `step` on.
+    """One SIGKILL: at the first matching `moment` and `point` of `rank` from `step` on.
 
-    Its `target` is the `rank`, a `worker` of it, or the `launcher`. A start-up has no step: it is the next.
+    Its `target` is the `rank`, one of its data workers, or the `launcher`. A start-up kill has no step.
     """
 
     moment: str
@@ -63,16 +63,16 @@ class Kill:
     point: str = ""
 
     def __str__(self) -> str:
-        whom = {"rank": f"rank {self.rank}", "worker": f"a worker of rank {self.rank}"}
+        whom = {"rank": f"rank {self.rank}", "worker": f"a data worker of rank {self.rank}"}
         when = "after" if self.moment == "step" else f"in {self.moment}"
         when += "" if self.step is None else f"{' at' * (self.moment != 'step')} step {self.step}"
         return f"{whom.get(self.target, self.target)} {when}{self.point and f' ({self.point})'}"
 
 
 def draw_kills(shape: RunShape, num_kills: int, seed: int, mtbf_steps: float | None = None) -> list[Kill]:
-    """Draw a plan, in the order in which its kills come.
+    """Draw a plan, in the order of its kills.
 
-    With `mtbf_steps`, a mean of steps from kill to kill, some may be planned for after the last step.
+    With `mtbf_steps`, the mean number of steps between kills, some may be planned after the last step.
     """
     draws, at = random.Random(seed), 0.0
     places = sorted(draws.uniform(0, shape.total_steps) for _ in range(num_kills))
@@ -96,33 +96,33 @@ def _draw(shape: RunShape, moment: str, step: int, draws: random.Random) -> Kill
         return Kill("step", step, target, rank)
     points: Sequence[str] = {"start-up": START_UP_POINTS, "saving": SAVING_POINTS}.get(moment, ("",))
     if moment == "saving" and rank > 0:
-        points = points[: 1 + shape.sharded]  # the others write nothing
+        points = points[: 1 + shape.sharded]  # other ranks write no files
     return Kill(moment, due, target, rank, points[int(place * len(points))])
 
 
 def _possible(kill: Kill, after: Kill | None, shape: RunShape) -> Kill:
-    """The kill, changed where it or the one `after` it would find no moment."""
+    """Return the kill, changed if it, or the one `after` it, could not be delivered."""
     if kill.moment == "start-up":
         return replace(kill, step=None)
     if kill.target == "worker" and after is not None and after.moment == "start-up":
-        # A run may outlive a worker, and then does not start up again.
+        # A run may survive the death of a worker, and then does not start up again.
         return replace(kill, target="rank")
     again = after is not None and (after.moment, after.step) == (kill.moment, kill.step)
     if kill.moment == "saving" and (again or kill.step == shape.total_steps):
-        # Once the state is in place, this step is not saved again.
+        # Once the checkpoint is in place, this step is not saved again.
         return replace(kill, point=SAVING_POINTS[SAVING_POINTS.index(kill.point) % _UNPUBLISHED])
     return kill
 
 
 class Strikes(Callback):
-    """Delivers the kills in order, each once those before it are written down. A launcher has no rank."""
+    """Delivers the kills in order, each after the earlier ones are recorded. A launcher has no rank."""
 
     def __init__(self, folder: Path, rank: int | None) -> None:
         self._kills = [Kill(**each) for each in json.loads((folder / PLAN).read_text())]
         self._file, self._rank = folder / STRIKES, rank
 
     def at(self, moment: str, step: int | None = None, point: str = "") -> None:
-        """Kill whom the plan names for this moment of this process."""
+        """Kill the process that the plan names for this moment of this process."""
         while (number := self._file.read_text().count("\n")) < len(self._kills):
             kill = self._kills[number]
             is_here = kill.rank == self._rank or (kill.target == "launcher" and self._rank is None)
@@ -146,7 +146,7 @@ class Strikes(Callback):
 
 
 def install(strikes: Strikes, folder: Path) -> None:
-    """Have this process call `strikes` around what builds, evaluates and saves."""
+    """Call `strikes` around building, evaluating and saving in this process."""
     from ptfast.core.tensors import saved_state
     from ptfast.core.tensors.saved_state import ShardedDraft, list_states, step_of
     from ptfast.training import build, checkpointer, evaluate
@@ -185,7 +185,7 @@ def install(strikes: Strikes, folder: Path) -> None:
 
     def struck_publish(draft: Any, written: Callable[[], Any]) -> Path:
         def struck() -> Any:
-            # What is not written in the background is written here.
+            # Without background saving, files are written here.
             found = written()
             strikes.at("saving", draft.step, "files written")
             return found
@@ -201,7 +201,7 @@ def install(strikes: Strikes, folder: Path) -> None:
 
 
 def main() -> None:
-    """`train WORDS...`, or the arguments of a rank, whose first is a folder."""
+    """Run `train WORDS...`, or a rank whose first argument is a folder."""
     from ptfast import __main__ as program
 
     folder, is_rank = Path(os.environ[VARIABLE]), sys.argv[1] != "train"

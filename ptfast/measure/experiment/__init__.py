@@ -1,1 +1,1 @@
-"""A designed experiment: every run sets many switches at once and informs the estimates of all."""
+"""A designed experiment: every run varies many switches at once and informs the estimates of all."""

@@ -1,4 +1,4 @@
-"""A session of trials: the warm parent process, the budget left, and blocks measured one after another."""
+"""A session of trials: the warm parent process, the budget left, and blocks measured in turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptfast.measure.experiment.warm_parent import NO_MEMORY, Request, serve
 END_S = 5.0
 NOT_REACHED = "not reached: give a longer --budget"
 LOST_CORES, MOST_AGAIN = 0.5, 0.25
-"""Cores that others may take before a block is measured again; the part of all blocks that may be."""
+"""Cores used by others from which a block is measured again; largest share of blocks measured again."""
 
 
 @dataclass
@@ -31,13 +31,13 @@ class TrialResult:
     time: float | None
     """Logarithm of seconds per token or sample, without the differences between rounds of its block."""
     why: str = ""
-    """Why it gave no time."""
+    """The reason there is no time."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ..."""
+    """Facts about the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ..."""
 
     @property
     def gave_out(self) -> bool:
-        """Whether memory or time ran out, or its process was killed: it has no error of its own."""
+        """Whether memory or time ran out, or the process was killed: such a trial has no error of its own."""
         return bool(self.why) and self.facts.get("code") in (None, NO_MEMORY)
 
     def raise_failure(self) -> None:
@@ -52,7 +52,7 @@ class TrialResult:
 
 
 def times_of(block: Sequence[TrialResult]) -> list[float]:
-    """The times of a block; `nan` for a trial that gave none."""
+    """Return the times of a block; `nan` for a trial without one."""
     return [math.nan if each.time is None else each.time for each in block]
 
 
@@ -61,14 +61,14 @@ class Laboratory:
 
     Args:
         budget_s: seconds from now on.
-        timed_s, turn_s: of every trial, as in a Request.
+        timed_s, turn_s: seconds for every trial, as in a Request.
     """
 
     def __init__(self, *, budget_s: float, timed_s: float = 0.7, turn_s: float = 0.05) -> None:
         self.budget_s, self.timed_s, self.turn_s = budget_s, timed_s, turn_s
         self.blocks: list[list[TrialResult]] = []
         self.num_again = 0
-        """Blocks that others disturbed, which were measured again."""
+        """Blocks that were measured again, because other processes disturbed them."""
         self.block_s = 0.0
         """Seconds of the last block."""
         self._start_s = time.monotonic()
@@ -83,19 +83,19 @@ class Laboratory:
     def look(
         self, configs: Sequence[Sequence[str]], *, timed_s: float = 0.0, **options: bool
     ) -> list[TrialResult]:
-        """Build each config once and train two steps; then for `timed_s` seconds, if any, in few turns.
+        """Build each config once and train two steps; then time it for `timed_s` seconds, if any.
 
-        With the option `asks`, the facts of each hold `data`, too: what decides which loaders make sense.
-        With `spares`, a config that does not evaluate and save with memory to spare has failed.
+        With the option `asks`, the facts of each also have `data`: properties that decide which loaders make
+        sense. With `spares`, a config fails unless it evaluates and saves with memory to spare.
         """
         configs, warm_s = [list(words) for words in configs], timed_s / 3
         request = Request(configs, timed_s, self.turn_s, least_turns=2, warm_s=warm_s, **options)
         return self._request(request)
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
-        """Measure a block of configs, again if somebody else took a core meanwhile and that has been rare.
+        """Measure a block of configs; rarely, measure it again if other processes used a core meanwhile.
 
-        A block is disturbed if others took half a core or more in one round of turns of four.
+        A block counts as disturbed if others used half a core or more in one round of turns out of four.
         """
         start_s = time.monotonic()
         seed = len(self.blocks) + self.num_again
@@ -146,7 +146,7 @@ class Laboratory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # It ends its trials and removes its files.
+        # This ends its trials and removes its files.
         self._process.terminate()
         self._process.join(END_S)
         end_ranks([(self._process, self._connection)])
@@ -160,11 +160,11 @@ class Pair:
     base: Sequence[str]
     other: Sequence[str]
     why: str = ""
-    """Why there is nothing to measure."""
+    """The reason there is nothing to measure."""
     blocks: list[list[TrialResult]] = field(default_factory=list)
 
     def median(self, figure: str, of: int = 0) -> float:
-        """The median of a figure over the processes of the first config (0) or the second (1)."""
+        """Return the median of a metric over the processes of the first config (0) or the second (1)."""
         places = ((0, 3), (1, 2))[of]
         runs = [block[place] for block in self.blocks for place in places]
         return statistics.median(run.facts[figure] for run in runs if figure in run.facts)
@@ -175,7 +175,7 @@ class Pair:
 
 
 def measure_pairs(laboratory: Laboratory, pairs: Sequence[Pair]) -> None:
-    """Measure a block of each pair, then another of each, for as long as the laboratory's budget lasts."""
+    """Measure a block of each pair, then another of each, until the laboratory's budget is spent."""
     while open_pairs := [pair for pair in pairs if not pair.why]:
         for pair in open_pairs:
             if laboratory.left_s < laboratory.block_s:
@@ -190,7 +190,7 @@ def measure_pairs(laboratory: Laboratory, pairs: Sequence[Pair]) -> None:
 
 
 def judge_pairs(pairs: Sequence[Pair]) -> tuple[list[Effect | None], list[Verdict]]:
-    """Effects and verdicts of pairs of one workload, as a family."""
+    """Return effects and verdicts for pairs of one workload, tested as one family."""
     effects = fit_pairs([[times_of(block) for block in pair.blocks] for pair in pairs])
     return effects, [
         "not applicable" if pair.why and pair.why != NOT_REACHED else verdict

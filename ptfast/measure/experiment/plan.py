@@ -1,11 +1,10 @@
-"""The plan of an experiment in which every run informs every switch, and the estimates from its runs.
+"""The plan of an experiment whose every run informs every switch, and the estimates from its runs.
 
 Runs come in blocks of four, two fold-over pairs: the second of a pair has every two-level switch the other
 way round. The runs of a block are measured at the same time, so that drift affects all four and cancels.
 
 Times are logarithms of seconds per token or sample. Blocks, turns within them and main effects are fitted by
-least squares; errors are those between processes, which a process's own turns cannot show.
-
+least squares; errors are computed between processes, because turns of one process cannot show them.
 Sources: Box, Hunter and Hunter, Statistics for Experimenters, chapters 5 and 6; Plackett and Burman 1946;
 Kalibera and Jones 2013; Efron and Morris 1975 (https://doi.org/10.1080/01621459.1975.10479864) for the
 shrinkage; Huber 1981 for the weights.
@@ -25,37 +24,37 @@ from numpy.typing import NDArray
 from ptfast.measure.experiment.verdicts import Effect, t_quantile
 
 Run = tuple[int, ...]
-"""The level of each factor; 0 is the one that others are compared with."""
+"""The level of each factor; the others are compared with level 0."""
 Block = Sequence[Run]
 Term = tuple[int, ...]
-"""Columns of one factor: a level, or any of several."""
+"""Columns of one factor: one level, or several."""
 Floats = NDArray[np.float64]
 _REDRAWS = 50
 SPARE_DOF = 3
-"""Degrees of freedom that must be left for the error, or each factor is estimated by itself."""
+"""Degrees of freedom left for the error; with fewer, each factor is estimated by itself."""
 HUBER_K = 1.345
 LARGEST = 2
-"""Factors with the largest effects, which are checked for interactions with all others."""
+"""Number of factors, by effect, that are checked for interactions with all others."""
 ENTERS = 0.1
-"""Chance of taking an effect for clear where there is none."""
+"""Chance of taking noise for a clear effect."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A switch, or a group of alternatives of which a run has one."""
+    """A switch, or a group of alternatives of which a run uses one."""
 
     name: str
     levels: tuple[str, ...] = ("off", "on")
-    """Names, that of the baseline first."""
+    """Names, starting with the baseline."""
 
 
 def draw_blocks(
     factors: Sequence[Factor], seed: int, is_allowed: Callable[[Run], bool] = lambda run: True
 ) -> Iterator[Block]:
-    """The blocks of a balanced plan, without end, the same for the same seed.
+    """Yield the blocks of a balanced plan forever; the same seed gives the same blocks.
 
     Two-level factors follow the columns of a Hadamard matrix, which are orthogonal; factors of more levels
-    take all pairs of levels equally often. Rows are in random order; a run not allowed is drawn again.
+    take all pairs of levels equally often. Rows are in random order; a run that is not allowed is redrawn.
     """
     rng, matrix = random.Random(seed), hadamard(len(factors) + 1)
     alternatives: dict[int, Iterator[tuple[int, ...]]] = {}
@@ -65,7 +64,7 @@ def draw_blocks(
             rng.shuffle(levels)
             alternatives[index] = itertools.cycle(levels)
     while True:
-        # One matrix after another, columns and signs drawn anew.
+        # Use one matrix after another, with columns and signs drawn anew.
         chosen = rng.sample(range(1, len(matrix)), len(factors))
         flips = [rng.random() < 0.5 for _ in factors]
         rows = list(range(len(matrix)))
@@ -95,23 +94,23 @@ def draw_blocks(
 
 
 def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:
-    """The effects to estimate: each factor, at each of its levels above 0."""
+    """Return the effects to estimate: each factor at each of its levels above 0."""
     return [(index, level) for index, factor in enumerate(factors) for level in range(1, len(factor.levels))]
 
 
 def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
-    """Blocks that a plan needs to estimate all effects together, with their error.
+    """Return how many blocks a plan needs to estimate all effects together, with their error.
 
-    A block has three comparisons, of which fold-over pairs leave two to switches of two levels.
+    A block has three comparisons; fold-over pairs leave two of them to switches of two levels.
     """
     num_switches = sum(len(factor.levels) == 2 for factor in factors)
     return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), math.ceil(num_switches / 2) + 1)
 
 
 def hadamard(least: int) -> NDArray[np.int64]:
-    """The smallest matrix of at least `least` rows of +1 and -1, all orthogonal, that two constructions give.
+    """Return the smallest Hadamard matrix with at least `least` rows that two constructions give.
 
-    Paley's for the sizes q + 1 with q a prime of 4k + 3, and Sylvester's doubling of these.
+    They are Paley's, for sizes q + 1 with q a prime of the form 4k + 3, and Sylvester's doubling of these.
     """
     sizes = (
         (2**doublings * base, base)
@@ -128,7 +127,7 @@ def hadamard(least: int) -> NDArray[np.int64]:
         matrix[1:, 0] = -1
         differences = np.subtract.outer(np.arange(q), np.arange(q)) % q
         matrix[1:, 1:] = residue[differences] + np.eye(q, dtype=np.int64)
-        # Signs of rows, so that the first column is all ones and drops out as the mean.
+        # Flip signs of rows, so that the first column is all ones and drops out as the mean.
         matrix = matrix * matrix[:, :1]
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -137,24 +136,24 @@ def hadamard(least: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The effects of a plan."""
+    """The estimated effects of a plan."""
 
     effects: list[Effect | None]
-    """Of each level, in the order of `columns`; None where no two runs of a block differ in it."""
+    """One for each level, in the order of `columns`; None where all runs of each block agree in it."""
     shrunk: list[float]
-    """Expected log ratios, less what large estimates owe to luck."""
+    """Expected log ratios: the effects, corrected for selection bias."""
     residual_sd: float
-    """Between processes of one block, as a logarithm."""
+    """Standard deviation between processes of one block, as a logarithm."""
     dof: float
-    """Degrees of freedom of that."""
+    """Degrees of freedom of `residual_sd`."""
     weights: list[float]
-    """Of each run, block by block: below 1 where Huber's fit trusts it less."""
+    """The weight of each run, block by block; below 1 where Huber's fit trusts it less."""
     pairs: list[tuple[Term, Term, float]]
-    """Interactions of terms of two factors, and how much faster both are together than each alone."""
+    """Interactions between two factors, and how much faster both are together than each alone."""
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
-    """The log time of each process measured in turns, with the effect of slow rounds removed."""
+    """Return the log time of each process measured in turns, with the effect of slow rounds removed."""
     values = np.asarray(times, np.float64)
     num_rounds, processes = values.shape
     of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
@@ -171,9 +170,9 @@ def fit(
 ) -> Fit:
     """Estimate the effect of each level of each factor.
 
-    Clear interactions of the largest effects are estimated with them. With too few runs to tell all effects
-    apart, the factors with clear ones are estimated together and each other one beside these, with the rest
-    counted as noise: a wide interval rather than none.
+    Clear interactions of the largest effects are estimated with them. If there are too few runs to separate
+    all effects, clear factors are estimated together, and each other factor is added to them alone, with the
+    rest counted as noise; its interval is wide, but it has one.
 
     Args:
         times: log times of the four runs of each block; `nan` for a failed run.
@@ -197,7 +196,7 @@ def fit(
     num_chosen, most = 0, max((len(rows) - num_blocks) // 3, *map(len, groups), 0)
     couples: list[tuple[Term, Term]] = []
     if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
-        # An interaction takes a degree of freedom from all, so more have to be left.
+        # An interaction uses one degree of freedom of all factors, so more must be left.
         num_chosen, most = len(groups), len(rows) - num_blocks - 2 * spare_dof
         couples = _couples(groups, places, np.abs(_least_squares(full, values)[0]).tolist())
         products = [
@@ -223,10 +222,10 @@ def fit(
 
 
 def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
-    """How much faster the second of two configs is than the first, for some pairs of one workload.
+    """Return how much faster the second of two configs is than the first, for pairs of one workload.
 
     Args:
-        pairs: the blocks of each, with log times of the first config, twice the second, and the first.
+        pairs: the blocks of each pair, with log times of the first config, twice the second, and the first.
     """
     factors = [Factor(str(number)) for number in range(len(pairs))]
     bases = tuple(0 for _ in pairs)
@@ -239,9 +238,9 @@ def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]
 
 
 def shrink(effects: Sequence[Effect | None]) -> list[float]:
-    """Expected log ratios of effects: the best estimates owe a part of their lead to luck.
+    """Return the expected log ratios of effects, because the best estimates are partly lucky.
 
-    Empirical Bayes: true log ratios are normal around 0, with the variance of estimates beyond their errors.
+    Empirical Bayes: true log ratios are normal around 0, with the variance that errors leave unexplained.
     """
     known = [effect for effect in effects if effect is not None]
     if not known:
@@ -254,7 +253,7 @@ def shrink(effects: Sequence[Effect | None]) -> list[float]:
 
 
 def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Levels and times of the runs that gave one, each less the mean of its block."""
+    """Return levels and times of the runs with a time, each minus the mean of its block."""
     rows, times = [np.zeros((0, levels.shape[-1]))], [np.zeros(0)]
     for level, value, known in zip(levels, values, there, strict=True):
         if known.any():
@@ -266,9 +265,9 @@ def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[
 def _couples(
     groups: Sequence[list[int]], places: Sequence[int], sizes: Sequence[float]
 ) -> list[tuple[Term, Term]]:
-    """Pairs of terms of two factors, one of which has one of the largest effects.
+    """Return pairs of terms of two factors, where at least one factor has one of the largest effects.
 
-    A group holds the indices of a factor's columns in `places` and `sizes`.
+    A group has the indices of a factor's columns in `places` and `sizes`.
     """
     largest = sorted(range(len(groups)), key=lambda factor: -max(sizes[index] for index in groups[factor]))
     terms = [
@@ -287,13 +286,13 @@ def _couples(
 def _step_by_step(
     rows: Floats, values: Floats, num_blocks: int, groups: Sequence[list[int]], num_chosen: int, most: int
 ) -> tuple[list[int], Floats, Floats, Floats, float, int]:
-    """Estimate groups of columns together, and each other group beside these.
+    """Estimate groups of columns together, then each other group along with these.
 
-    Those estimated together are the first `num_chosen` and clear ones, up to `most` columns.
+    The first `num_chosen` groups and clear ones are estimated together, up to `most` columns.
 
     Returns:
-        Their columns; the slope of each column, its error and degrees of freedom; and deviation and degrees
-        of freedom of what is left.
+        Their columns; the slope of each column, its error and degrees of freedom; and the standard deviation
+            and degrees of freedom of the residuals.
     """
     together, others = [*groups[:num_chosen]], [*groups[num_chosen:]]
     slopes, errors, degrees = np.zeros(rows.shape[1]), np.ones(rows.shape[1]), np.ones(rows.shape[1])
@@ -312,7 +311,7 @@ def _step_by_step(
             beside = rows[:, group] - basis @ (basis.T @ rows[:, group])
             beside[:, (beside**2).sum(axis=0) <= 1e-9] = 0.0
             inverse = np.linalg.pinv(beside)
-            # What cannot be told from other columns, or takes all that is left for the error, has none.
+            # A column gets no estimate if it is a mix of others, or uses up the error's degrees of freedom.
             known = np.isclose(np.diag(inverse @ beside), 1) & (len(group) < max(dof, 2))
             slopes[group] = inverse @ residual
             left = residual - beside @ slopes[group]
@@ -321,7 +320,7 @@ def _step_by_step(
             errors[group] = np.where(known, np.sqrt(variance * (inverse**2).sum(axis=1)), 1.0)
             if not known.all() or len(chosen) + len(group) > most:
                 continue
-            # Alternatives that all differ from the first level are clearest as one.
+            # Alternatives that all differ from the first level are clearest as one column.
             whole = beside.sum(axis=1)
             as_one = abs(whole @ residual) / math.sqrt(max(variance * float(whole @ whole), 1e-300))
             t = max(as_one, *(np.abs(slopes[group]) / np.maximum(errors[group], 1e-300)))
@@ -334,7 +333,7 @@ def _step_by_step(
 
 
 def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Slopes by Huber's estimate, and the weight of each value, 1 where it is fully trusted."""
+    """Return the slopes by Huber's estimator, and the weight of each value (1 if fully trusted)."""
     weights = np.ones(len(values))
     slopes, residual = _least_squares(design, values)
     for _ in range(10):

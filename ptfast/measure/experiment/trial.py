@@ -1,4 +1,4 @@
-"""Trials: the processes of a measurement, one for each rank, and training in segments that are measured."""
+"""Trials: the processes of a measurement, one per rank, which train in timed segments."""
 
 from __future__ import annotations
 
@@ -47,37 +47,37 @@ from ptfast.training.loop.loss_window import sum_and_read
 from ptfast.training.loop.step import Trainer
 
 Place = tuple[int, int, int]
-"""A process's rank, the number of ranks, and the port where they meet."""
+"""A process's rank, the world size, and the port of the rendezvous."""
 Processes = list[tuple[Any, Connection]]
-"""Of each rank, with the connection to it."""
+"""The process of each rank, and the connection to it."""
 LEAST_STEPS = 2
-"""Fewest steps of a warm-up, whose losses are compared."""
+"""Fewest steps of a warm-up; their losses are compared."""
 WARM_STEPS, WARM_S = 5, 0.3
-"""Fewest steps and seconds of a warm-up before it can end because step times have settled."""
+"""Fewest steps and seconds of a warm-up before it can end because step times are steady."""
 STEADY = 0.97
-"""Step times have settled once they are no shorter than this part of earlier ones."""
+"""Step times are steady once they are at least this fraction of earlier ones."""
 ENDLESS = 2**31
 REST_S = 1.0
-"""Longest wait for processes that read ahead, between segments."""
+"""Longest wait for data workers, between segments."""
 LONG_TURN_S = 0.25
-"""Shortest turn where batches are prefetched, or several processes or a GPU must synchronise."""
+"""Shortest turn where batches are prefetched, or several processes or a GPU must synchronize."""
 SPARE = 0.05
-"""Part of the memory limit that has to stay free."""
+"""Fraction of the memory limit that must stay free."""
 SHORT_S = 0.05
-"""Steps that take no longer are preceded by one that warms caches, which went cold while idle."""
+"""Steps up to this length are preceded by one that warms the caches, which went cold while idle."""
 
 
 def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *arguments: Any) -> Processes:
-    """Start processes that end with this one, and that Ctrl-C reaches through this one alone.
+    """Start processes that end with this one, and that Ctrl-C reaches only through this one.
 
-    They call `target` with a connection, the place of the process (None for a single one) and `arguments`.
+    They call `target` with a connection, the place of the process (None if it is alone) and `arguments`.
     """
     context: Any = multiprocessing.get_context(method)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks: Processes = []
-    # It unblocks signals as it starts; children inherit those that are blocked.
+    # The child unblocks signals as it starts; children inherit blocked ones.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -106,7 +106,7 @@ def end_ranks(ranks: Processes) -> None:
 
 
 def join(place: Place | None, config: Config) -> Ranks:
-    """Join the ranks of this process's trial."""
+    """Join the ranks of this process's trial in a process group."""
     if place is None:
         return Ranks()
     rank, size, port = place
@@ -119,10 +119,10 @@ def join(place: Place | None, config: Config) -> Ranks:
 
 @contextmanager
 def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
-    """Leave the code inside a little less memory than there is; it raises MemoryError if that is too little.
+    """Run the code inside with slightly less memory than there is, or raise MemoryError.
 
-    GPU memory, or addresses under `ulimit`, are held meanwhile. Pages of a machine or a container count only
-    when they are written, so their peak, beyond what was taken `before`, is compared afterwards.
+    GPU memory, or address space under `ulimit`, is reserved meanwhile. A machine or a container counts pages
+    only when they are written, so their peak, minus the amount used `before`, is compared afterwards.
     """
     limit, name = memory_limit(device.type)
     spare = int(SPARE * limit)
@@ -133,7 +133,7 @@ def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
         held = mmap.mmap(-1, spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     yield
     if held is None and peak_memory_bytes("cpu") - before > limit - spare:
-        raise MemoryError(f"out of memory but for the last {SPARE:.0%}")
+        raise MemoryError(f"out of memory, except for the last {SPARE:.0%}")
     del held
 
 
@@ -146,15 +146,15 @@ class Segments:
         run.total_steps = ENDLESS
         self.trainer = Trainer(run)
         self.step_s = 0.0
-        """Of the last warm-up."""
+        """Seconds per step in the last warm-up."""
         self.lead_steps = 0
-        """Untimed steps before each segment, which use up prefetched batches and warm the caches."""
+        """Untimed steps before each segment, to use up prefetched batches and warm the caches."""
         self._num_tokens: Tensor | None = None
         self._memory: tuple[int, str] | None = None
         self._is_alone = run.device.type == "cpu" and run.ranks.num_ranks == 1
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
-        # Steps whose batches may be prefetched when a segment begins.
+        # Steps whose batches may be prefetched already when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
         self._prefetched_steps = -(-run.resolved.workers * config.dataloader.prefetch // per_rank)
         kinds = [type(module) for module in run.model.modules()]
@@ -175,12 +175,12 @@ class Segments:
         }
 
     def warm_up(self, most_s: float) -> dict[str, Any]:
-        """Train until the time of a step no longer falls, for `most_s` seconds at most and 2 steps at least.
+        """Train until steps stop getting faster, for at most `most_s` seconds and at least 2 steps.
 
-        The mean loss of the first two steps tells apart runs that train differently.
+        The mean loss of the first two steps distinguishes runs that train differently.
         """
         begin_s, times, losses = time.perf_counter(), list[float](), list[float]()
-        # This compiles.
+        # This step compiles.
         self._batches = self.trainer.warm_up(self._batches)
         while True:
             start_s = time.perf_counter()
@@ -206,7 +206,7 @@ class Segments:
         }
 
     def train(self, num_steps: int, lead_steps: int) -> dict[str, Any]:
-        """Figures of `num_steps` of training, after others that do not count."""
+        """Return metrics of `num_steps` of training, after untimed lead steps."""
         run, progress, clock = self.run, self.run.progress, self.run.clock
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
@@ -228,7 +228,7 @@ class Segments:
         if self._num_tokens is not None:
             tokens = sum_and_read([self._num_tokens], run.device, run.ranks)[0]
         result = {
-            # The logarithm of the seconds of a token, padding left out, or of a sample, over all ranks.
+            # The log of the seconds per token (without padding) or per sample, over all ranks.
             "time": math.log(wall_s / (int(tokens) or samples)),
             "step_s": wall_s / num_steps,
             "samples_per_s": samples / wall_s,
@@ -241,7 +241,7 @@ class Segments:
         return result
 
     def check_spare(self) -> dict[str, Any]:
-        """Train on, evaluate and save with a part of the memory held back."""
+        """Train on, evaluate and save while some memory is reserved."""
         with memory_to_spare(self.run.device, self.facts["built_bytes"]):
             self._take(1)
             try_out(self.run)
@@ -258,7 +258,7 @@ class Segments:
         return loss
 
     def _rest(self) -> None:
-        """Free cached memory, and wait until processes that read ahead are idle."""
+        """Free cached memory, and wait until data workers are idle."""
         if self.run.device.type == "cuda":
             torch.cuda.empty_cache()
         children = [child.pid for child in multiprocessing.active_children() if child.pid]
@@ -271,7 +271,7 @@ class Segments:
             time.sleep(0.02)
 
     def _counted(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """The same batches; where texts are padded, their real tokens are counted on the device."""
+        """Yield the same batches; where texts are padded, count their real tokens on the device."""
         pad_id = self.run.info.pad_id
         counts = self.run.info.kind == "text" and pad_id is not None
         for batch in batches:
@@ -284,7 +284,7 @@ class Segments:
 
 
 def mean_over_ranks(value: float, run: Run) -> float:
-    """The mean of a positive figure over ranks, so that all ranks decide alike."""
+    """Return the mean of a positive number over ranks, so that all ranks decide alike."""
     return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)
 
 
@@ -294,7 +294,7 @@ def cores_of_others(
     own_s: float,
     wall_s: float,
 ) -> dict[str, float | None]:
-    """Cores that others took on average: processes here, and other virtual machines; None if unknown.
+    """Return the cores others used on average: processes here, and other virtual machines; None if unknown.
 
     `before` and `after` are of `machine_times`; in between, the measurement's processes took `own_s` of them.
     """

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 Verdict = Literal["faster", "slower", "no difference", "cannot tell", "not applicable"]
 EQUAL = 0.02
-"""Variants whose times differ by no more than this part count as equal."""
+"""Variants whose times differ by at most this fraction count as equal."""
 ALPHA = 0.05
-"""Error of a family of verdicts, as a whole."""
+"""Error probability of a family of verdicts as a whole."""
 LEAST_ROUNDS = 4
-"""Fewer rounds give no verdict."""
+"""With fewer rounds there is no verdict."""
 _RESAMPLES = 2000
 _GRID = 20_001
 
@@ -27,7 +27,7 @@ class Effect:
     """How much faster the second of two variants is, as the logarithm of a ratio of times."""
 
     log_ratio: float
-    """Above 0 where the second one is faster."""
+    """Above 0 if the second one is faster."""
     se: float
     dof: float
     """Degrees of freedom of the error, at least 1."""
@@ -50,7 +50,7 @@ class Effect:
 
     @property
     def p_value(self) -> float:
-        """How often two equal variants would come out as far apart, by Student's t."""
+        """Return the probability that two equal variants come out as far apart, by Student's t."""
         if not self.se:
             return float(self.log_ratio == 0)
         first = math.atan(abs(self.log_ratio) / self.se / math.sqrt(self.dof))
@@ -59,12 +59,12 @@ class Effect:
 
 
 def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
-    """The effect that rounds of two processes show.
+    """Estimate the effect from rounds of two processes.
 
     The location is Hodges' and Lehmann's (the median of the means of all pairs of rounds), which a single
-    disturbed round hardly moves. Its error is that of a bootstrap over rounds. With few rounds a bootstrap is
-    too narrow by the factor sqrt((n - 1) / n), and its percentiles by the difference between a normal and a t
-    distribution as well: both are corrected for (Hesterberg 2015, arXiv:1411.5279).
+    disturbed round barely moves. Its error comes from a bootstrap over rounds. With few rounds a bootstrap is
+    too narrow by the factor sqrt((n - 1) / n), and its percentiles by the difference between a normal and
+    a t distribution as well; both are corrected (Hesterberg 2015, arXiv:1411.5279).
     """
     values = np.asarray(log_ratios, np.float64)
     count = len(values)
@@ -77,10 +77,10 @@ def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
 
 
 def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
-    """The verdict on each comparison of a family; None is one with too few rounds.
+    """Return the verdict on each comparison of a family; None marks one with too few rounds.
 
-    The chance of calling any equal two different is `ALPHA` (Holm 1979): the smallest of m p-values is
-    compared with ALPHA / m, the next with ALPHA / (m - 1), up to the first that is larger.
+    The chance of calling any two equal variants different is `ALPHA` (Holm 1979): the smallest of m p-values
+    is compared with ALPHA / m, the next with ALPHA / (m - 1), up to the first one that is larger.
     """
     p_values = {index: effect.p_value for index, effect in enumerate(effects) if effect is not None}
     differ: set[int] = set()
@@ -102,16 +102,16 @@ def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
 
 @functools.cache
 def t_quantile(p: float, dof: float) -> float:
-    """The value that Student's t exceeds with probability 1 - p, for p >= 0.5."""
+    """Return the value that Student's t exceeds with probability 1 - p, for p >= 0.5."""
     angles = np.linspace(0.0, math.pi / 2, _GRID)
     areas, whole = _areas(angles, dof)
     return math.sqrt(dof) * math.tan(float(np.interp((p - 0.5) * whole, areas, angles)))
 
 
 def _areas(angles: NDArray[np.float64], dof: float) -> tuple[NDArray[np.float64], float]:
-    """The integral of Student's density from the first angle to each, and over the whole of it.
+    """Return the integral of Student's density from the first angle to each, and over the whole range.
 
-    With t = sqrt(dof) tan(angle) it is a power of the cosine, integrated by trapezoids.
+    With t = sqrt(dof) tan(angle) the density is a power of the cosine, integrated by trapezoids.
     """
     density = np.cos(angles).clip(0.0) ** (dof - 1)
     areas = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])

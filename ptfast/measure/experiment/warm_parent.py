@@ -1,4 +1,4 @@
-"""The process that trials are forked from: it has torch and the data, no thread and no CUDA context."""
+"""The process that forks the trials: it has torch and the data, but no thread and no CUDA context."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
 NO_MEMORY = "E002"
-"""Code of a trial for which there was no memory."""
+"""Error code of a trial that ran out of memory."""
 ANSWER_S = 120.0
-"""Longest time for building and warming up a trial, or for a turn."""
+"""Longest time to build and warm up a trial, or for a turn."""
 DATA_SECTIONS = ("data", "augment", "batching", "sampling", "task", "seed", "batch_size", "steps")
 SHIFT_BYTES = 64 * 2**10
 LEAST_TURNS, MOST_TURNS = 4, 24
 ALIKE = 2.5
-"""Trials whose steps differ in time by no more than this factor train on the same batches."""
+"""Trials whose step times differ by at most this factor train on the same batches."""
 _REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
-"""The prefix of an error's line, and the place of its key, which a trial's config does not have."""
+"""The prefix of an error's line, and the place of its key, which does not exist in a trial's config."""
 
 
 @dataclass
@@ -59,27 +59,27 @@ class Request:
     """A block of trials to measure."""
 
     configs: list[list[str]]
-    """Arguments of each trial."""
+    """Command-line arguments of each trial."""
     timed_s: float = 0.7
-    """Seconds of training that are timed, in `least_turns` or more, there and back; 0 for none."""
+    """Seconds of timed training, in at least `least_turns` turns, there and back; 0 for no timing."""
     turn_s: float = 0.05
-    """Seconds of a turn, a step at least; shorter turns cancel changes of the machine's speed better."""
+    """Seconds of a turn, at least one step; shorter turns cancel changes of the machine's speed better."""
     least_turns: int = LEAST_TURNS
     seed: int = 0
-    """Seed of the shift of each process's heap."""
+    """Seed for the offset of each process's heap."""
     warm_s: float = 0.6
     asks: bool = False
-    """Report properties of the data, too."""
+    """Also report properties of the data."""
     spares: bool = False
-    """Check in the end that it evaluates and saves with memory to spare."""
+    """Check at the end that the trial evaluates and saves with memory to spare."""
 
 
 def _ask(
     trials: dict[int, Processes], found: list[dict[str, Any]], index: int, what: str, *arguments: float
 ) -> None:
-    """Add the answer of a trial's first rank to what was found of it; if a rank has failed, end the trial.
+    """Add the answer of a trial's first rank to its results; if a rank has failed, end the trial.
 
-    `error` holds the reason then.
+    `error` has the reason then.
     """
     for _, connection in trials[index]:
         # A failed rank has already answered.
@@ -109,11 +109,11 @@ def _ask(
 
 
 def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """The turns of trials that are warm: on the same batches if their speeds are alike, else equally long.
+    """Plan the turns of warm trials: on the same batches if their speeds are alike, else equally long.
 
     Returns:
-        For each trial its steps in a turn, untimed steps before those, and untimed steps before the first
-        turn, which catch up with the batches of other trials.
+        For each trial, the steps in a turn, the untimed steps before those, and the untimed steps before the
+            first turn, which catch up with the batches of other trials.
     """
     turns = [
         (max(1, round(max(request.turn_s, each["least_turn_s"]) / each["step_s"])), each["lead_steps"], 0)
@@ -128,14 +128,14 @@ def plan_turns(request: Request, warm: Sequence[dict[str, Any]]) -> list[tuple[i
 
 
 class WarmParent:
-    """Loads data, forks trials and takes turns with them."""
+    """Loads data, forks trials and runs their turns."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._num_trials = folder, 0
         self._data: dict[str, Data] = {}
 
     def measure(self, request: Request) -> list[dict[str, Any]]:
-        """The figures of each trial of a block: `times` are logarithms of seconds per token or sample."""
+        """Return the metrics of each trial of a block: `times` are logs of seconds per token or sample."""
         found: list[dict[str, Any]] = [{} for _ in request.configs]
         trials: dict[int, Processes] = {}
         try:
@@ -166,7 +166,7 @@ class WarmParent:
     def _fork(self, words: Sequence[str], seed: int) -> Processes:
         _, config = read_config(words)
         num_ranks, device = resolve_num_ranks(config), resolve_device(config.device, Ranks())
-        # Neither a CUDA context nor a thread outlives a fork; ranks load their own shares.
+        # CUDA contexts and threads do not survive a fork; ranks load their own shares.
         forks = device.type == "cpu"
         data = self._load(config, device) if forks and num_ranks == 1 else None
         if threading.active_count() > 1:
@@ -174,17 +174,17 @@ class WarmParent:
         self._num_trials += 1
         folder = self.folder / f"trial-{self._num_trials}"
         folder.mkdir()
-        # A collection in the child would write to every page of what exists, and so copy it.
+        # Garbage collection in the child would write to every page that exists, and so copy it.
         gc.freeze()
         how = "fork" if forks else "spawn"
         return start_ranks(_train_on_request, num_ranks, how, config, data, folder, seed)
 
     def _load(self, config: Config, device: torch.device) -> Data:
-        """The data of a config, shared by all trials of the same data."""
+        """Return the data of a config, shared by all trials with the same data."""
         sections = {name: repr(getattr(config, name)) for name in DATA_SECTIONS}
         loader = config.dataloader
         is_named = loader.kind != "auto" and (loader.kind != "workers" or loader.workers != "auto")
-        # Loaders given by name share one dataset that is read, and one whose samples are held.
+        # Loaders given by name share two datasets: one that reads samples, and one that caches them.
         how = str(loader.kind in HELD) if is_named else repr(loader)
         padding = sections.pop("batching")
         key, of_images = (json.dumps(sections | {"loader": how, "padding": p}) for p in (padding, None))
@@ -193,7 +193,7 @@ class WarmParent:
             choose = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
             data = self._data[key] = load_data(config, Ranks(), choose)
             if data.info.kind == "image" and data.choice is not None:
-                # What `auto` has decoded serves the loader that it chose, too; images are not padded.
+                # The samples that `auto` decoded also serve the loader it chose; images are not padded.
                 for loader_of in (how, str(data.choice.kind in HELD)):
                     shared = sections | {"loader": loader_of, "padding": None}
                     self._data.setdefault(json.dumps(shared), data)
@@ -206,8 +206,8 @@ class WarmParent:
 def _train_on_request(
     connection: Connection, place: Place | None, config: Config, data: Data | None, folder: Path, seed: int
 ) -> None:
-    """A trial's process: builds the run, then warms up and trains on request."""
-    # Forks share their parent's memory layout: each heap is shifted by a different amount.
+    """Run a trial's process: build the run, then warm up and train on request."""
+    # Forks share their parent's memory layout, so each heap is shifted by a different amount.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
         segments = Segments(config, folder, join(place, config), data)
@@ -232,7 +232,7 @@ def _train_on_request(
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """The error of a trial: a clause, its code, and the line and exit code that a run would end with."""
+    """Return the error of a trial: a clause, its code, and the line and exit code a run would end with."""
     code = error.code if isinstance(error, PtfastError) else type(error).__name__
     clause = one_line(_REPORTED.sub("", str(error))) or code
     if is_memory_error(error):
@@ -241,7 +241,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _facts_of(train: Source) -> dict[str, Any]:
-    """Properties of the training data that decide which loaders make sense."""
+    """Return the properties of the training data that decide which loaders make sense."""
     facts: dict[str, Any] = {"in_memory": False, "repeatable": False, "packed": False, "read_s": 0.0}
     if isinstance(train, IterableSource):
         shards = train.num_shards if train.shared_by != "none" else None
@@ -253,11 +253,11 @@ def _facts_of(train: Source) -> dict[str, Any]:
 
 
 def serve(connection: Connection, place: Place | None) -> None:
-    """Measure the blocks that are requested over a connection, until the other side closes it."""
+    """Measure the blocks requested over a connection, until the other side closes it."""
     # Processes and files are cleaned up even in the middle of a block.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit())
-    # No thread pool: its threads would not survive a fork.
+    # Use no thread pool: its threads would not survive a fork.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="ptfast-") as folder:
         parent = WarmParent(Path(folder))
@@ -268,5 +268,5 @@ def serve(connection: Connection, place: Place | None) -> None:
                     connection.send(parent.measure(request))
                 except PtfastError as error:
                     connection.send(error)
-    # Some libraries print pages when the interpreter exits normally.
+    # Some libraries print long messages when the interpreter exits normally.
     os._exit(EXIT_OK)

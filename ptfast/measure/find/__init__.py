@@ -1,1 +1,1 @@
-"""`ptfast find`: the learning rate, the batch size and the loader that suit a config here."""
+"""`ptfast find`: find the learning rate, the batch size and the loader for a config on this machine."""

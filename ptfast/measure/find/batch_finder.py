@@ -1,4 +1,4 @@
-"""`ptfast find batch`: the batch size with the highest throughput, which is seldom the largest that fits."""
+"""`ptfast find batch`: find the batch size with the highest throughput, seldom the largest that fits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ptfast.report.terminal.display import say, table
 SMALLEST, LARGEST = 8, 65_536
 ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
 TIE = 0.02
-"""Sizes whose rates differ by less are as quick."""
+"""Sizes whose throughputs differ by less count as equally fast."""
 FINALISTS, ROUNDS = 3, 3
-"""So many of the best sizes are measured so many times, in turns."""
+"""This many of the best sizes are measured this many times, in turns."""
 TURNS = 4
-"""Timed turns, of which the median counts: a neighbor's burst spoils one of them."""
+"""Number of timed turns; the median counts, so a neighbor's burst spoils only one of them."""
 LOSES = 0.9
-"""Part of the best throughput below which a size has lost; after two in a row no larger one is tried."""
+"""Fraction of the best throughput below which a size has lost; after two in a row the search stops."""
 
 
 def find_batch(
@@ -40,12 +40,12 @@ def find_batch(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Measure the throughput of batch sizes, and say which is best and fits with some memory to spare.
+    """Measure the throughput of batch sizes, and report the best one that fits with memory to spare.
 
     Args:
-        smallest, largest: bounds of the sizes, which are multiples of the parts that a batch is cut into.
+        smallest, largest: bounds of the sizes; all are multiples of the number of parts of a batch.
         seconds: how long a size is measured.
-        write: file of a recipe with the size, and the learning rate that goes with it.
+        write: path of a recipe with the size and the matching learning rate.
     """
     if (tokens := config.batching.batch_tokens) is not None:
         what, hint = "token-budget batches have no batch size to search for", "Use batching=buckets"
@@ -74,38 +74,38 @@ def find_batch(
 
 
 class BatchSearch:
-    """Measures batch sizes, each for some `seconds`, in processes that may run out of memory."""
+    """Measures batch sizes, each for `seconds`, in processes that may run out of memory."""
 
     def __init__(self, config: Config, arguments: Sequence[str], seconds: float) -> None:
         self.config, self.arguments, self.seconds = config, arguments, seconds
         self.parts = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
         self.seen: dict[int, list[dict[str, Any]]] = {}
-        """Results by size."""
+        """Results by batch size."""
         self.refused: dict[int, str] = {}
-        """By size, why the data cannot be cut into such batches."""
+        """By batch size, the reason the data cannot be cut into batches of that size."""
         self.too_large: dict[str, Any] | None = None
 
     @property
     def limit(self) -> str:
-        """What limits the memory, and the limit."""
+        """Name of the memory limit, and the limit in bytes."""
         limit, name = memory_limit(self.config.device)
         return f"{name} leaves {num_bytes(limit)}"
 
     def median(self, size: int) -> float:
-        """Samples per second."""
+        """Throughput in samples per second."""
         return statistics.median(result["samples_per_s"] for result in self.seen[size])
 
     def multiple(self, size: int) -> int:
-        """The largest multiple of a batch's parts up to `size`, at least one of them."""
+        """Return the largest multiple of a batch's parts up to `size`, at least one part."""
         return max(size // self.parts, 1) * self.parts
 
     def ascend(self, first: int, largest: int) -> None:
-        """Double the size until it does not fit, loses twice in a row, or does not suit the data twice."""
+        """Double the size until it does not fit, or twice in a row loses or does not suit the data."""
         size, lost = first, 0
         while size <= largest and self.too_large is None and lost < 2:
             if self.seen and max(self.refused, default=0) > max(self.seen):
                 break
-            # Two at a time, since the data is loaded anew each time; the second may be one too many.
+            # Try two at a time, because each process loads the data anew; the second may not be needed.
             self.measure([size, 2 * size] if 2 * size <= largest else [size])
             for tried in (size, 2 * size):
                 if tried in self.seen:
@@ -114,7 +114,7 @@ class BatchSearch:
             size *= 4
 
     def refine(self, smallest: int, largest: int) -> None:
-        """Try sizes beside the best, and measure the best of all again, in turns."""
+        """Try sizes next to the best, then measure the best of all again, in turns."""
         best = self.best()
         beside = {self.multiple(round(best * factor)) for factor in (0.75, 1.5)}
         limit = self.too_large["size"] if self.too_large else largest + 1
@@ -125,9 +125,9 @@ class BatchSearch:
             self.measure((ROUNDS - 1) * leaders)
 
     def confirm(self) -> int | None:
-        """The best size that also evaluates and saves with memory to spare; None if none does.
+        """Return the best size that also evaluates and saves with memory to spare; None if there is none.
 
-        Tried only if the search met a memory limit: a size that scrapes through one trial may fail in others.
+        Tested only if the search met a memory limit: a size that barely fits once may fail another time.
         """
         while self.seen:
             size = self.best()
@@ -139,9 +139,9 @@ class BatchSearch:
         return None
 
     def measure(self, sizes: Sequence[int], *, spares: bool = False) -> None:
-        """Measure `sizes` in turn, each in a process of its own, up to the first that does not fit.
+        """Measure `sizes` in turn, each in a separate process, up to the first that does not fit.
 
-        With `spares` a size also evaluates, saves and trains on with some memory held back.
+        With `spares`, a size also evaluates, saves and trains on while some memory is reserved.
         """
         with Laboratory(budget_s=math.inf, turn_s=self.seconds / TURNS) as laboratory:
             for size in sizes:
@@ -151,16 +151,16 @@ class BatchSearch:
                 if not self._note(size, found, " with room to spare" if spares else ""):
                     break
         if self.too_large is not None:
-            # A size that fits at one time and not at another does not fit.
+            # A size that fits only sometimes counts as not fitting.
             most = self.too_large["size"]
             self.seen = {size: trials for size, trials in self.seen.items() if size < most}
 
     def _note(self, size: int, found: TrialResult, spare: str) -> bool:
-        """Keep and print the result of a size; False if it does not fit."""
+        """Record and print the result of a size; return False if it does not fit."""
         facts, num_train = found.facts, found.facts.get("num_train")
         if fits := not found.gave_out:
             if facts.get("code") == "D006":
-                # This data cannot be cut into such batches: a single sample may be left.
+                # The data cannot be cut into such batches: a single sample may remain.
                 self.refused[size] = said = found.why
             elif num_train is not None and size > num_train:
                 self.refused[size] = said = f"more than an epoch of {num_train:,} samples"
@@ -177,13 +177,13 @@ class BatchSearch:
         return fits
 
     def best(self) -> int:
-        """The quickest size; among equals the smallest, which takes more steps."""
+        """Return the fastest size; among equals the smallest, which takes more steps."""
         least = (1 - TIE) * max(map(self.median, self.seen))
         return min(size for size in self.seen if self.median(size) >= least)
 
 
 def _write(file: Path, search: BatchSearch, chosen: int) -> None:
-    """Write a recipe of the size and a learning rate that goes with it."""
+    """Write a recipe with the batch size and a matching learning rate."""
     config, own = search.config, search.config.batch_size
     found: dict[str, Any] = {"batch_size": chosen}
     comment = [f"Batch of {chosen} for {label(config)}, found by ptfast find batch"]
@@ -191,12 +191,12 @@ def _write(file: Path, search: BatchSearch, chosen: int) -> None:
         adapts = any(name in config.optimizer.target.path.lower() for name in ADAPTIVE)
         found["optimizer.lr_scaling"] = "sqrt" if adapts else "linear"
         found["optimizer.reference_batch"] = own
-        comment.append(f"The learning rate is scaled from that of batch {own}.")
+        comment.append(f"The learning rate is scaled from batch {own}.")
     write_recipe(file, search.arguments, found, comment)
 
 
 def _show(search: BatchSearch, chosen: int) -> None:
-    """Print a table of sizes, and the best."""
+    """Print a table of sizes and the best one."""
     most, rows = search.median(chosen), list[list[str]]()
     for size, results in sorted(search.seen.items()):
         name = f"{size:,}" + " *" * (size == chosen)
@@ -210,6 +210,6 @@ def _show(search: BatchSearch, chosen: int) -> None:
         say(f"{too_large['size']:,} samples do not fit{too_large['spare']}: {search.limit}")
     say(f"\nbest: batch_size={chosen} at {most:,.0f} samples/s")
     if is_largest and too_large is not None:
-        say("larger batches may be quicker still: checkpointing=full makes room for them")
+        say("larger batches may be faster still: checkpointing=full frees memory for them")
     elif is_largest and not search.refused:
-        say("the largest that was tried: --to goes further")
+        say("this is the largest size tried: raise --to to go further")

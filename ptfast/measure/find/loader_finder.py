@@ -1,4 +1,4 @@
-"""`ptfast find workers`: which loader feeds the training quickest, and how much memory it takes."""
+"""`ptfast find workers`: find the loader with the highest training throughput, and its memory use."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from ptfast.measure.outputs import check_outputs, label, write_figures, write_re
 from ptfast.report.terminal.display import say, table
 
 RULE = 4
-"""Workers of each rank by the rule of thumb, 4 for each GPU."""
+"""Workers per rank by the rule of thumb, 4 per GPU."""
 LEAST_LIMIT = 16
-"""Least limit on workers; more processes than cores pay off if samples come from far away."""
+"""Lowest limit on workers; more processes than cores pay off if samples come from a remote store."""
 CLOSE = 0.03
-"""Loaders that differ by no more are equally quick."""
+"""Loaders that differ by at most this fraction are equally fast."""
 NOTHING = 0.02
-"""Share of the time spent waiting that is not worth saving."""
+"""A share of waiting time below this is not worth saving."""
 FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
-"""So many of the quickest, within this part of the best, are measured in so many blocks together."""
+"""This many of the fastest, within this fraction of the best, are measured in this many common blocks."""
 HOLD_S = 60.0
-"""Longest time to decode everything once."""
+"""Longest time allowed to decode everything once."""
 TURNS = 4
 
 
 class LoaderSetup(NamedTuple):
-    """Processes and threads that read, and how far ahead; numbers are 0 for kinds without workers."""
+    """Number of worker processes and threads, and prefetch depth; 0 for kinds without workers."""
 
     kind: str
-    """As `dataloader.kind`, never `auto`."""
+    """A value of `dataloader.kind`, but never `auto`."""
     workers: int = 0
-    """Processes of each rank."""
+    """Worker processes per rank."""
     prefetch: int = 0
     threads: int = 0
-    """Of each worker process."""
+    """Threads per worker process."""
 
     @property
     def words(self) -> list[str]:
-        """The overrides that set it."""
+        """The overrides that select this loader."""
         return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
 
     @property
     def values(self) -> dict[str, Any]:
-        """Config values by key, those that this kind uses."""
+        """Config values by key, limited to the keys this kind uses."""
         found: dict[str, Any] = {"dataloader.kind": self.kind}
         if self.workers:
             found |= {"dataloader.workers": self.workers, "dataloader.prefetch": self.prefetch}
@@ -73,13 +73,13 @@ def find_workers(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Train with one loader beside another, each in a process of its own, and say which is the quickest.
+    """Measure loaders against each other, each in a separate process, and report the fastest.
 
-    What counts is the throughput of the training, whose computing takes the cores that loading wants as well.
+    Loaders are compared by training throughput, because training uses the same cores as loading.
 
     Args:
-        most: worker processes of each rank.
-        seconds: how long a process is measured.
+        most: maximum number of worker processes per rank.
+        seconds: how long each process is measured.
 
     Raises:
         ReportedError: training without workers fails.
@@ -87,7 +87,7 @@ def find_workers(
     check_outputs(out, write)
     with Laboratory(budget_s=math.inf, timed_s=seconds, turn_s=seconds / TURNS) as laboratory:
         search = LoaderSearch(laboratory, config, arguments, most)
-        say(f"measuring loaders beside the training, {seconds:g} s each")
+        say(f"measuring loaders while training, {seconds:g} s each")
         search.run()
     _show(search)
     chosen, effects = search.chosen._asdict(), search.effects(search.best)
@@ -111,7 +111,7 @@ def find_workers(
 
 
 class LoaderSearch:
-    """Measures loaders in blocks of four processes beside the quickest so far."""
+    """Measures loaders in blocks of four processes, against the fastest so far."""
 
     def __init__(
         self, laboratory: Laboratory, config: Config, arguments: Sequence[str], most: int | None = None
@@ -120,17 +120,17 @@ class LoaderSearch:
         self.most = most or 0
         self.blocks: list[list[tuple[LoaderSetup, TrialResult]]] = []
         self.seen: dict[LoaderSetup, list[dict[str, Any]]] = {}
-        """Figures of the processes of each loader, in the order in which they were measured."""
+        """Metrics of the processes of each loader, in the order of measurement."""
         self.failed: dict[LoaderSetup, str] = {}
-        """Why loaders have no figures."""
+        """Reasons why loaders have no metrics."""
         self.named: dict[str, LoaderSetup] = {}
-        """The loader that `auto` selects here, and that of the config."""
+        """The loader that `auto` selects here, and the loader of the config."""
         self.data: dict[str, Any] = {}
         self.notes: list[str] = []
         self.best = self.chosen = PLAIN
 
     def run(self) -> None:
-        """Measure the promising loaders, that of `auto` and that of the config, and choose one."""
+        """Measure the promising loaders, the loader of `auto` and the loader of the config; choose one."""
         configs = [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments]
         alone, *others = self.laboratory.look(configs, asks=True)
         alone.raise_failure()
@@ -153,7 +153,7 @@ class LoaderSearch:
             self._refine()
         else:
             self.notes.append(
-                f"without workers {share:.1%} of the time goes to reading, and no more can be saved"
+                f"without workers, {share:.1%} of the time goes to reading, so no loader can save more"
             )
         for _ in range(ROUNDS - 1):
             near = [loader for loader, ratio in self.ratios(self.best).items() if ratio >= NEAR]
@@ -166,18 +166,18 @@ class LoaderSearch:
         if rivals:
             names = ", ".join(map(self.label, rivals))
             self.notes.append(
-                f"cannot tell if these are faster than the chosen one: {names}; --seconds measures for longer"
+                f"cannot tell if these are faster than the chosen one: {names}; raise --seconds to tell"
             )
         if (num_ranks := self.data["num_ranks"]) > 1:
-            self.notes.append(f"workers of each of {num_ranks} ranks; samples of all together")
+            self.notes.append(f"workers per rank, for {num_ranks} ranks; samples over all ranks")
 
     def workers(self, count: int) -> LoaderSetup:
-        """`count` worker processes with the config's prefetch; for 0, this process reads."""
+        """Return a setup with `count` workers and the config's prefetch; for 0, this process reads."""
         prefetch, threads = self.config.dataloader.prefetch, self.config.backend.worker_threads
         return LoaderSetup("workers", count, prefetch, threads) if count else PLAIN
 
     def measure(self, *loaders: LoaderSetup) -> None:
-        """Measure loaders that were not measured before."""
+        """Measure those loaders that have no measurement yet."""
         fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
         while fresh:
             beside = [self.best] if self.blocks else []
@@ -204,7 +204,7 @@ class LoaderSearch:
         return merge(self.arguments, ["curriculum=none", *loader.words])
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
-        """How much faster each other loader is than `base`."""
+        """Return how much faster each other loader is than `base`."""
         order = [base, *(loader for loader in self.seen if loader != base)]
         blocks: list[Block] = []
         times: list[list[float]] = []
@@ -217,22 +217,22 @@ class LoaderSearch:
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
     def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
-        """The throughput of loaders as a multiple of that of `base`, the quickest first."""
+        """Return the throughput of loaders as a multiple of that of `base`, the fastest first."""
         found = {base: 1.0} | {loader: effect.ratio for loader, effect in self.effects(base).items()}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def choose(self) -> LoaderSetup:
-        """Among the quickest, the loader with the fewest processes, then the least memory."""
+        """Among the fastest, return the loader with the fewest processes, then the least memory."""
         ratios = self.ratios(self.best)
         close = [loader for loader in self.seen if ratios[loader] >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, self.figure(one, "memory_bytes")))
 
     def figure(self, loader: LoaderSetup, name: str) -> float:
-        """The median of a figure over the processes of a loader."""
+        """Return the median of a metric over the processes of a loader."""
         return statistics.median(facts[name] for facts in self.seen[loader])
 
     def label(self, loader: LoaderSetup) -> str:
-        """Its workers or its kind, and what else differs from the config."""
+        """Describe a loader by its workers or its kind, and its other differences from the config."""
         words = [counted(loader.workers, "worker") if loader.workers else loader.kind]
         if loader.workers and loader.prefetch != self.config.dataloader.prefetch:
             words.append(f"prefetch {loader.prefetch}")
@@ -241,12 +241,12 @@ class LoaderSearch:
         return ", ".join(words)
 
     def _other_kinds(self) -> Iterator[LoaderSetup]:
-        """Kinds without workers besides `plain` that may suit this data and device."""
+        """Return the kinds without workers, except `plain`, that may suit this data and device."""
         if self.data["iterable"]:
             return
         memory, read_s = LoaderSetup("memory"), self.data["read_s"]
         if not (self.data["in_memory"] or self.data["repeatable"]):
-            why = "samples may differ from epoch to epoch, and would be held as they first are"
+            why = "samples may differ from epoch to epoch, but would be cached as first read"
             self.failed[memory] = why
         elif read_s > HOLD_S and memory not in self.named.values():
             self.failed[memory] = f"decoding everything once would take {duration(read_s)} on one core"
@@ -277,7 +277,7 @@ class LoaderSearch:
                 return
 
     def _has_room(self, count: int) -> bool:
-        """Return False if workers would take more memory than is free, judging by earlier ones."""
+        """Return False if the workers would need more memory than is free, judging by earlier ones."""
         largest = max(self.seen, key=lambda loader: loader.workers)
         if not largest.workers:
             return True
@@ -291,7 +291,7 @@ class LoaderSearch:
         return False
 
     def _refine(self) -> None:
-        """Try variants of the best: counts in between, more prefetching, threads."""
+        """Try variants of the best: worker counts in between, more prefetching, threads."""
         best = self.choose()
         variants: list[dict[str, Any]] = []
         if best.workers:
@@ -302,7 +302,7 @@ class LoaderSearch:
                 variants.append({"threads": 2 * best.threads})
         self.measure(*(best._replace(**variant) for variant in variants))
         if self.choose().workers == self.most and not self.data["num_shards"]:
-            self.notes.append(f"more than {self.most} workers were not tried: --to goes further")
+            self.notes.append(f"more than {self.most} workers were not tried: raise --to to go further")
 
 
 def _show(search: LoaderSearch) -> None:
@@ -336,7 +336,7 @@ def _show(search: LoaderSearch) -> None:
 
 
 def _write(file: Path, search: LoaderSearch) -> None:
-    """Write a recipe with the chosen loader in place of the one in the arguments."""
+    """Write a recipe with the chosen loader instead of the one in the arguments."""
     own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
     others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
     rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))

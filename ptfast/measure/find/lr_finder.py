@@ -1,4 +1,4 @@
-"""`ptfast find lr`: a range test, whose rate rises until the loss diverges, and trials at single rates."""
+"""`ptfast find lr`: raise the learning rate until the loss diverges, then try single learning rates."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.updates import ScaledUpdate
 
 CURVE_ROWS, CURVE_WIDTH = 16, 40
-"""Size of the curve in a terminal."""
+"""Size of the curve in the terminal."""
 LOSS_DIVERGED = "the loss diverged"
 SMOOTHING = 0.85
-"""Weight of a step in the smoothed loss, relative to its neighbour's."""
+"""Weight of a step in the smoothed loss, relative to its neighbor's."""
 START_STEPS = 10
-"""Steps at the lowest rates, which hardly change anything; no curve is judged before they are over."""
+"""Steps at the lowest learning rates, which change little; curves are judged only after them."""
 EXPLODED = 1.5
-"""The curve ends at the first loss above so many times that of the start."""
+"""The curve ends at the first loss above this multiple of the loss at the start."""
 LEAST_FALL = 0.01
-"""Smallest fall of the loss, as a part, that is not taken for noise."""
+"""Smallest relative fall of the loss that counts as more than noise."""
 DIVERGED = 4.0
-"""Training has diverged where the smoothed loss is so many times its lowest."""
+"""Training has diverged when the smoothed loss is this multiple of its lowest value."""
 FACTOR = math.sqrt(10)
-"""Ratio of neighbouring trials: half a decade, within which the loss hardly depends on the rate."""
+"""Ratio of neighboring trials: half a decade, within which the loss depends little on the learning rate."""
 MOST_TRIALS = 6
 REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "figures", "best_figures")
 """Attributes of a run that are replaced during a trial."""
@@ -63,15 +63,15 @@ def find_lr(
     out: Path | None = None,
     write: Path | None = None,
 ) -> int:
-    """Run the test and the trials, show the curve, write figures and, if asked for, a recipe.
+    """Run the test and the trials, show the curve, write metrics and, if asked for, a recipe.
 
     Args:
         lowest, highest: learning rates of the first and the last step.
         num_steps: optimizer steps between them.
-        trial_steps: optimizer steps of each trial at a single rate.
+        trial_steps: optimizer steps of each trial at one learning rate.
 
     Returns:
-        0, or 8 if no rate trains; the figures are written anyway.
+        0, or 8 if training fails at every learning rate; the metrics are written in both cases.
     """
     if not 0 < lowest < highest:
         what = f"does not lie between 0 and --to {highest:g}"
@@ -82,18 +82,18 @@ def find_lr(
     _show(facts)
     write_figures("find-lr", out, config, facts, "lr.json")
     if chosen is None:
-        what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss fall"
+        what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss decrease"
         hint = "widen the range with --from, --to and --steps"
         if facts["trials"]:
-            what = f"the loss diverges within {trial_steps} steps at each rate tried"
-            hint = "clip gradients (gradients=clip), or begin lower with --to"
-        say(f"ptfast: {what}. Look at labels, loss and inputs, {hint}", sys.stderr)
+            what = f"the loss diverges within {trial_steps} steps at each learning rate tried"
+            hint = "clip gradients (gradients=clip), or lower --to"
+        say(f"ptfast: {what}. Check labels, loss and inputs; {hint}", sys.stderr)
         return EXIT_FINDINGS
     if write is not None:
-        # A rate for a reference batch is scaled to the batch again.
+        # A learning rate for a reference batch is scaled to the batch again.
         rate = float(f"{chosen / facts['lr_scale']:.3g}")
         comment = [f"Learning rate {rate:g} for {name}, found by ptfast find lr"]
-        comment += [f"Best of {len(facts['trials'])} trials of {trial_steps} steps at one rate each."]
+        comment += [f"Best of {len(facts['trials'])} trials of {trial_steps} steps, one learning rate each."]
         write_recipe(write, arguments, {"optimizer.lr": rate}, comment)
     return EXIT_OK
 
@@ -101,7 +101,7 @@ def find_lr(
 def measure(
     config: Config, *, lowest: float, highest: float, num_steps: int, trial_steps: int
 ) -> dict[str, Any]:
-    """Run the test and the trials in this process, with the micro-batches that ranks would have."""
+    """Run the test and the trials in this process, with the same micro-batches as on all ranks."""
     if config.parallel.strategy != "single":
         micro_batches = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
         gradients = config.gradients.model_copy(update={"accumulate": 1})
@@ -135,15 +135,15 @@ def measure(
 class RangeTest:
     lrs: list[float]
     losses: list[float]
-    """Mean item loss of each step, before the step changed anything."""
+    """Mean item loss of each step, computed before its update."""
     ended: str
     """`at the highest rate`, `the loss diverged` or `the data ended`."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
-    """Train with rates that rise from `lowest` to `highest` by a constant factor; the run is left as it was.
+    """Train while the learning rate rises from `lowest` by a constant factor; then restore the run.
 
-    Every group's rate keeps its ratio to the optimizer's; momentum stays as configured, there is no warm-up.
+    Learning rates of groups keep their ratios; momentum stays as configured, and there is no warm-up.
     Source: Smith 2015, arXiv:1506.01186; stopping as in fast.ai's `lr_find`.
     """
     growth = (highest / lowest) ** (1 / (num_steps - 1))
@@ -151,7 +151,7 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 
 
 def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
-    """Train one step at each rate, until the loss diverges, and leave the run as it was."""
+    """Train one step at each learning rate until the loss diverges, then restore the run."""
     # Inputs that grow during training have their full size in the last steps.
     first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
     taken, losses, means = list[float](), list[float](), list[float]()
@@ -181,12 +181,12 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
                 break
             taken.append(lr)
             losses.append(loss)
-            # The mean with exponentially falling weights.
+            # The mean with exponentially decaying weights.
             total, weight = SMOOTHING * total + loss, SMOOTHING * weight + 1
             means.append(total / weight)
             run.display.progress(step + 1, 0.0, {"loss": means[-1], "lr": lr})
             low, now = min(means), means[-1]
-            # Near 0, four times the lowest loss is little.
+            # Near 0, four times the lowest loss is very little.
             if step >= START_STEPS and now > DIVERGED * low and now > low + 0.5 * (means[0] - low):
                 ended = LOSS_DIVERGED
                 break
@@ -195,7 +195,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
 
 @contextlib.contextmanager
 def preserving_state(run: Run) -> Iterator[None]:
-    """Train inside without callbacks; weights, optimizer, progress and random states are restored afterwards.
+    """Train inside without callbacks; restore weights, optimizer, progress and random states afterwards.
 
     Cost: a copy of weights and optimizer state on the device.
     """
@@ -226,9 +226,9 @@ def preserving_state(run: Run) -> Iterator[None]:
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Two-sided exponential means, which unlike running ones do not lag behind.
+    """Return two-sided exponential means, which do not lag behind like running means.
 
-    The curve ends before the first loss far above those of the start, which would hide its neighbours.
+    The curve ends before the first loss far above those of the start, which would hide its neighbors.
     """
     limit = EXPLODED * statistics.median(losses[:START_STEPS])
     steps = range(START_STEPS, len(losses))
@@ -239,9 +239,9 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def start_rate(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
-    """The rate half a decade below the lowest point of a curve; None where it never falls.
+    """Return the learning rate half a decade below the lowest point of a curve; None if it never falls.
 
-    Short runs did best there: with SGD, AdamW and LAMB, on images, text and digits.
+    Short runs did best there, with SGD, AdamW and LAMB, on images, text and digits.
     """
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     if lowest < 2 or smoothed[0] - smoothed[lowest] < LEAST_FALL * smoothed[0]:
@@ -252,10 +252,10 @@ def start_rate(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
 def run_trials(
     run: Run, start: float, *, lowest: float, highest: float, num_steps: int
 ) -> dict[float, float]:
-    """Losses by rate of short runs at single rates, from `start` on until those beside the best are worse.
+    """Return losses of short runs at single learning rates, from `start` on until both neighbors are worse.
 
-    A range test, whose model lower rates have trained, finds the decade; trials, all on the same batches,
-    tell small differences. A loss that diverged is infinite. The run is left as it was.
+    A range test, whose model was trained at lower rates, finds the factor of ten; trials, all on the same
+    batches, resolve small differences. A loss that diverged is infinite. The run is restored afterwards.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """
@@ -274,9 +274,9 @@ def run_trials(
 def descend(
     loss_at: Callable[[float], float], start: float, lowest: float, highest: float
 ) -> dict[float, float]:
-    """Losses by rate, from `start` towards the better neighbour until none is better."""
+    """Return losses by learning rate, from `start` toward the better neighbor until none is better."""
     losses = {start: loss_at(start)}
-    # Rates above one that diverges are not tried.
+    # Learning rates above one that diverges are not tried.
     for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
         here = start
         while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:

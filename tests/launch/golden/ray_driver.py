@@ -23,7 +23,7 @@ WORDS = [
 
 
 def train_rank() -> None:
-    """Train as the rank that Ray has made this worker, at a port that its own process group leaves free."""
+    """Train as the rank assigned to this worker by Ray, on a port other than its process group's."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = [free.getsockname()[1]]

@@ -343,7 +343,7 @@ def test_ranks_are_started_again_as_long_as_they_get_further(
     with pytest.raises(ParallelError, match="rank 1 was killed by SIGKILL"):
         _run_ranks(place, compose(), 2, max_restarts=1)
     assert given == ["", "step-2", "step-4", "step-4"]
-    assert capsys.readouterr().err.count("ptfast: the ranks are started again from step-4\n") == 2
+    assert capsys.readouterr().err.count("ptfast: restarting the ranks from step-4\n") == 2
     codes[5] = 0
     assert (
         _run_ranks(replace(place, state_folder=in_tmp / "saved" / "step-4"), compose(), 2, max_restarts=1)
