@@ -1,1 +1,1 @@
-"""The techniques that have a group of their own, a folder or module each."""
+"""Techniques with a config group of their own, one folder or module each."""

@@ -1,4 +1,4 @@
-"""Debugging aids, which are off unless asked for."""
+"""Debugging aids, which are off by default."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ptfast.core.sections.section import Count, Family, Natural, Section, Unused
 
 
 class Debug(Section):
-    """Looks at a run that slow it down and change nothing in it."""
+    """Inspections of a run that slow it down without changing it."""
 
     mode: Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"] = "none"
-    """The aid: NaN, operators and memory, marks for Nsight Systems, or the gradient of the loss."""
+    """The aid: find NaN, profile operators and memory, mark phases for Nsight Systems, or check gradients."""
     wait: Natural = 5
     """Steps before `profiler` starts."""
     warmup: Natural = 2
-    """Further steps, in which `profiler` runs without recording."""
+    """Further steps in which `profiler` runs without recording."""
     active: Count = 5
-    """Steps that `profiler` looks at."""
+    """Number of steps that `profiler` records."""
     operators: bool = False
-    """Let `nvtx` mark every operator too, not the phases of a step alone."""
+    """Let `nvtx` mark every operator, not only the phases of a step."""
 
 
 def marks_for_a_gpu(debug: Debug, device: str) -> PtfastError | None:
-    """Refuse marks for Nsight where no CUDA device is used."""
+    """Reject marks for Nsight if no CUDA device is used."""
     if debug.mode != "nvtx" or devices.usable_type(device) == "cuda":
         return None
-    what, hint = "marks are for a CUDA device, and none is used", "Use debug=profiler"
+    what, hint = "marks need a CUDA device, but the run uses another device", "Use debug=profiler"
     return MachineError("E005", what, key="debug", value="nvtx", suggestion=hint)
 
 

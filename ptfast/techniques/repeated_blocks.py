@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, which are compiled once, recomputed in backward, or sharded."""
+"""Find the repeated blocks of a model, which are compiled once, recomputed in backward, or sharded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def find_blocks(
     model: nn.Module, patterns: str | Sequence[str] = "auto", *, key: str = "blocks"
 ) -> dict[str, nn.Module]:
-    """The repeated blocks of any model by name, in the model's order; none inside another.
+    """Return the repeated blocks of any model by name, in the model's order and not nested.
 
     `auto` finds entries of containers (nn.Sequential, ModuleList, ModuleDict) whose class recurs there or in
     other containers: the layers of a transformer, the residual blocks of all stages of a ResNet. Layers
-    without parts of their own, as in a plain MLP, are not blocks.
+    without submodules, as in a plain MLP, are not blocks.
 
     Args:
-        patterns: `auto`, or shell-style patterns of module names (`layers.*`), where `*` matches dots too;
-            the outermost modules that match are taken. C005 for one that matches none.
+        patterns: `auto`, or shell-style patterns of module names (`layers.*`), where `*` also matches dots;
+            the outermost matching modules are selected. C005 for a pattern without a match.
         key: the config key of the patterns, for the error.
 
     Returns:
-        Modules by name; a shared module once. Empty if nothing recurs.
+        Modules by name; a shared module once. Empty if no class recurs.
     """
     if patterns == "auto":
         entries = list(_entries(model, ""))
@@ -52,7 +52,7 @@ def find_blocks(
 
 
 def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Candidates for a block, outermost first: entries of containers, and of stages instead of the stage."""
+    """Yield candidates for a block, outermost first: entries of containers; for a stage, its own entries."""
     for name, child in module._modules.items():
         if child is None:
             continue
@@ -60,7 +60,7 @@ def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             is_stage = _is_row(child) or any(_is_row(part, at_least=2) for part in child.children())
             if not is_stage:
                 yield f"{prefix}{name}", child
-        # Entries further inside count if the entry itself does not recur.
+        # Inner entries count if the entry itself does not recur.
         yield from _entries(child, f"{prefix}{name}.")
 
 
@@ -73,6 +73,6 @@ def _is_row(module: nn.Module, at_least: int = 1) -> bool:
 
 
 def _form(module: nn.Module) -> Hashable:
-    """The key that equal blocks share: their class; for a bare container with those of its entries."""
+    """Return the key that equal blocks share: their class; for a bare container also those of its entries."""
     kind = type(module)
     return (kind, *map(type, module.children())) if kind in _CONTAINERS else kind

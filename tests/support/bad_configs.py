@@ -120,7 +120,7 @@ CASES: dict[str, Case] = {
     "16 more ranks than GPUs": Case(
         "train parallel=ddp parallel.nproc=4 device=cuda",
         "C012",
-        (f"parallel.nproc=4 {TYPED} more ranks than GPUs, this machine has 2", "at most parallel.nproc=2"),
+        (f"parallel.nproc=4 {TYPED} more ranks than GPUs: this machine has 2", "at most parallel.nproc=2"),
         patches={"torch.cuda.device_count": lambda: 2},
     ),
     "16 no GPU": Case(
@@ -204,7 +204,7 @@ CASES: dict[str, Case] = {
     "21 milestones": train(
         "schedule=multistep schedule.milestones=[5,3]",
         "C011",
-        f"schedule.milestones=[5epochs,3epochs] {TYPED} milestones must be in rising order",
+        f"schedule.milestones=[5epochs,3epochs] {TYPED} milestones must be in increasing order",
     ),
     "21 crops": train(
         "augment=resized_crop augment.crop_padding=4",

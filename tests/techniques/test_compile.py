@@ -75,8 +75,8 @@ class TestRefusals:
         [
             (["compile=reduce_overhead", "device=cpu"], "E005", "Use compile=model"),
             (["compile=reduce_overhead", "gradients.accumulate=2"], "C011", "overwrites the gradients"),
-            (["compile=reduce_overhead", "micro_batches=2"], "C011", "one micro-batch for each rank"),
-            (["compile=pointwise", "checkpointing=budget"], "C011", "only the compiler can keep"),
+            (["compile=reduce_overhead", "micro_batches=2"], "C011", "one micro-batch per rank"),
+            (["compile=pointwise", "checkpointing=budget"], "C011", "only the compiler can follow"),
             (["compile=blocks"], "C011", "Mlp has no repeated blocks. Name modules"),
             (["compile=blocks", "compile.blocks=[layer.*]"], "C005", "matches no module"),
         ],
@@ -151,7 +151,7 @@ class TestRun:
         compilation.start(31.0)
         assert compilation.complaint(0.1, 400) is None
         assert (compilation.complaint(0.1, 60) or "").startswith(
-            "compiling took 31 s, and all 60 steps take about 6 s: unless they are more than twice as fast"
+            "compiling took 31 s, and all 60 steps take about 6 s: unless steps become twice as fast"
         )
         assert compilation.complaint(0.1, 60) is None
 
@@ -215,7 +215,7 @@ class TestPointwise:
         run.display = display = Remembers()
         fit.fit(run)
         assert (
-            "compile=pointwise has found nothing to fuse; use compile=none or compile=model" in display.notes
+            "compile=pointwise found nothing to fuse; use compile=none or compile=model" in display.notes
         )
 
     @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_products_are_rounded_and_nothing_else_changes() -> None:
 @pytest.mark.parametrize(
     ("words", "exit_code", "says"),
     [
-        (("precision=fp32",), 2, "its products come in bfloat16, and precision=fp32 computes in another"),
+        (("precision=fp32",), 2, "its products are bfloat16, but precision=fp32 computes in another"),
         (("precision=bf16", "device=cpu"), 4, "float8 needs an NVIDIA GPU, and this is cpu"),
     ],
 )

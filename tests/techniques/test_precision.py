@@ -234,7 +234,7 @@ def test_convolutions_round_as_torch_has_it_unless_fp32_is_asked_for(words, roun
     monkeypatch.setattr(precision_module, "lack_of_precision", lambda mode, device: None)
     precision = build_precision(config.precision, torch.device("cuda"))
     assert torch.backends.cudnn.allow_tf32 is rounds
-    assert ("TF32 convolutions, as torch has it" in precision.note) == (rounds and not precision.half_weights)
+    assert ("TF32 convolutions, torch's default" in precision.note) == (rounds and not precision.half_weights)
 
 
 def test_only_float32_is_worth_trying(monkeypatch):

@@ -182,7 +182,7 @@ def test_momentum_is_off_where_the_optimizer_has_none():
         )
         assert (schedule.momenta(0, 5) is not None) is (schedule.momentum_note == "cycled")
         notes.append(schedule.momentum_note)
-    assert notes == ["not cycled: the optimizer has none"] * 2 + ["cycled", None]
+    assert notes == ["not cycled: no momentum to cycle"] * 2 + ["cycled", None]
 
 
 def test_one_cycle_without_momentum():

@@ -1,4 +1,4 @@
-"""Threads, which kernels torch takes, and the memory of the CPU."""
+"""Threads, kernel selection, and CPU memory."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ class Backend(Section):
     """Threads, kernels and memory."""
 
     threads: Count | OrAuto = "auto"
-    """Threads of each rank."""
+    """Threads per rank."""
     worker_threads: Count = 1
-    """Threads of each of the loader's worker processes."""
+    """Threads per worker process of the loader."""
     cudnn_benchmark: bool | OrAuto = "auto"
-    """Let cuDNN time its kernels and take the quickest; `auto` while the shapes of inputs are few."""
+    """Let cuDNN time its kernels and use the fastest; `auto` does so while inputs have few shapes."""
     deterministic: bool = False
-    """Only kernels that give the same bits in every run."""
+    """Use only kernels that give the same bits in every run."""
     hold_memory: bool = True
-    """Hold the CPU's freed memory for the next step, and do not give it back to the system."""
+    """Keep the CPU's freed memory for the next step instead of returning it to the system."""
     expandable_segments: bool | OrAuto = "auto"
-    """Let the segments of a GPU's memory grow; `auto` for texts of many lengths, without CUDA graphs."""
+    """Let segments of GPU memory grow; `auto` does so for texts of many lengths, without CUDA graphs."""
     cudnn_attention: bool | OrAuto = "auto"
-    """Let cuDNN compute attention where it can; `auto` unless texts come in many lengths."""
+    """Let cuDNN compute attention where it can; `auto` does so unless texts have many lengths."""
     flush_denormals: bool = True
-    """Take numbers below 1e-38 for 0 on a CPU, which computes with them many times slower."""
+    """Treat numbers below 1e-38 as 0 on a CPU, where computing with them is many times slower."""
     gc: bool | OrAuto = "auto"
-    """Collect Python's garbage between steps only; `auto` where a dataset's own code runs in this process."""
+    """Collect Python's garbage only between steps; `auto` does so if a dataset's code runs in this process."""
 
 
 def repeatable_kernels(backend: Backend) -> PtfastError | None:
-    """Refuse to choose kernels by timing where bits must repeat."""
+    """Reject choosing kernels by timing where bits must repeat."""
     if not (backend.deterministic and backend.cudnn_benchmark is True):
         return None
     what = "kernels chosen by timing differ from run to run, which backend.deterministic forbids"
@@ -40,11 +40,11 @@ def repeatable_kernels(backend: Backend) -> PtfastError | None:
 
 
 def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
-    """How kernels are chosen, where there is a choice, and what becomes of freed memory."""
+    """Describe how kernels are chosen, if there is a choice, and how freed memory is handled."""
     until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
-    searched = f"cuDNN takes the quickest by trying{until}" if resolved.cudnn_benchmark else None
+    searched = f"cuDNN times kernels and uses the fastest{until}" if resolved.cudnn_benchmark else None
     held = "freed blocks are kept for the next step" if resolved.holds_memory else None
-    unplanned = "not by cuDNN, which plans anew for every length"
+    unplanned = "not by cuDNN, which makes a new plan for every length"
     return {
         "kernels": "deterministic" if resolved.deterministic else searched,
         "attention": unplanned if resolved.cudnn_attention is False else None,

@@ -1,4 +1,4 @@
-"""Process-wide switches of torch: threads, cuDNN's search for kernels, deterministic algorithms."""
+"""Set process-wide switches of torch: threads, cuDNN's kernel search, deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ptfast.core.world import THREADS_VARIABLE, under_torchrun
 from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8
-"""Input shapes up to which searching for kernels pays: full and last batches, a few sizes of images."""
+"""Number of input shapes up to which a kernel search pays: full and last batches, a few image sizes."""
 
 
 def apply_backend(
@@ -39,7 +39,7 @@ def apply_backend(
     until `watch_shapes` has seen too many shapes.
 
     Args:
-        before: what `auto` became when the run began; None for a new one.
+        before: values that `auto` had when the run began; None for a new run.
     """
     before = before or Resolved()
     threads, deterministic = resolved_or(backend.threads, before.threads), backend.deterministic
@@ -51,7 +51,7 @@ def apply_backend(
             reason = f"others keep {busy:.1f} of {usable_cores()} cores busy"
     else:
         num_threads = threads
-    # On a GPU shapes had become too many before.
+    # On a GPU there were already too many shapes.
     had_many = (before.device, before.cudnn_benchmark) == ("cuda", False)
     benchmark = not had_many if backend.cudnn_benchmark == "auto" else backend.cudnn_benchmark
     torch.set_num_threads(num_threads)
@@ -81,7 +81,7 @@ def apply_backend(
 def watch_shapes(
     batches: Iterator[StepBatch], turn_off: Callable[[], None], most: int = MOST_SHAPES
 ) -> Iterator[StepBatch]:
-    """The same batches; `turn_off` is called once, when their inputs have had more than `most` shapes.
+    """Yield the same batches; call `turn_off` once, when inputs have had more than `most` shapes.
 
     cuDNN's search runs every kernel on every new shape, which takes as long as tens of steps.
 
@@ -101,8 +101,8 @@ def watch_shapes(
 
 
 def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0) -> int:
-    """Threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set."""
-    # Torchrun sets the variable to 1, which would leave all other cores unused.
+    """Return the threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set."""
+    # torchrun sets the variable to 1, which would leave all other cores idle.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -110,7 +110,7 @@ def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0) -> int:
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this rank; `auto` takes a GPU if there is one. E005 if the device is not there."""
+    """Return the device of this rank; `auto` uses a GPU if there is one. E005 if there is no such device."""
     if problem := cannot_run(lack_of_device(name), "device", name):
         raise problem
     name = device_type(name)
@@ -121,10 +121,10 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
 
 
 def expand_segments(backend: Backend, device: torch.device, *, many_lengths: bool, captures: bool) -> bool:
-    """Let segments of the GPU's memory grow from here on, or no longer; return True if they do.
+    """Switch growing segments of GPU memory on or off; return True if they are on.
 
-    Batches of many lengths ask for blocks of ever new sizes, which do not fit into fixed segments. With
-    `auto`, a run that `captures` CUDA graphs keeps fixed ones. A user's PYTORCH_ALLOC_CONF is left alone.
+    Batches of many lengths need blocks of new sizes all the time, which do not fit into fixed segments. With
+    `auto`, a run that `captures` CUDA graphs keeps fixed ones. A user's PYTORCH_ALLOC_CONF is not changed.
 
     Source: PyTorch notes, "CUDA semantics", `expandable_segments`.
     """
@@ -138,7 +138,7 @@ def expand_segments(backend: Backend, device: torch.device, *, many_lengths: boo
 
 
 def allow_cudnn_attention(backend: Backend, device: torch.device, *, many_lengths: bool) -> bool | None:
-    """Let cuDNN compute attention from here on, or no longer; return True if it may, None without a GPU.
+    """Allow or forbid cuDNN's attention; return True if it is allowed, None without a GPU.
 
     On new GPUs torch prefers cuDNN's attention, which plans for every new shape: a tenth of a second each.
     """
@@ -150,10 +150,10 @@ def allow_cudnn_attention(backend: Backend, device: torch.device, *, many_length
 
 
 def hold_memory() -> bool:
-    """Keep memory that this process frees for its next allocation; return True if its C library can.
+    """Keep memory that this process frees for its next allocation; return True if its C library can do so.
 
     glibc returns freed memory to the system, which clears and maps the pages of activations again in each
-    step. Here it does not, and the process stays as large as at its peak.
+    step. With this setting it does not, and the process stays as large as at its peak.
 
     Source: mallopt(3), `M_TRIM_THRESHOLD` and `M_MMAP_MAX`.
     """

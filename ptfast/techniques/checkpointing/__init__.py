@@ -1,4 +1,4 @@
-"""Memory for time: activations that the backward pass computes again."""
+"""Activation checkpointing: trade time for memory by recomputing activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ptfast.techniques.compile import Compile
 
 
 class Checkpointing(Section):
-    """Activations that backward computes again."""
+    """Recomputing activations in the backward pass."""
 
     mode: Literal["none", "full", "every_n", "selective", "budget"] = "none"
-    """The part computed again: all of blocks, of every n-th, their cheap parts, or the compiler's choice."""
+    """The part to recompute: all blocks, every n-th one, their cheap parts, or the compiler's choice."""
     blocks: str | tuple[str, ...] = "auto"
-    """A pattern or patterns of module names, such as `layers.*`; `auto` for the blocks that recur."""
+    """One or more patterns of module names, such as `layers.*`; `auto` for the repeated blocks."""
     every: Count | None = None
     """For `every_n`: 2 takes every second block."""
     memory_budget: Share | None = None
-    """For `budget`: the share that is kept of what a compiled model keeps."""
+    """For `budget`: fraction to keep of the memory that a compiled model keeps."""
 
 
 def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> PtfastError | None:
-    """Refuse a budget without a compiler, and a mode without its figure."""
+    """Reject a budget without a compiler, and a mode without its setting."""
     mode = checkpointing.mode
     if mode == "budget" and compile.mode in ("none", "pointwise"):
-        what = "only the compiler can keep a memory budget"
+        what = "only the compiler can follow a memory budget"
         hint = "Set compile=model, or use checkpointing=full"
         return ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
     for name, owner, usual in (("every", "every_n", 2), ("memory_budget", "budget", 0.5)):
@@ -38,7 +38,7 @@ def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Ptfas
 
 
 def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]:
-    """Activations that the backward pass computes again."""
+    """Describe the activations that the backward pass recomputes."""
     if checkpointing.mode == "none":
         return {"checkpointing": None}
     if checkpointing.mode == "budget":
@@ -48,7 +48,7 @@ def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]
     which = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else blocks[0]
     every = f", 1 in {checkpointing.every}" if checkpointing.mode == "every_n" else ""
     plural = "s" * (len(blocks) > 1)
-    return {"checkpointing": f"{what} in {len(blocks)} block{plural} computed again ({which}{every})"}
+    return {"checkpointing": f"{what} in {len(blocks)} block{plural} recomputed ({which}{every})"}
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass computes again what the forward pass did not keep."""
+"""Activation checkpointing: the backward pass recomputes activations that the forward pass dropped."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ KEPT_OPS = [
         *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     )
 ]
-"""Operations whose results `selective` keeps: their arithmetic outweighs their results."""
+"""Operations whose results `selective` keeps: they take much arithmetic for little memory."""
 Policy = torch_checkpoint.CheckpointPolicy
 
 Buffers = list[tuple[nn.Module, dict[str, "Tensor | None"]]]
-"""Buffers of modules, by name."""
+"""Buffers of modules by name."""
 
 _WRITE_ONLY = (BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward)
 _checkpoint: Any = torch_checkpoint.checkpoint
 _parameters = inspect.signature(_checkpoint).parameters
-# Torch warns that its default, not to call hooks for tensors that `selective` keeps, will change.
+# Torch warns that its default, which skips hooks for tensors that `selective` keeps, will change.
 _RESPECTS_HOOKS = {name: True for name in ("respect_saved_tensors_hooks",) if name in _parameters}
 
 
 def apply_checkpointing(
     model: nn.Module, checkpointing: Checkpointing, *, known: Sequence[str] | None = None
 ) -> dict[str, nn.Module]:
-    """Let blocks of `model` drop their activations, and compute them again in the backward pass.
+    """Let blocks of `model` drop their activations, and recompute them in the backward pass.
 
-    Activations take most of the memory of a step: here only the inputs of blocks are kept, and the
-    activations of one during its backward. Gradients, running statistics and random numbers are the same,
-    bit for bit.
+    Activations take most of the memory of a step. With this, only the inputs of blocks are kept, plus the
+    activations of one block during its backward pass. Gradients, running statistics and random numbers stay
+    the same bit for bit.
 
     Args:
-        model: in its final form but for compiling and wrapping; changed in place, names stay.
+        model: in its final form except for compiling and wrapping; changed in place, names stay.
         checkpointing: `selective` keeps the results of matrix products, convolutions and attention; `budget`
             is left to the compiler (`apply_memory_budget`). For `blocks` see `find_blocks`; a list of modules
             stands for its members.
-        known: names of the blocks that were taken when the run began.
+        known: names of the blocks selected when the run began.
 
     Returns the blocks by name; C005 when a pattern matches no module, C011 when the model has no blocks.
 
-    Cost: another forward pass of the blocks, about a third of a step; on the CPU also about 0.2 ms a block
-    and 20 us for every tensor not kept; `selective` 50 us an operation; 1 to 3 s to import.
+    Cost: another forward pass of the blocks, about a third of a step; on the CPU also about 0.2 ms per block
+    and 20 us per dropped tensor; `selective` costs 50 us per operation; 1 to 3 s to import.
     Source: Chen, Xu, Zhang, Guestrin 2016, arXiv:1604.06174; torch.utils.checkpoint.
     """
     mode, blocks = checkpointing.mode, known or checkpointing.blocks
@@ -75,38 +75,38 @@ def apply_checkpointing(
         raise ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)
     if mode == "every_n" and not known:
         found = dict(list(found.items())[:: checkpointing.every])
-    # Decoders of transformers would append to the keys and values of past tokens a second time.
+    # Decoders of transformers would append to their cached keys and values a second time.
     for part in model.modules():
         settings: Any = getattr(part, "config", None)
         if getattr(settings, "use_cache", None) is True:
             settings.use_cache = False
     for block in found.values():
         if mode == "selective":
-            # An activation in place would overwrite a result that is kept.
+            # An in-place activation would overwrite a result that is kept.
             for part in block.modules():
                 if getattr(part, "inplace", None) is True:
                     part.__dict__["inplace"] = False
         block.forward = CheckpointedForward(block, selective=mode == "selective")
-    # Or else the first step would import it.
+    # Otherwise the first step would import it.
     import torch._dynamo  # noqa: F401
 
     return found
 
 
 def apply_memory_budget(budget: float | None) -> None:
-    """Let the compiler keep the share `budget`, in (0, 1), of what it keeps for backward; None for all.
+    """Let the compiler keep the share `budget`, in (0, 1), of its saved activations; None keeps all.
 
-    It computes again what costs least for the memory it frees, within fused kernels too. Source: PyTorch
+    It recomputes first where little work frees much memory, within fused kernels too. Source: PyTorch
     blog, March 2025, "Current and New Activation Checkpointing Techniques in PyTorch".
     """
-    # None only has to undo the budget of an earlier run in the same process.
+    # None only has to undo the budget of an earlier run in this process.
     if budget is not None or "torch._functorch.config" in sys.modules:
         import torch._functorch.config as functorch
 
         wanted = 1.0 if budget is None else budget
         if wanted != functorch.activation_memory_budget:
             functorch.activation_memory_budget = wanted
-            # Graphs compiled under another budget would be found again.
+            # Otherwise graphs compiled under another budget would be reused.
             torch.compiler.reset()
 
 
@@ -122,13 +122,13 @@ def naming_mismatch(mode: str) -> Iterator[None]:
 
 
 class CheckpointedForward:
-    """Takes the place of a block's `forward`, so that no parameter or module changes its name.
+    """Replaces a block's `forward`, so that no parameter or module changes its name.
 
-    A recomputation must leave the block's buffers as they are. Norms, which write their running statistics
-    without reading them, write to a scratch copy instead. Other modules that write (spectral norm's vectors),
-    as the first forward pass shows, start from copies made before.
+    Recomputation must not change the block's buffers. Norms, which write running statistics without reading
+    them, write to a scratch copy instead. Other modules that write (spectral norm's vectors) are detected in
+    the first forward pass, and start from copies made before.
 
-    An object and not a closure: in a copy of the block it calls the copy's layers.
+    It is an object, not a closure: in a copy of the block it calls the layers of the copy.
     """
 
     def __init__(self, block: nn.Module, *, selective: bool) -> None:
@@ -140,12 +140,12 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        # Only there once a model has asked for it.
+        # It exists only after a model has asked for it.
         varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
         kept = KEPT_OPS if varlen is None else [*KEPT_OPS, varlen.default]
         contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, partial(choose, kept))
         if torch.compiler.is_compiling():
-            # A compiled graph writes buffers once, whatever it computes again.
+            # A compiled graph writes buffers once, whatever it recomputes.
             if not self.selective:
                 return _checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
             return _checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -159,14 +159,14 @@ class CheckpointedForward:
         keeping, reusing = contexts() if self.selective else (nullcontext(), nullcontext())
         recomputing = Recomputing(self.scratch, before, reusing)
 
-        # It keeps no input: torch releases inputs as the backward pass goes on.
+        # It keeps no input, because torch releases inputs during the backward pass.
         num_args, names = len(args), tuple(kwargs)
 
         def call(*values: Any) -> Any:
             named = dict(zip(names, values[num_args:], strict=True))
             return self.forward(*values[:num_args], **named)
 
-        # Torch looks for the devices of random numbers among positional arguments only.
+        # Torch looks for the devices of random numbers only among positional arguments.
         output = _checkpoint(
             call,
             *args,
@@ -182,18 +182,18 @@ class CheckpointedForward:
 
 
 def choose(kept: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `selective` does with the result of an operation, if it keeps those of `kept`."""
+    """Decide how `selective` treats the result of an operation, if it keeps those of `kept`."""
     if op not in kept:
         return Policy.PREFER_RECOMPUTE
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Attention with dropout is computed again, or the dropout after it would draw other numbers.
+    # Attention with dropout is recomputed; otherwise the dropout after it would draw other numbers.
     return Policy.PREFER_RECOMPUTE if given.get("dropout_p") else Policy.MUST_SAVE
 
 
 @dataclass
 class Recomputing:
-    """The context of a recomputation: other buffers than the block's own, and the results that were kept."""
+    """The context of a recomputation: copies of the block's buffers, and the results that were kept."""
 
     scratch: Buffers
     before: Buffers
@@ -225,7 +225,7 @@ def _copied(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def _differ(before: dict[str, Tensor | None], after: dict[str, Tensor | None]) -> bool:
-    # By value: batch_norm does not count its writes as versions.
+    # Compare values, because batch_norm does not count its writes as versions.
     return any(
         (old is None) != (new is None) or (old is not None and new is not None and not torch.equal(old, new))
         for old, new in ((before.get(name), after.get(name)) for name in before | after)
@@ -233,7 +233,7 @@ def _differ(before: dict[str, Tensor | None], after: dict[str, Tensor | None]) -
 
 
 def _with_forward(module: nn.Module, name: str) -> dict[str, nn.Module]:
-    """The module by name, or the members of a mere list of modules by theirs."""
+    """Return the module by name, or the members of a plain list of modules by their names."""
     if type(module).forward is not nn.Module.forward:
         return {name: module}
     members = [_with_forward(member, f"{name}.{index}") for index, member in module.named_children()]

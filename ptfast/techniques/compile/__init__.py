@@ -1,4 +1,4 @@
-"""Records of what torch.compile can be asked for."""
+"""Settings of torch.compile."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ class Compile(Section):
     """The parts that `torch.compile` compiles, and how."""
 
     mode: Literal["none", "pointwise", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
-    """Elementwise chains, blocks, the model; the model in CUDA graphs, or autotuned."""
+    """Compile elementwise chains, blocks or the model; or the model with CUDA graphs, or autotuned."""
     blocks: str | tuple[str, ...] = "auto"
-    """For `blocks`: a pattern or patterns of module names; `auto` for the blocks that recur."""
+    """For `blocks`: one or more patterns of module names; `auto` for the repeated blocks."""
     dynamic: bool | OrAuto = "auto"
-    """One code for batches of any length; `auto` for texts that come in more than a few lengths."""
+    """Use one graph for batches of any length; `auto` does so for texts of more than a few lengths."""
     keep: bool = False
     """Keep the code in the cache folder, which outlives /tmp, so that a restart does not compile again."""
 
 
 def accumulating_in_graphs() -> PtfastError:
-    """The error of CUDA graphs under accumulation."""
-    what = "a CUDA graph overwrites the gradients of the micro-batch before"
-    hint = "Use one micro-batch for each rank, or compile=model"
+    """Return the error for CUDA graphs with gradient accumulation."""
+    what = "a CUDA graph overwrites the gradients of the previous micro-batch"
+    hint = "Use one micro-batch per rank, or compile=model"
     return ConfigError("C011", what, key="compile", value="reduce_overhead", suggestion=hint)
 
 
 def allowed_by_ranks(
     compile: Compile, parallel: Parallel, gradients: Gradients, micro_batches: int | None
 ) -> Iterator[PtfastError]:
-    """Refuse CUDA graphs if a step has several micro-batches on a rank, and whole models under fsdp."""
+    """Reject CUDA graphs if a step has several micro-batches on a rank, and whole models under fsdp."""
     many = parallel.strategy == "single" and (micro_batches or 1) > 1
     if compile.mode == "reduce_overhead" and (many or gradients.accumulate > 1):
         yield accumulating_in_graphs()
     if parallel.strategy == "fsdp" and compile.mode not in ("none", "blocks"):
-        what = "parallel=fsdp gathers weights between blocks, where a whole model cannot be compiled"
+        what = "parallel=fsdp gathers weights between blocks, so the whole model cannot be compiled"
         yield ConfigError("C011", what, key="compile", value=compile.mode, suggestion="Use compile=blocks")
 
 
 def compiler(compile: Compile, device: str) -> PtfastError | None:
-    """Refuse to compile if a tool or device is missing."""
+    """Reject compilation if a tool or device is missing."""
     if compile.mode == "none":
         return None
     device = devices.usable_type(device)
     lack = devices.lack_of_compiler(device)
     if lack is None and compile.mode == "reduce_overhead" and device != "cuda":
-        what = f"CUDA graphs need a CUDA device, and this is {device}"
+        what = f"CUDA graphs need a CUDA device, but this is {device}"
         lack = devices.Unsupported(what, "Use compile=model")
     return devices.cannot_run(lack, "compile", compile.mode)
 
@@ -69,5 +69,5 @@ FAMILY = Family(
         ),
     ),
     free_keys=("compile.keep",),
-    panel=lambda compile, compiled: {"compile": compiled and compiled + "; the code is kept" * compile.keep},
+    panel=lambda compile, compiled: {"compile": compiled and compiled + "; code is cached" * compile.keep},
 )

@@ -1,4 +1,4 @@
-"""torch.compile, applied in place so that names of parameters stay the plain model's, and what it did."""
+"""Apply torch.compile in place, so that parameters keep the plain model's names, and report on it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ptfast.techniques.repeated_blocks import find_blocks
 Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
 
 MANY_SHAPES = 3
-"""Times that everything is compiled again, beyond the usual one for an epoch's last batch."""
+"""Number of recompilations of everything, beyond the usual one for an epoch's last batch."""
 
 
 def apply_compile(
     model: nn.Module, section: Compile, device: torch.device, *, dynamic: bool, accumulates: bool
 ) -> Compilation | None:
-    """Compile `model` in place; None for mode `none`. Raises what `Compilation` and its `apply` raise."""
+    """Compile `model` in place; return None for mode `none`. Raises the errors of `Compilation`."""
     if section.mode == "none":
         return None
     if section.keep:
@@ -41,17 +41,17 @@ def apply_compile(
 
 
 class Compilation:
-    """The compiled parts of a run, and how often they were compiled.
+    """The compiled parts of a run, and the number of compilations.
 
     Fewer, fused kernels touch memory less often and need less Python to launch. Only training is compiled:
-    evaluations run the plain model, whose figures `ptfast eval` repeats, and save a minute of compiling.
+    evaluations use the plain model, so `ptfast eval` repeats their metrics, and save a minute of compiling.
 
-    A shape runs the same code wherever a run begins, so that a resumed run gives the bits of one never
+    A shape runs the same code wherever a run begins, so that a resumed run gives the same bits as one never
     stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
     masks than without a compiler, except under `pointwise`.
 
-    If a step `accumulates` several micro-batches on a rank, a CUDA graph would overwrite the gradients of the
-    one before, in silence: C011 for `reduce_overhead`. E005 if a tool or device is missing.
+    If a step `accumulates` several micro-batches on a rank, a CUDA graph would silently overwrite the
+    gradients of the previous one: C011 for `reduce_overhead`. E005 if a tool or device is missing.
 
     Cost: seconds to minutes, and memory, before the first step and again for every new shape.
     Source: torch.compile; for gradients in CUDA graphs pytorch/pytorch issue 169545.
@@ -94,7 +94,7 @@ class Compilation:
                 what = f"{type(model).__name__} has no repeated blocks"
                 hint = "Name modules, as in compile.blocks=[layers.*], or use compile=model"
                 raise ConfigError("C011", what, key="compile", value=self.mode, suggestion=hint)
-            # Torch gives up after too many compiled forms, which blocks of one class count together.
+            # Torch gives up after too many compiled graphs; blocks of one class share that count.
             config: Any = settings
             config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
             parts = list(self.blocks.values())
@@ -109,7 +109,7 @@ class Compilation:
 
     @contextmanager
     def booking(self, clock: Clock) -> Iterator[None]:
-        """Book compiling inside as `warm_up` on `clock`, in whichever step it happens."""
+        """Book compilation inside this context as `warm_up` on `clock`, in whichever step it happens."""
         from torch._dynamo.callback import callback_handler
 
         before: list[str | None] = []
@@ -130,13 +130,13 @@ class Compilation:
             callback_handler.remove_end_callback(end)
 
     def start(self, seconds: float) -> str:
-        """Note that the first step is compiled, and say so."""
+        """Record that the first step is compiled, and report it."""
         self._at_start, self._start_s = num_compiled(), seconds
         if self.fusion is None:
             return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s"
         if not self.fusion.num_chains:
             self._warned_of.add("length")
-            return "compile=pointwise has found nothing to fuse; use compile=none or compile=model"
+            return "compile=pointwise found nothing to fuse; use compile=none or compile=model"
         chains, operations = self.fusion.num_chains, self.fusion.num_operations
         return (
             f"fused {operations} elementwise operations into {counted(chains, 'kernel')} in {seconds:.1f} s"
@@ -144,23 +144,23 @@ class Compilation:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs compiled for the first step."""
+        """Number of graphs compiled for the first step."""
         return (num_compiled() if self._at_start is None else self._at_start) - self._before
 
     @property
     def num_recompiled(self) -> int:
-        """Graphs compiled since."""
+        """Number of graphs compiled since."""
         return 0 if self._at_start is None else num_compiled() - self._at_start
 
     def complaint(self, step_s: float, num_steps: int) -> str | None:
-        """Advice about shapes that change often, or a run too short to repay compiling; each given once."""
+        """Advise about shapes that change often, or a run too short to repay compilation; each once."""
         advice = {"shapes": self._advice(), "length": ""}
         trained_s = step_s * num_steps
         if self._start_s > trained_s:
             advice["length"] = (
                 f"compiling took {self._start_s:.0f} s, and all {num_steps:,} steps take about "
-                f"{trained_s:.0f} s: unless they are more than twice as fast for it, it costs more than it "
-                "gives; use compile=none for runs this short"
+                f"{trained_s:.0f} s: unless steps become twice as fast, compiling takes longer than it "
+                "saves; use compile=none for runs this short"
             )
         for name, text in advice.items():
             if text and name not in self._warned_of:
@@ -169,7 +169,7 @@ class Compilation:
         return None
 
     def _advice(self) -> str:
-        """Advice if shapes change too often."""
+        """Advise if shapes change too often."""
         if self.num_recompiled < MANY_SHAPES * max(self.num_graphs, 1):
             return ""
         hint = "pad inputs to few shapes" if self.options["dynamic"] else "set compile.dynamic=true"
@@ -179,12 +179,12 @@ class Compilation:
         )
 
     def describe(self) -> str:
-        """The panel's words."""
+        """Describe the compiled parts for the panel."""
         what = f"blocks, {len(self.blocks)} of them" if self.blocks else self.mode
         return what + (", any length" if self.options["dynamic"] else "")
 
     def report(self) -> dict[str, Any]:
-        """The entry in summary.json."""
+        """Return the entry in summary.json."""
         report: dict[str, Any] = {
             "mode": self.mode,
             "graphs": self.num_graphs,
@@ -198,22 +198,22 @@ class Compilation:
 
 
 def num_compiled() -> int:
-    """Graphs that this process has compiled so far. Does not import the compiler."""
+    """Return the number of graphs compiled by this process so far, without importing the compiler."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch caches compiled code; a value that the user has set stays."""
+"""Where torch caches compiled code; a value set by the user stays."""
 
 
 def keep_code() -> None:
     """Let torch cache compiled code in `$PTFAST_CACHE/compiled`, if that is writable.
 
-    Torch's own place, `/tmp`, does not outlive a container. Each kind of CPU has a folder, as torch does not
-    tell them apart. The run directory is not used, because a run from elsewhere could bring code in it.
+    Torch's default, `/tmp`, does not outlive a container. Each kind of CPU has its own folder, because torch
+    does not distinguish them. The run directory is not used: a run from elsewhere could bring code in it.
 
-    Cost: a few MB of disk for a model; nothing is ever deleted.
+    Cost: a few MB of disk per model; nothing is ever deleted.
     """
     flags = "".join(cpu_facts("flags", "Features")[:1])
     folder = cache_folder() / "compiled" / hashlib.sha256(flags.encode()).hexdigest()[:12]

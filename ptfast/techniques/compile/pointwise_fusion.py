@@ -1,4 +1,4 @@
-"""A compiler backend that fuses chains of elementwise operations and leaves everything else as it is."""
+"""A compiler backend that fuses chains of elementwise operations and leaves all other operations alone."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ptfast.core.tensors.torch_internals import OpOverload
 
 
 class PointwiseFusion:
-    """Compiles chains of elementwise operations (torch's own tag `pointwise`), of forward and backward.
+    """Compiles chains of elementwise operations (torch's tag `pointwise`) in forward and backward.
 
-    Such an operation is bound by memory: a chain in one kernel reads and writes its tensors once.
-    Convolutions, matrix products, norms, reductions and dropout run as without a compiler, in the same
+    Such operations are bound by memory: a chain in one kernel reads and writes its tensors once.
+    Convolutions, matrix products, norms, reductions and dropout run as without a compiler: in the same
     kernels, with the same random numbers.
 
-    A backend for `torch.compile`. It gets the graphs of autograd, in which the backward pass and casts of
-    autocast are operations like any other.
+    It is a backend for `torch.compile`. It receives the graphs of autograd, where the backward pass and the
+    casts of autocast are ordinary operations.
 
-    Cost: seconds a kernel to compile; chains of the same operations and shapes share one.
+    Cost: seconds of compilation per kernel; chains of the same operations and shapes share one.
     """
 
     num_chains = num_operations = 0
@@ -29,7 +29,7 @@ class PointwiseFusion:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._dynamo.backends.common import aot_autograd
 
-        # If the graph's end wrote statistics, a recomputation would start from others.
+        # If the graph's end wrote statistics, a recomputation would start from other values.
         return aot_autograd(
             fw_compiler=self._compile, bw_compiler=self._compile, keep_inference_input_mutations=True
         )(graph, inputs)
@@ -43,7 +43,7 @@ class PointwiseFusion:
         chains = []
         for part in partitioner.propose_partitions():
             nodes = list(part.nodes)
-            # Operations side by side, of which none takes another's result, would gain nothing.
+            # Fusing independent operations, which do not use each other's results, would gain nothing.
             if any(source in nodes for node in nodes for source in node.all_input_nodes):
                 chains.append(part)
         self.num_chains += len(chains)
@@ -57,7 +57,7 @@ class PointwiseFusion:
 
 
 class _Kernel(nn.Module):
-    """A chain, compiled."""
+    """A compiled chain."""
 
     def __init__(self, chain: fx.GraphModule) -> None:
         super().__init__()
@@ -77,12 +77,12 @@ class _Kernel(nn.Module):
 
         fake_mode: Any = detect_fake_mode(inputs)
         with fake_mode:
-            # In the operations that inductor has code for.
+            # Decompose into operations that inductor has code for.
             graph = make_fx(run, select_decomp_table())(*inputs)
-        # Readers of the results were traced with the strides that they would have had.
+        # Users of the results were traced with the strides of the unfused operations.
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        # Keep strides found here out of the whole graph, which is being compiled around it.
+        # Keep strides found here out of the whole graph, which is being compiled at the same time.
         with tracing(None):
             self.run = compile_fx_inner(graph, inputs)
 
@@ -92,7 +92,7 @@ class _Kernel(nn.Module):
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return True if it computes each element of a floating-point tensor from the same one of its inputs."""
+    """Return True if each output element depends on the same element of floating-point inputs only."""
     target, value = node.target, node.meta.get("val")
     return (
         node.op == "call_function"

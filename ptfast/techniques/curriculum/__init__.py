@@ -1,4 +1,4 @@
-"""Records of what is small at first and grows while training goes on."""
+"""Start with small images, sequences or batches, and grow them during training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Curriculum(Section):
     """Sizes that start small and grow in training."""
 
     image_size_from: Count | OrAuto | None = None
-    """Pixels of the shorter side of images at first; `auto` for half of theirs, null for all."""
+    """Initial pixels of the shorter image side; `auto` for half of the full size, null for the full size."""
     image_size_multiple: Count = 32
-    """Sizes in between are multiples of it; every size is one more shape to find kernels for."""
+    """Intermediate sizes are multiples of this; each size is one more shape to find kernels for."""
     length_from: Count | OrAuto | None = None
-    """Tokens of sequences at first; `auto` for a quarter of theirs, null for all."""
+    """Initial tokens of sequences; `auto` for a quarter of the full length, null for the full length."""
     length_multiple: Count = 64
-    """Lengths in between are multiples of it."""
+    """Intermediate lengths are multiples of this."""
     batch_size_from: Count | OrAuto | None = None
-    """Samples of a batch at first, by which it then grows; `auto` for a quarter, null for all."""
+    """Initial batch size, by which the batch then grows; `auto` for a quarter, null for the full size."""
     over: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(60, "percent")
-    """How long it takes to grow to full size, such as `60%` or `5epochs`."""
+    """How long the growth takes, such as `60%` or `5epochs`."""
 
 
 def _grows(curriculum: Curriculum) -> bool:
@@ -33,7 +33,7 @@ def _grows(curriculum: Curriculum) -> bool:
 
 
 def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | None) -> PtfastError | None:
-    """Refuse growing for longer than the run."""
+    """Reject a growth that takes longer than the run."""
     if not _grows(curriculum):
         return None
     return longer_than_run("curriculum.over", curriculum.over, epochs, steps)
@@ -42,7 +42,7 @@ def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | N
 FAMILY = Family(
     rules=(growth_within_run,),
     unused=(
-        Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto, say"),
+        Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto"),
         Unused.without("curriculum.image_size_from", "auto", "curriculum.image_size_multiple"),
         Unused.without("curriculum.length_from", "auto", "curriculum.length_multiple"),
     ),

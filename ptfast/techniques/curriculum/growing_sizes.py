@@ -25,7 +25,7 @@ class Resize:
     Args:
         stages: pixels of the shorter side, by step.
         shape: (height, width) at full size.
-        masks: targets hold a value for each pixel, and are resized with their images.
+        masks: whether targets have a value for each pixel, and are resized with their images.
 
     Source: Howard et al. 2018, fast.ai's entry to DAWNBench; Tan, Le 2021, arXiv:2104.00298, section 4.
     """
@@ -35,12 +35,12 @@ class Resize:
     masks: bool = False
 
     def size(self, shorter: int) -> tuple[int, int]:
-        """(height, width) of a shorter side, in the proportions of the full size."""
+        """Return (height, width) for a shorter side, in the proportions of the full size."""
         height, width = (round(side * shorter / min(self.shape)) for side in self.shape)
         return height, width
 
     def __call__(self, data: Any, step: int, micro_batch: int) -> Any:
-        """`(images, targets)` of a step with the images at its size, in their type and memory format."""
+        """Resize the images of a step's `(images, targets)`, keeping their type and memory format."""
         shorter = self.stages.at(step)
         if shorter == self.stages.values[-1]:
             return data
@@ -51,7 +51,7 @@ class Resize:
         images = F.interpolate(images, size=size, mode="bilinear", antialias=True)
         if self.masks:
             for side, length in ((-2, size[0]), (-1, size[1])):
-                # The pixels under the centres of the fewer ones.
+                # Take the pixels under the centers of the fewer new ones.
                 centres = 2 * torch.arange(length, device=targets.device) + 1
                 targets = targets.index_select(side, centres * targets.shape[side] // (2 * length))
         return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
@@ -68,10 +68,10 @@ class Cut:
     """
 
     stages: Stages
-    """Tokens of a sequence, by step."""
+    """Tokens per sequence, by step."""
 
     def __call__(self, data: Any, step: int, micro_batch: int) -> Any:
-        """`(tokens, targets)` or a mapping of such tensors, (batch, length, ...), at the length of a step."""
+        """Cut a step's `(tokens, targets)`, or a mapping of such tensors (batch, length, ...), to length."""
         length = self.stages.at(step)
         if length == self.stages.values[-1]:
             return data
@@ -83,9 +83,9 @@ class Cut:
 def build_resize(
     first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo, model: nn.Module
 ) -> Resize:
-    """Images that grow to the data's own size from `first` pixels of the shorter side, `auto` for half of it.
+    """Return images that grow from `first` pixels of the shorter side (`auto`: half) to the data's own size.
 
-    C011 if there are no images, they are no larger, or `model`, tried on the CPU, does not take that size.
+    C011 if there are no images, if they are not larger, or if `model`, tried on the CPU, rejects that size.
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
@@ -108,7 +108,7 @@ def build_resize(
             model(torch.zeros(2, channels, height, width))
     except (RuntimeError, ValueError, AssertionError) as error:
         what = f"the model does not take images of {height} x {width} ({str(error).splitlines()[0]})"
-        hint = "Use a larger size or a model that takes any, such as a convolutional one"
+        hint = "Use a larger size or a model that accepts any size, such as a convolutional one"
         raise ConfigError("C011", what, key=key, value=first, suggestion=hint) from error
     finally:
         model.train(was_training)
@@ -116,9 +116,9 @@ def build_resize(
 
 
 def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Cut:
-    """Sequences that grow to the data's own length from `first` tokens, `auto` for a quarter of it.
+    """Return sequences that grow from `first` tokens (`auto`: a quarter) to the data's own length.
 
-    C011 if the data is not text for language modelling, or its sequences are no longer.
+    C011 if the data is not text for language modeling, or its sequences are not longer.
     """
     key, full = "curriculum.length_from", info.context_length
     if info.kind != "tokens" or full is None:
@@ -139,15 +139,15 @@ def build_batch_sizes(
     epochs: int | None,
     steps: int | None,
 ) -> Stages:
-    """Batches that grow to their full size, by `first` at a time; the schedule's learning rate stays.
+    """Return batches that grow to their full size, by `first` at a time; the learning rate is not changed.
 
-    While gradients are large against their noise, a small batch makes as good a step.
+    While gradients are large relative to their noise, a small batch makes an equally good step.
 
     Args:
-        first: samples of the first steps over all ranks, a multiple of `micro_batches`; `auto` for a quarter
+        first: samples in the first steps over all ranks, a multiple of `micro_batches`; `auto` for a quarter
             of the full size.
         over: how long batches grow, converted to steps by their mean size.
-        num_samples: of an epoch; None for data of unknown length, which has no epochs (C011).
+        num_samples: samples per epoch; None for data of unknown length, which has no epochs (C011).
 
     Source: Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, arXiv:1812.06162.
     """
@@ -179,7 +179,7 @@ def _refused(what: str, key: str, first: int | str) -> ConfigError:
 
 
 def describe_growth(what: str, stages: Stages) -> str:
-    """One line for the panel; `what` has places for the first and the last size."""
+    """Format one line for the panel; `what` has placeholders for the first and the last size."""
     values, starts = stages
     return f"{what.format(values[0], values[-1])} in {len(values)} stages over {starts[-1]:,} steps"
 

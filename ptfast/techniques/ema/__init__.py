@@ -1,4 +1,4 @@
-"""Records of how a model is evaluated, and of the average of its weights that is."""
+"""Evaluate a model by an average of its weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ptfast.core.sections.section import Every, Family, Section, Share, Unused
 
 
 class Ema(Section):
-    """The average of the weights that is evaluated and used in their place."""
+    """The average of the weights that replaces the weights in evaluation."""
 
     decay: Share | None = None
-    """Share that each step keeps of a moving average, such as 0.999; null for no moving average."""
+    """Fraction of a moving average that each step keeps, such as 0.999; null for no moving average."""
     warmup: bool = False
-    """Keep less in the first steps, by 1 - step ** (-2/3) up to `decay`, as timm does; for short runs."""
+    """Keep less in the first steps: 1 - step ** (-2/3), up to `decay`, as timm does; for short runs."""
     swa_start: Annotated[Duration, InUnit("epochs")] | None = None
-    """From where on weights are averaged, all equally (SWA), such as `75%`; null for no such average."""
+    """Start of an average with equal weights (SWA), such as `75%`; null for no such average."""
     swa_every: Every = Duration(1, "epochs")
-    """How far apart the weights lie that SWA averages, such as `1epochs` or `100steps`."""
+    """Distance between the weights that SWA averages, such as `1epochs` or `100steps`."""
 
 
 def one_average(ema: Ema) -> PtfastError | None:
-    """Refuse two averages of the weights, of which one alone could be evaluated."""
+    """Reject two averages of the weights, because only one could be evaluated."""
     if ema.decay is None or ema.swa_start is None:
         return None
     what, hint = f"contradicts ema.decay={ema.decay:g}", "Set one of the two to null"

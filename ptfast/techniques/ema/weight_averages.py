@@ -1,4 +1,4 @@
-"""Averages of a model's weights over a run, kept on the device and put in for evaluation."""
+"""Averages of a model's weights over a run, kept on the device and swapped in for evaluation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 class Average:
-    """The base of averages: what they follow, how they are swapped in, and how they are saved.
+    """The base class of averages: how they track weights, are swapped in, and are saved.
 
-    It averages the parameters that train and the saved buffers of finite floating-point numbers of a plain
-    model, half-width ones in float32. An instance of this base can load and swap in what any kind has saved.
+    It averages the trainable parameters and the saved buffers of finite floating-point numbers of a plain
+    model; half-width ones in float32. An instance of the base can load and swap in any kind of saved average.
     """
 
     extendable = True
-    """A longer run would start with the same averages."""
+    """Whether a longer run would start with the same averages."""
     note = ""
     """The kind of average, for the panel."""
 
@@ -40,20 +40,20 @@ class Average:
         weights = [weight.detach() for weight in followed.values()]
         types = [torch.float32 if weight.element_size() < 4 else weight.dtype for weight in weights]
         self._wholes = [weight.to(dtype, copy=True) for weight, dtype in zip(weights, types, strict=True)]
-        # Each rank averages its part of sharded weights.
+        # Each rank averages its shard of sharded weights.
         self._weights = [local_part(weight) for weight in weights]
         self._averages = [local_part(average) for average in self._wholes]
         halves = any(weight.element_size() < 4 for weight in weights)
-        # Float32 copies for `lerp`, which takes no two types; allocated once.
+        # Float32 copies for `lerp`, which needs one type; allocated once.
         self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
         self._updates: int | Tensor = 0
         self._stale = False
-        """The averages have moved since `settle`."""
+        """Whether the averages have moved since `settle`."""
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        """Follow the weights after `step`, counted from 1.
+        """Update the averages after `step`, counted from 1.
 
-        `skipped` is 0-d, on the device: True if the step was left out.
+        `skipped` is 0-d, on the device: True if the step was skipped.
         """
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class Average:
             torch._foreach_lerp_(self._averages, self._wide_weights(), float(share))
             self._updates += 1
             return
-        # Only the device knows if there was a step.
+        # Only the device knows whether there was a step.
         shares = torch.where(skipped, 0.0, share).to(self._averages[0].dtype)
         changes = torch._foreach_sub(self._wide_weights(), self._averages)
         torch._foreach_mul_(changes, shares)
@@ -71,9 +71,9 @@ class Average:
         self._updates = self._updates + ~skipped
 
     def settle(self, watched: Watched = lambda batches: batches) -> None:
-        """Prepare the averages to be evaluated or saved; called on all ranks.
+        """Prepare the averages for evaluation or saving; called on all ranks.
 
-        `watched` wraps the batches that this needs, and may break it off: nothing has changed then.
+        `watched` wraps the batches this needs, and may stop early: then nothing changes.
         """
 
     @property
@@ -89,7 +89,7 @@ class Average:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put averages, if any yet, into the model, and afterwards its own weights back, bit for bit."""
+        """Swap averages, if there are any, into the model; restore its weights bit for bit at exit."""
         if not self.ready:
             yield
             return
@@ -104,23 +104,23 @@ class Average:
                 torch._foreach_copy_(kept, copies)
 
     def copy_to_model(self) -> None:
-        """As `swapped`, for good."""
+        """Swap the averages in permanently."""
         if self.ready:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, self._averages)
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages by the plain model's names, and the number of updates."""
+        """Return the averages by the plain model's names, and the number of updates."""
         averages = dict(zip(self._names, self._wholes, strict=True))
         return {"averages": averages, "updates": int(self._updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; S002 for averages of other names or shapes."""
+        """Load a `state_dict`; S002 for averages with other names or shapes."""
         averages = state["averages"]
         buffers = {name for name, _ in self._model.named_buffers()}
         expected = {name: average.shape for name, average in zip(self._names, self._wholes, strict=True)}
         given = {name: average.shape for name, average in averages.items()}
-        # A buffer may have been finite when the run began and not now, or the other way round.
+        # A buffer may have been finite when the run began but not now, or the other way round.
         alike = expected.keys() & given.keys() | ((expected.keys() | given.keys()) - buffers)
         odd = min((name for name in alike if given.get(name) != expected.get(name)), default=None)
         if odd is not None:
@@ -134,14 +134,14 @@ class Average:
 
 
 class MovingAverage(Average):
-    """Running average `average <- decay * average + (1 - decay) * weight`, of about 1 / (1 - decay) steps.
+    """Running average `average <- decay * average + (1 - decay) * weight`, over about 1 / (1 - decay) steps.
 
-    It includes the statistics of BatchNorm. The first update copies, so the random initial weights do not
-    linger. Skipped steps do not count. With `warmup`, update k keeps `1 - k ** (-2/3)` at most, so that the
-    average spans the latest part of a short run too, as timm's ModelEmaV3 does.
+    It includes the statistics of BatchNorm. The first update copies, so the random initial weights have no
+    influence. Skipped steps do not count. With `warmup`, update k keeps at most `1 - k ** (-2/3)`, so the
+    average also covers only the latest part of a short run, as timm's ModelEmaV3 does.
 
-    Cost: one pass over the weights per step, a few kernels in all; with fp16 gradient scaling two passes
-    more, and room for a copy meanwhile. Source: Polyak, Juditsky 1992; the same figures as
+    Cost: one pass over the weights per step, in a few kernels; with fp16 gradient scaling two more passes,
+    and memory for a temporary copy. Source: Polyak, Juditsky 1992; same values as
     torch.optim.swa_utils.AveragedModel.
     """
 
@@ -154,26 +154,26 @@ class MovingAverage(Average):
         if skipped is None:
             self._follow(max((self._updates + 1) ** self._power, self._share), None)
             return
-        # On the device also right after a resume, when the number is known here.
+        # On the device even right after a resume, although the number is known here then.
         number = self._updates + 1.0 + 0 * skipped
         self._follow(number.pow(self._power).clamp(min=self._share), skipped)
 
 
 class Swa(Average):
-    """Average of the weights at equal distances over the end of a run, each with equal weight.
+    """Average with equal weights, of the model's weights at equal distances over the end of a run.
 
-    Weights at a rate that stays high wander around a wide minimum, whose middle generalises better. The
-    statistics of BatchNorm are measured anew for the average, before it is evaluated or saved.
+    At a high learning rate, weights move around a wide minimum, whose middle generalizes better. The
+    statistics of BatchNorm are measured for the average before it is evaluated or saved.
 
     Args:
-        steps: those whose weights count, none later than the last of the run.
+        steps: steps whose weights count, all within the run.
         forward: passes the same number of training samples on each rank through the model, in batches
             wrapped by its argument; None for iterable data, where statistics are averaged like weights.
-        extendable: a longer run would start at the same step.
+        extendable: whether a longer run would start at the same step.
 
     Cost: one pass over the weights at each of `steps`, and a forward pass over some thousand samples per
-    evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; the same
-    figures as torch.optim.swa_utils. That some thousand samples suffice: Wu, Johnson 2021, arXiv:2105.07576.
+    evaluation. Source: Izmailov, Podoprikhin, Garipov, Vetrov, Wilson 2018, arXiv:1803.05407; same values as
+    torch.optim.swa_utils. Some thousand samples suffice: Wu, Johnson 2021, arXiv:2105.07576.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class Swa(Average):
 
 
 class ScheduleFree(Swa):
-    """The average that a schedule-free optimizer keeps: it trains at one point, and its result is another.
+    """The average kept by a schedule-free optimizer, which trains at one point and returns another.
 
-    The weights in training are kept: going back by the optimizer's own methods, `eval` and `train`, rounds.
+    The training weights are kept, because the optimizer's own methods `eval` and `train` round them.
 
     Source: Defazio, Yang, Khaled, Mishchenko, Mehta, Cutkosky 2024, arXiv:2405.15682.
     """

@@ -1,4 +1,4 @@
-"""Records of what happens to gradients between backward and the optimizer's step."""
+"""Accumulate and clip gradients between backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class Gradients(Section):
     """Treatment of gradients between backward and the optimizer's step."""
 
     accumulate: Count = 1
-    """Micro-batches of each rank in one optimizer step, where `micro_batches` does not say it."""
+    """Micro-batches per rank in one optimizer step, unless `micro_batches` sets them."""
     clip_norm: Positive | None = None
-    """Largest global norm of the gradients."""
+    """Maximum global norm of the gradients."""
     clip_value: Positive | None = None
-    """Largest absolute value of each gradient."""
+    """Maximum absolute value of each gradient entry."""
     clip_adaptive: Positive | None = None
-    """Largest norm of a unit's gradient as a part of its weights' norm, such as 0.01; the head is spared."""
+    """Maximum norm of a unit's gradient relative to its weights' norm, such as 0.01; the head is exempt."""
     log_norm: bool = True
     """Log the global norm of the gradients before clipping as `grad_norm`."""
 

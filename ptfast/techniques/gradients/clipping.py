@@ -1,4 +1,4 @@
-"""Gradient clipping on the device: by global norm, by group, by unit or by value; and the norm by itself."""
+"""Gradient clipping on the device: by global norm, by group, by unit or by value; and the norm itself."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def build_clipper(
     head: Iterable[Tensor] = (),
     by_group: Sequence[tuple[float, Sequence[Tensor]]] = (),
 ) -> Clipper | None:
-    """Build the function that clips gradients between backward and the optimizer's step; None for none.
+    """Build the function that clips gradients between backward and the optimizer's step, or return None.
 
-    It clips in place, and with `clip_norm` returns the norm before: 0-d, on the device. Gradients must be
-    unscaled and, with several ranks, averaged.
+    It clips in place, and with `clip_norm` returns the norm before: 0-d, on the device. Gradients must
+    be unscaled and, with several ranks, averaged.
 
     Args:
-        head: parameters that adaptive clipping leaves alone.
-        by_group: largest norm of each group that has its own, and its parameters; `clip_norm` then applies
+        head: parameters that adaptive clipping skips.
+        by_group: maximum norm of each group with its own limit, and its parameters; `clip_norm` then applies
             to all others.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -50,25 +50,25 @@ def build_clipper(
 
 @torch.no_grad()
 def clip_to_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for one device: the same bits, in half its time on small nets."""
+    """Clip like `torch.nn.utils.clip_grad_norm_` on one device: same bits, half the time on small nets."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = global_norm(grads)
     if grads:
-        # Always multiplied, by 1 at most: to ask if it is too long, the host would have to wait.
+        # Always multiply, by at most 1: to check the length, the host would have to wait.
         torch._foreach_mul_(local_parts(grads), (max_norm / (norm + 1e-6)).clamp_(max=1.0))
     return norm
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """The norm of tensors of one device, as one vector: 0-d, there, not read by the host; 0 for none."""
+    """Return the norm of tensors of one device, as one vector: 0-d, on the device; 0 without tensors."""
     if not grads:
         return torch.zeros(())
-    # In half width, norms would have two digits. (Norm layers of such models stay in float32.)
+    # In half precision, norms would have two digits. (Norm layers of such models stay in float32.)
     half = grads[0].element_size() < 4 or grads[-1].element_size() < 4
     dtype, parts = torch.float32 if half else None, local_parts(grads)
     norm = torch.linalg.vector_norm(torch.stack([*torch._foreach_norm(parts, dtype=dtype)]))
     if is_sharded(grads[0]):
-        # Of this rank's parts so far.
+        # So far this covers only this rank's shards.
         square = norm.square()
         torch.distributed.all_reduce(square)
         norm = square.sqrt()
@@ -77,19 +77,19 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e-3) -> None:
-    """Rescale the gradient of every unit that is long compared with the unit's weights (AGC).
+    """Rescale the gradient of every unit that is long relative to the unit's weights (AGC).
 
-    A global norm would shorten all others too. A unit is a row: an output of a linear layer or a convolution,
-    an entry of an embedding; a parameter of one dimension is one unit.
+    A global norm would also shorten all other gradients. A unit is a row: an output of a linear layer or a
+    convolution, or an entry of an embedding; a one-dimensional parameter is one unit.
 
     Args:
-        parameters: those of at most one dimension first; ones without a gradient are skipped.
-        factor: longest allowed gradient as a part of the weights' norm, about 0.01; less for larger batches.
+        parameters: those with at most one dimension first; parameters without a gradient are skipped.
+        factor: maximum gradient relative to the weights' norm, about 0.01; less for larger batches.
         eps: lower bound of the weights' norm, so that weights at zero can grow.
 
-    Cost: a pass over weights and gradients for norms and one over gradients to rescale.
+    Cost: a pass over weights and gradients for the norms, and one over gradients to rescale.
     Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without
-        Normalization", arXiv:2102.06171, equation 3; the last layer is spared, as there.
+        Normalization", arXiv:2102.06171, equation 3; the last layer is exempt, as there.
     """
     layers = [parameter for parameter in parameters if parameter.grad is not None]
     if not layers:
@@ -105,7 +105,7 @@ def clip_adaptively(parameters: Sequence[Tensor], factor: float, eps: float = 1e
 
 
 def head_of(model: nn.Module) -> list[Tensor]:
-    """Parameters of the last module that holds a matrix, in the order of modules."""
+    """Return the parameters of the last module with a matrix, in the order of modules."""
     matrices = [n for n, p in model.named_parameters(remove_duplicate=False) if p.ndim >= 2]
     if not matrices:
         return []
@@ -113,7 +113,7 @@ def head_of(model: nn.Module) -> list[Tensor]:
 
 
 def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of rows, in shapes that broadcast over them; tensors of at most one dimension come first."""
+    """Return norms of rows, in shapes that broadcast over them; tensors of up to one dimension come first."""
     whole = [tensor for tensor in tensors if tensor.ndim <= 1]
     norms = list(torch._foreach_norm(whole)) if whole else []
     for tensor in tensors[len(whole) :]:

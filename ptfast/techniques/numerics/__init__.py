@@ -1,4 +1,4 @@
-"""What happens to steps whose loss or gradients are not finite."""
+"""Handle steps whose loss or gradients are not finite."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ptfast.core.sections.section import Count, Family, Section, Unused
 
 
 class Numerics(Section):
-    """The treatment of steps whose loss or gradients are not finite."""
+    """How to handle steps whose loss or gradients are not finite."""
 
     mode: Literal["stop", "skip"] = "stop"
-    """End the run, or leave such steps out."""
+    """End the run, or skip such steps."""
     limit: Count = 10
-    """Steps in a row that may be left out; then the run ends."""
+    """Maximum number of consecutive skipped steps; then the run ends."""
 
 
 FAMILY = Family(

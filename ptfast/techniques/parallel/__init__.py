@@ -1,4 +1,4 @@
-"""Records of how several processes train one model together."""
+"""Train one model with several processes."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ class Parallel(Section):
     """The processes that train together."""
 
     strategy: Literal["single", "ddp", "fsdp"] = "single"
-    """One process; several with averaged gradients; several that share the weights out, too."""
+    """One process; several with averaged gradients; or several that also shard the weights."""
     nproc: Count | OrAuto = "auto"
     """Processes on this machine; `auto` for one per visible GPU."""
     nnodes: Count = 1
-    """Machines that train together, on each of which the same command is started."""
+    """Number of machines that train together; the same command is started on each."""
     rdzv: str | None = None
-    """HOST:PORT where these machines meet: one of them, and a port that is free there."""
+    """HOST:PORT of the rendezvous: one of these machines, and a port that is free on it."""
     timeout: WallTime = Duration(600, "seconds")
-    """How long ranks wait for one another before the run fails."""
+    """How long ranks wait for each other before the run fails."""
     max_restarts: Annotated[int, Range(0, 2**31)] = 0
-    """How often ranks of one machine that were killed or hang are started again without a new state."""
+    """Maximum restarts without a new checkpoint, when ranks of one machine were killed or hang."""
     wrap_one_rank: bool = False
-    """One rank, too, trains through DDP or FSDP and its process group: tests that path on one device."""
+    """Train a single rank, too, through DDP or FSDP and its process group: tests that path on one device."""
     sync_batchnorm: bool = False
-    """BatchNorm takes its statistics over all ranks."""
+    """Compute BatchNorm's statistics over all ranks."""
     gradient_as_bucket_view: bool = True
-    """ddp: gradients lie in the buffers that are sent, which saves a copy of them."""
+    """ddp: keep gradients in the buffers that are sent, which saves a copy of them."""
     bucket_mb: Positive = 25.0
-    """ddp: megabytes of gradients that are sent together."""
+    """ddp: megabytes of gradients sent together."""
     static_graph: bool = False
     """ddp: every step uses the same parameters in the same order."""
     unused_parameters: bool = False
-    """ddp: look in every step for parameters that the loss does not depend on."""
+    """ddp: check in every step for parameters that do not affect the loss."""
     compression: Literal["none", "bf16", "fp16"] = "none"
-    """ddp: what gradients are sent as."""
+    """ddp: the number format in which gradients are sent."""
     blocks: list[str] | Literal["auto"] = "auto"
-    """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` finds what repeats."""
+    """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` for repeated blocks."""
     prefetch: Count = 1
-    """fsdp: parts gathered while another computes, and held until it is their turn."""
+    """fsdp: number of parts gathered while another computes, and kept until their turn."""
     float8_gather: bool = False
     """fsdp: gather weights of linear layers as float8, under `precision.float8`."""
 
@@ -59,11 +59,11 @@ _OF_ONE_STRATEGY = {
     "ddp": {"compression": "none", "static_graph": False, "unused_parameters": False},
     "fsdp": {"float8_gather": False},
 }
-"""Keys that only one strategy follows, with their values when off."""
+"""Keys that belong to only one strategy, with their values when off."""
 
 
 def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
-    """Refuse keys of another strategy."""
+    """Reject keys of another strategy."""
     for strategy, keys in _OF_ONE_STRATEGY.items():
         for name, off in keys.items():
             if parallel.strategy != strategy and (value := getattr(parallel, name)) != off:
@@ -78,7 +78,7 @@ def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
 
 
 def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
-    """Refuse a rendezvous that is not HOST:PORT."""
+    """Reject a rendezvous that is not HOST:PORT."""
     if parallel.rdzv is None:
         return None
     host, _, port = parallel.rdzv.rpartition(":")
@@ -93,7 +93,7 @@ def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
 def allowed_by_ranks(
     parallel: Parallel, gradients: Gradients, micro_batches: int | None
 ) -> Iterator[PtfastError]:
-    """Refuse what the ranks or the parts of a batch rule out, as far as they are given."""
+    """Reject settings that contradict the ranks or the parts of a batch, as far as these are known."""
     ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
     yield from ruled_out_by_ranks(
         parallel,
@@ -103,35 +103,35 @@ def allowed_by_ranks(
 
 
 def ruled_out_by_ranks(parallel: Parallel, *, alone: bool, accumulates: bool) -> Iterator[PtfastError]:
-    """What cannot be combined; checked again once `auto` is resolved.
+    """Reject settings that cannot be combined; checked again once `auto` is resolved.
 
     A run is `alone` if one process trains, and `accumulates` if a step has several micro-batches on a rank.
     """
     if parallel.sync_batchnorm and alone:
-        what = "there are no ranks to take statistics over"
+        what = "one process has no other ranks to share statistics with"
         hint = "Use parallel=ddp" if parallel.strategy == "single" else "Set it to false"
         yield ConfigError("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=hint)
     if parallel.static_graph and parallel.unused_parameters:
-        what = "contradicts parallel.static_graph=true, which learns them in the first step"
+        what = "contradicts parallel.static_graph=true, which records them in the first step"
         hint = "Set one of the two to false"
         yield ConfigError("C011", what, key="parallel.unused_parameters", value=True, suggestion=hint)
     if parallel.static_graph and accumulates:
         what = "DDP records a static graph only in steps of one backward pass"
-        hint = "Use gradients.accumulate=1, one micro-batch a rank"
+        hint = "Use gradients.accumulate=1, one micro-batch per rank"
         yield ConfigError("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
 
 
 def whole_under_fsdp(
     parallel: Parallel, gradients: Gradients, debug: Debug, rewrites: Rewrites, precision: Precision
 ) -> Iterator[PtfastError]:
-    """Refuse what needs whole layers, which fsdp shards, and float8 weights of products in another type."""
+    """Reject settings that need whole layers, which fsdp shards, and float8 weights without products."""
     if parallel.strategy != "fsdp":
         return
     if parallel.float8_gather and not precision.float8:
-        what, hint = "gathers what float8 products multiply, and there are none", "Set precision.float8=true"
+        what, hint = "needs float8 products, which are off", "Set precision.float8=true"
         yield ConfigError("C011", what, key="parallel.float8_gather", value=True, suggestion=hint)
     if gradients.clip_adaptive is not None:
-        what = "needs whole units, and under parallel=fsdp each rank has only a part of each"
+        what = "needs whole units, but under parallel=fsdp each rank has only a part of each"
         value, hint = gradients.clip_adaptive, "Use gradients.clip_norm, or parallel=ddp"
         yield ConfigError("C011", what, key="gradients.clip_adaptive", value=value, suggestion=hint)
     if debug.mode == "gradcheck":
@@ -139,7 +139,7 @@ def whole_under_fsdp(
         yield ConfigError("C011", what, key="debug", value="gradcheck", suggestion="Use parallel=ddp")
     if rewrites.channels_last is True:
         what = "parallel=fsdp shards weights by rows, which must be contiguous"
-        hint = "Use rewrites.channels_last=auto, which leaves them so"
+        hint = "Use rewrites.channels_last=auto, which leaves them contiguous"
         yield ConfigError("C011", what, key="rewrites.channels_last", value=True, suggestion=hint)
     if rewrites.chunked_loss:
         what = "needs the last layer's weights, which parallel=fsdp gathers only for its forward pass"
@@ -150,22 +150,22 @@ def whole_under_fsdp(
 def the_same_on_any_ranks(
     determinism: str, parallel: Parallel, micro_batches: int | None
 ) -> Iterator[PtfastError]:
-    """Refuse what depends on the number of ranks under `determinism=elastic`."""
+    """Reject settings that depend on the world size under `determinism=elastic`."""
     if determinism != "elastic":
         return
     if micro_batches is None:
-        what, hint = "needs a fixed number of micro-batches, which ranks share", "Set micro_batches=4, say"
+        what, hint = "needs a fixed number of micro-batches, which ranks share", "Set e.g. micro_batches=4"
         yield ConfigError("C011", what, key="determinism", value="elastic", suggestion=hint)
     for key, off in {"strategy": "ddp", "sync_batchnorm": False, "compression": "none"}.items():
         value = getattr(parallel, key)
         if value not in (off, "single"):
-            what = "depends on the number of ranks, and determinism=elastic does not"
+            what = "depends on the world size, but determinism=elastic must not"
             hint = f"Use parallel.{key}={str(off).lower()}" if key != "strategy" else "Use parallel=ddp"
             yield ConfigError("C011", what, key=f"parallel.{key}", value=value, suggestion=hint)
 
 
 def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
-    """Refuse more ranks than GPUs, if there are any GPUs."""
+    """Reject more ranks than GPUs, if there are GPUs."""
     if parallel.strategy == "single" or parallel.nproc == "auto" or device not in ("auto", "cuda"):
         return None
     if world(meets=True) is not None:
@@ -176,21 +176,21 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
     num_gpus = torch.cuda.device_count()
     if parallel.nproc <= num_gpus or num_gpus == 0:
         return None
-    what = f"more ranks than GPUs, this machine has {num_gpus}"
+    what = f"more ranks than GPUs: this machine has {num_gpus}"
     hint = f"Use at most parallel.nproc={num_gpus}"
     return ConfigError("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
 
 
 def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
-    """How the ranks train together; no row for one process."""
+    """Describe how the ranks train together; no row for one process."""
     if resolved.num_ranks == 1 and not parallel.wrap_one_rank:
         asked = parallel.strategy
-        alone = f"one process: {asked} has nothing to share out here"
+        alone = f"one process: {asked} has no effect"
         return {"parallel": None if asked == "single" else alone}
     if parallel.strategy == "fsdp":
         num_parts = len(resolved.shards) + 1
         words = [f"fsdp, weights in {num_parts} part{'s' * (num_parts > 1)}"]
-        words += [f"{parallel.prefetch} gathered ahead"] * (parallel.prefetch > 1)
+        words += [f"{parallel.prefetch} prefetched"] * (parallel.prefetch > 1)
         words += ["float8 weights gathered"] * parallel.float8_gather
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]

@@ -1,4 +1,4 @@
-"""DistributedDataParallel as the loop needs it: gradients averaged, a parameter without one named."""
+"""DistributedDataParallel for the loop: average gradients, and name a parameter without one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ptfast.techniques.parallel import Parallel
 
 
 class GradientAveraging(nn.parallel.DistributedDataParallel):
-    """A model on several ranks, whose gradients are averaged while backward still runs.
+    """A model on several ranks, whose gradients are averaged during backward.
 
-    `RunningStatistics` merges the buffers of BatchNorm. Compressed gradients take fewer bytes, for ranks that
-    wait for the network: half of float32's.
+    `RunningStatistics` merges the buffers of BatchNorm. For ranks that wait for the network, gradients can be
+    compressed to half the bytes of float32.
     """
 
     def __init__(self, model: nn.Module, options: Parallel) -> None:
@@ -39,7 +39,7 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(None, hook)  # type: ignore[arg-type] - it knows None
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's output; C011 names a parameter that the step before left without a gradient."""
+        """Return the model's output; C011 names a parameter that the last step left without a gradient."""
         try:
             return super().forward(*inputs, **keywords)
         except RuntimeError as error:
@@ -51,7 +51,7 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             raise _unused_error(unused) from error
 
     def check_gradients(self) -> None:
-        """Refuse, with C011, parameters without a gradient, which DDP notices one wrong step later."""
+        """Reject, with C011, parameters without a gradient, which DDP notices one wrong step later."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if unused and not self.finds_unused:
@@ -59,6 +59,6 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
 
 
 def _unused_error(names: list[str]) -> ConfigError:
-    hint = "Set parallel.unused_parameters=true, or freeze or remove what the model does not use"
+    hint = "Set parallel.unused_parameters=true, or freeze or remove unused parameters"
     what = f"the loss does not depend on {name_some(names)}, whose gradients the ranks wait for"
     return ConfigError("C011", what, key="parallel.unused_parameters", value="false", suggestion=hint)

@@ -1,4 +1,4 @@
-"""Steps that come out the same on any number of ranks: gradients and BatchNorm's statistics in one order."""
+"""Steps that are equal on any number of ranks: gradients and BatchNorm's statistics in a fixed order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 def add_part(parts: list[Part], part: Part) -> None:
-    """Append `part`, and join neighbours that are the halves of a larger part, as often as there are any."""
+    """Append `part`, and join neighbors that are halves of a larger part, as long as there are any."""
     parts.append(part)
     while len(parts) > 1 and parts[-2].size == parts[-1].size and parts[-2].start % (2 * part.size) == 0:
         right, left = parts.pop(), parts.pop()
@@ -34,7 +34,7 @@ def add_part(parts: list[Part], part: Part) -> None:
 
 
 def total(parts: list[Part]) -> list[Tensor]:
-    """The sum of all parts, which together hold each micro-batch once, from the last to the first."""
+    """Return the sum of all parts, which together cover each micro-batch once, from the last to the first."""
     while len(parts) > 1:
         right = parts.pop()
         torch._foreach_add_(parts[-1].gradients, right.gradients)
@@ -42,13 +42,13 @@ def total(parts: list[Part]) -> list[Tensor]:
 
 
 class OrderedSums(nn.Module):
-    """A model whose steps have the same bits on any number of ranks that share its micro-batches evenly.
+    """A model whose steps give the same bits on any number of ranks that share its micro-batches evenly.
 
-    The gradients of neighbouring micro-batches are added, then those of neighbouring pairs, and so on. Each
-    rank joins its own as far as it can, then adds up one slice of what all have and sends it to all.
+    The gradients of neighboring micro-batches are added, then those of neighboring pairs, and so on. Each
+    rank joins its own parts first, then adds up one slice of all ranks' parts and sends it to all.
 
-    Cost: as many bytes as all-reduce sends where a rank has k = a power of two micro-batches, else up to
-    log2(k) times as many, none of them during backward; log2(k) + 1 gradients of the model, and three more.
+    Cost: as many bytes as all-reduce if each rank has k = a power of two micro-batches, otherwise up to
+    log2(k) times as many, all sent after backward; memory for log2(k) + 4 gradients of the model.
     """
 
     compression = None
@@ -62,11 +62,11 @@ class OrderedSums(nn.Module):
             self._by_type.setdefault(parameter.dtype, []).append(index)
         share = micro_batches // ranks.num_ranks
         self._reached = [0] * len(self._summed)
-        """Which parameters have had a gradient in this step."""
+        """Whether each parameter has had a gradient in this step."""
         self._sum_over_hosts = host_sums(ranks.num_ranks)
         self._parts: list[Part] = []
         self._layouts: list[list[Part]] = []
-        """The parts that each rank ends up with, without their gradients."""
+        """The parts that each rank has at the end, without their gradients."""
         for rank in range(ranks.num_ranks):
             self._layouts.append([])
             for index in range(rank * share, (rank + 1) * share):
@@ -78,11 +78,11 @@ class OrderedSums(nn.Module):
         return self.module(*inputs, **keywords)
 
     def check_gradients(self) -> None:
-        """Parameters without a gradient have none on any rank."""
+        """Pass without a check: a parameter without a gradient has none on any rank."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context for the micro-batches of a step, at whose end the sums over all ranks are in place."""
+        """Run the micro-batches of a step inside this context; it ends with the sums over all ranks."""
         self._parts.clear()
         self._reached = [0] * len(self._summed)
         with self._statistics.step():
@@ -90,7 +90,7 @@ class OrderedSums(nn.Module):
         self._finish()
 
     def keep(self, index: int) -> None:
-        """Take the gradients and statistics of micro-batch `index` of the step, in order."""
+        """Add the gradients and statistics of micro-batch `index` of the step, in order."""
         self._reached = [
             before | (p.grad is not None) for before, p in zip(self._reached, self._summed, strict=True)
         ]
@@ -132,15 +132,15 @@ class OrderedSums(nn.Module):
             add_part(parts, part._replace(gradients=[row]))
         flat = gathered(total(parts)[0], num_ranks).flatten()
         for parameter, summed in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
-            # In memory of its own and in the parameter's order, as on one rank: norms sum in that order.
+            # Use separate memory, in the parameter's order as on one rank, because norms sum in that order.
             parameter.grad = torch.empty_like(parameter).copy_(summed.view(parameter.shape))
 
 
 class OrderedStatistics:
-    """BatchNorm's running statistics, moved by one micro-batch after the other in their order on all ranks.
+    """BatchNorm's running statistics, updated by one micro-batch after the other in order over all ranks.
 
-    Each micro-batch starts from zeros, so that its part is the same wherever it runs: statistics r become
-    (1 - momentum) ** batches * r + part, or without a momentum the average over all batches.
+    Each micro-batch starts from zeros, so its part is the same wherever it runs: statistics r become
+    (1 - momentum) ** batches * r + part, or, without a momentum, the average over all batches.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
@@ -151,8 +151,8 @@ class OrderedStatistics:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context for the micro-batches of a step; if it is left by an error, nothing has changed."""
-        # The others normalise by their running statistics.
+        """Run the micro-batches of a step inside this context; after an error, nothing has changed."""
+        # Other layers normalize by their running statistics.
         self._choose([norm for norm in self._all if norm.training])
         if not self._norms:
             yield
@@ -167,11 +167,11 @@ class OrderedStatistics:
         self._merge()
 
     def _choose(self, norms: list[Any]) -> None:
-        """Take the statistics of these layers from here on."""
+        """Start tracking the statistics of these layers."""
         if norms == self._norms:
             return
         self._norms, self._widths = norms, [2 * norm.num_features for norm in norms]
-        # NaN stands for a layer without a momentum.
+        # NaN marks a layer without a momentum.
         momenta = [float("nan") if norm.momentum is None else norm.momentum for norm in norms]
         owner = torch.arange(len(norms)).repeat_interleave(torch.tensor(self._widths, dtype=torch.int64))
         kept = 1 - torch.tensor(momenta, dtype=torch.float64)[owner]
@@ -184,7 +184,7 @@ class OrderedStatistics:
 
     @torch.no_grad()
     def _take(self) -> Tensor:
-        """All statistics, then the batches of each layer; they are zero afterwards."""
+        """Return all statistics, then the batches of each layer, and set them to zero."""
         counters = [norm.num_batches_tracked for norm in self._norms]
         statistics = [buffer for norm in self._norms for buffer in (norm.running_mean, norm.running_var)]
         taken = torch.cat([*(b.double() for b in statistics), torch.stack(counters).double()])
@@ -194,7 +194,7 @@ class OrderedStatistics:
 
     @torch.no_grad()
     def _put(self, taken: Tensor) -> None:
-        """The reverse of `_take`."""
+        """Undo `_take`."""
         *parts, counts = taken.split([*self._widths, len(self._norms)])
         for norm, part, count in zip(self._norms, parts, counts, strict=True):
             norm.running_mean.copy_(part[: norm.num_features])

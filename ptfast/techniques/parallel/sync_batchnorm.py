@@ -15,12 +15,12 @@ from ptfast.core.tensors.torch_internals import BatchNorm
 
 
 def apply_sync_batchnorm(model: nn.Module) -> int:
-    """Let every BatchNorm of `model` take its statistics over the micro-batches of all ranks.
+    """Let every BatchNorm of `model` compute its statistics over the micro-batches of all ranks.
 
     Over a rank's few samples they are noisy. Layers are replaced, and keep their parameters, buffers and
-    names. Returns their number; C011 for none.
+    names. Returns the number of layers; C011 if there are none.
 
-    Cost: one gather forward and one sum backward per layer, which all ranks wait for.
+    Cost: one gather in forward and one sum in backward per layer, for which all ranks wait.
     """
     found = [
         (parent, name, child)
@@ -38,9 +38,9 @@ def apply_sync_batchnorm(model: nn.Module) -> int:
 
 
 class SyncedBatchNorm(BatchNorm):
-    """A BatchNorm over all ranks: the same figures as one process with all their samples.
+    """A BatchNorm over all ranks: same values as one process with all their samples.
 
-    Torch's own runs on GPUs only, and its host waits for the device in every layer.
+    Torch's own version runs only on GPUs, and its host waits for the device in every layer.
 
     Source: Ioffe, Szegedy 2015, arXiv:1502.03167, with the gradient through the statistics of all ranks.
     """
@@ -60,10 +60,10 @@ class SyncedBatchNorm(BatchNorm):
         self.train(norm.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any input with channels will do."""
+        """Accept any input with channels."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`, of shape (samples, channels, ...), by the statistics of all ranks."""
+        """Normalize `input`, of shape (samples, channels, ...), by the statistics of all ranks."""
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         output, mean, variance, count = _Normalized.apply(
@@ -93,13 +93,13 @@ class _Normalized(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Output as wide as `x`; mean, biased variance and number of values, in float32 or more."""
+        """Return an output as wide as `x`; mean, biased variance and number of values in float32 or wider."""
         dims = [0, *range(2, x.dim())]
         wide = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(wide, dims, correction=0)
         number = torch.full((1,), x.numel() / x.size(1) if counts else 0.0, device=x.device, dtype=mean.dtype)
         own = torch.cat([mean, variance, number])
-        # Statistics are merged: sums of squares would cancel.
+        # Merge statistics; sums of squares would cancel.
         by_rank = gathered(own, torch.distributed.get_world_size())
         means, variances, numbers = by_rank.split([len(mean), len(mean), 1], dim=1)
         count = numbers.sum().clamp(min=1)
@@ -118,7 +118,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the input, through the statistics of all ranks, and of this rank's weight and bias."""
+        """Return gradients of the input, through all ranks' statistics, and of the local weight and bias."""
         x, weight, mean, scale, count = ctx.saved_tensors
         shape, dims = [1, -1] + [1] * (x.dim() - 2), [0, *range(2, x.dim())]
         wide = x if x.dtype == torch.float64 else x.float()
@@ -137,7 +137,7 @@ class _Normalized(torch.autograd.Function):
 
 
 class RunningStatistics:
-    """BatchNorm's running statistics over several ranks: those of one process with all the micro-batches.
+    """BatchNorm's running statistics over several ranks, equal to one process with all the micro-batches.
 
     A rank's own micro-batches move the statistics from r to r_k = keep_k r + part_k, where keep_k is
     (1 - momentum) ** batches. As one process would run them, merged <- keep_k merged + part_k rank by rank.
@@ -168,14 +168,14 @@ class RunningStatistics:
             self._kept = torch.tensor(kept, dtype=self._statistics.dtype).to(device)[self._owner]
 
     def reread(self) -> None:
-        """Take the statistics in the model for those after the last step, as when that was left out."""
+        """Accept the model's statistics as those after the last step, for example when it was skipped."""
         if self._buffers:
             self._statistics = torch.cat(self._buffers)
             self._counts = torch.stack(self._counters)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Merge the statistics of all ranks; each of them calls it once after every step."""
+        """Merge the statistics of all ranks; each rank calls it once after every step."""
         broadcast_buffers(self._averaging, self._ranks)
         if not self._buffers:
             return
@@ -191,7 +191,7 @@ class RunningStatistics:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Keep a forward pass out of the statistics, as of the dummy batch of a rank without samples."""
+        """Keep a forward pass out of the statistics, for the dummy batch of a rank without samples."""
         training = [norm for norm in self._norms if norm.training]
         for norm in training:
             norm.training = False

@@ -16,24 +16,24 @@ class Precision(Section):
     mode: Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"] = "fp32"
     """`amp` chooses by device: native bfloat16, else float16 with a gradient scaler on CUDA, else float32."""
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
-    """Of float32 matrix products, measured before use; `auto` is the quickest as exact as float32."""
+    """Precision of float32 matrix products; `auto` measures, and uses the fastest as exact as float32."""
     tf32_convolutions: bool = True
-    """cuDNN may round inputs of float32 convolutions to TF32, as torch by itself lets it."""
+    """Let cuDNN round inputs of float32 convolutions to TF32, which is torch's default."""
     float8: bool = False
     """Multiply in float8 in linear layers, by torchao; under bfloat16."""
 
 
 def float8_under_bf16(precision: Precision) -> PtfastError | None:
-    """Refuse float8 products under another format than bfloat16."""
+    """Reject float8 products under a format other than bfloat16."""
     if not precision.float8 or precision.mode in ("amp", "bf16", "bf16_true"):
         return None
-    what = f"its products come in bfloat16, and precision={precision.mode} computes in another format"
+    what = f"its products are bfloat16, but precision={precision.mode} computes in another format"
     return ConfigError("C011", what, key="precision.float8", value=True, suggestion="Use precision=bf16")
 
 
 def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastError]:
-    """Refuse number formats that the device cannot compute in."""
-    # fp32 and amp run anywhere: torch need not be imported to know.
+    """Reject number formats that the device cannot compute in."""
+    # fp32 and amp run anywhere, so there is no need to import torch.
     if precision.mode not in ("fp32", "amp"):
         lack = devices.lack_of_precision(precision.mode, devices.usable_type(device))
         if problem := devices.cannot_run(lack, "precision", precision.mode):

@@ -24,9 +24,9 @@ from ptfast.techniques.rewrites.model_rewrites import undisturbed
 Matmul = Literal["highest", "high", "medium"]
 
 FP32_GRADE = 1e-5
-"""Relative error up to which a product counts as float32's, which errs by 2e-7 to 1e-6; TF32 by 3e-4."""
+"""Relative error up to which a product counts as float32: float32 errs by 2e-7 to 1e-6, TF32 by 3e-4."""
 WORTH = 1.2
-"""Speed-up over `highest` from which `auto` takes another setting; small layers lose a smaller gain again."""
+"""Speed-up over `highest` that `auto` needs to change the setting; small layers lose a smaller gain."""
 PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
@@ -35,20 +35,20 @@ class NumberFormats:
     """The number formats of a run."""
 
     autocast: AbstractContextManager[object]
-    """Entered around each micro-batch's forward pass and loss, and left before backward: it caches converted
-    weights until it is left, or until `kept_conversions` is, so they never go stale after a step."""
+    """Entered around each micro-batch's forward pass and loss, and left before backward. It caches converted
+    weights until it, or `kept_conversions`, is left, so they are never stale after a step."""
     half_type: torch.dtype | None
-    """The type of autocast; None without one."""
+    """The type of autocast; None without autocast."""
     scaler: torch.amp.GradScaler | None
-    """Scales the loss so that fp16 gradients do not underflow; None for types that need none."""
+    """Scales the loss so that fp16 gradients do not underflow; None for other types."""
     note: str
     """One line for the panel, e.g. `bf16 autocast`."""
     half_weights: bool
-    """`apply_half_weights` is due."""
+    """Whether to call `apply_half_weights`."""
     matmul: Matmul
     """Torch's setting for float32 matrix products."""
     warning: str | None
-    """Shown before training."""
+    """A warning shown before training."""
 
 
 def build_precision(
@@ -56,11 +56,11 @@ def build_precision(
 ) -> NumberFormats:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
-    Half-width types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU that has
-    them, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
+    Half-precision types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU with
+    matrix units, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
-    `matmul_precision` but `highest` is tried, on the first rank, and the note states its error.
+    `amp` is `bf16` if it is faster on the device, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
+    `matmul_precision` except `highest` is tried, on the first rank, and the note reports its error.
     """
     mode, ranks, before = section.mode, ranks or Ranks(), before or Resolved()
     lack = lack_of_precision(mode, device.type)
@@ -70,14 +70,14 @@ def build_precision(
     if matmul == "auto" and mode == "tf32":
         matmul = "high"
     elif matmul == "auto" and mode != "fp32":
-        # Autocast and bf16 weights leave no float32 products worth mentioning.
+        # Autocast and bf16 weights leave hardly any float32 products.
         matmul = "highest"
     chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks)
     set_float32(chosen, tf32_convolutions=section.tf32_convolutions)
     half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(mode)
     text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(mode, "")
     if mode == "fp32" and section.tf32_convolutions and lack_of_precision("tf32", device.type) is None:
-        text += " with TF32 convolutions, as torch has it"
+        text += " with TF32 convolutions, torch's default"
     if mode == "amp":
         half = torch.float16 if device.type == "cuda" else None
         gains, why = multiplies_bf16(device.type), f"bf16 is no faster on this {device.type.upper()}"
@@ -101,10 +101,10 @@ def build_precision(
 
 @contextmanager
 def kept_conversions() -> Iterator[None]:
-    """A context in which autocast converts each weight once, however often it is entered and left.
+    """Make autocast convert each weight only once inside this context, however often autocast is entered.
 
-    Weights must not change within it. Blocks that are recomputed on a GPU (activation checkpointing) empty
-    the cache, since they run in another thread.
+    Weights must not change inside it. Blocks recomputed on a GPU (activation checkpointing) empty the cache,
+    because they run in another thread.
     """
     torch.autocast_increment_nesting()
     try:
@@ -140,7 +140,7 @@ class MatmulTrial(NamedTuple):
     setting: Matmul
     speedup: float
     error: float
-    """Of a product of normal numbers, relative to the same in float64, in the Frobenius norm."""
+    """Error of a product of normal numbers relative to float64, in the Frobenius norm."""
 
     def __str__(self) -> str:
         grade = "as exact as fp32" if self.error <= FP32_GRADE else "coarser than fp32"
@@ -150,7 +150,7 @@ class MatmulTrial(NamedTuple):
 def try_matmuls(
     settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
 ) -> dict[Matmul, MatmulTrial]:
-    """Error and speed of float32 products at each of `settings`, in some 50 ms; the setting stays changed."""
+    """Return the error and speed of float32 products at each of `settings`, in some 50 ms; one stays set."""
     size = PROBE_SIZE.get(device.type, 512)
     draws = torch.Generator().manual_seed(0)
     left, right = (torch.randn(size, size, generator=draws).to(device) for _ in range(2))
@@ -170,7 +170,7 @@ def try_matmuls(
 
 
 def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:
-    """The result of the second of two calls, and its seconds."""
+    """Return the result of the second of two calls, and its seconds."""
     result, start = left, 0.0
     for _ in range(2):
         start = time.perf_counter()
@@ -181,7 +181,7 @@ def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tup
 
 
 def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, str]:
-    """The setting to use, and text for the note."""
+    """Return the setting to use, and text for the note."""
     if wanted == "highest":
         return wanted, ""
     if wanted != "auto":
@@ -206,13 +206,13 @@ def set_float32(matmul: str, *, tf32_convolutions: bool | None = None) -> None:
 
 
 def apply_half_weights(model: nn.Module) -> nn.Module:
-    """Put `model` into bfloat16: weights, buffers, inputs and everything computed in between.
+    """Convert `model` to bfloat16: weights, buffers, inputs and all values computed in between.
 
     A bf16 weight ignores changes below about 1/256 of its size, and the state of torch's optimizers is as
-    coarse. Our optimizers and averages keep their state in float32, and so does BatchNorm, whose statistics a
-    step changes only slightly. Hooks convert the model's inputs, except `labels`, and its outputs to float32.
+    coarse. ptfast's optimizers and averages keep their state in float32, as does BatchNorm, whose statistics
+    change only slightly per step. Hooks convert the model's inputs, except `labels`, and outputs to float32.
 
-    `model` is changed in place, before its optimizer is built and a saved state restored; ties stay.
+    `model` is changed in place, before its optimizer is built and a checkpoint is loaded; ties stay.
     """
     for module in model.modules():
         if not isinstance(module, BatchNorm):
@@ -232,13 +232,13 @@ def _convert_inputs(
     return _converted(args, torch.bfloat16), _converted(kwargs, torch.bfloat16) | labels
 
 
-# No lambda: a user may pickle the model.
+# This is not a lambda, because a user may pickle the model.
 def _convert_outputs(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
     return _converted(outputs, torch.float32)
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors as `dtype`."""
+    """Return `value` with its floating-point tensors as `dtype`."""
 
     def convert(part: Any) -> Any:
         return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
@@ -247,7 +247,7 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _InputUses(DispatchMode):
-    """Notes whether `inputs` or views of them are cast to `dtype`, and whether anything else is done."""
+    """Records whether `inputs` or views of them are cast to `dtype`, and whether anything else is done."""
 
     def __init__(self, inputs: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class _InputUses(DispatchMode):
 def casts_inputs(model: nn.Module, inputs: Tensor, dtype: torch.dtype, forward: Callable[[], object]) -> bool:
     """Return True if `forward`, which calls `model`, does nothing with `inputs` but cast them to `dtype`.
 
-    Such a model gives the same bits for inputs that are of `dtype` already, which saves a pass over them.
+    Such a model gives the same bits for inputs that already have `dtype`, which saves a pass over them.
 
     Cost: a forward pass.
     """
@@ -284,12 +284,12 @@ def casts_inputs(model: nn.Module, inputs: Tensor, dtype: torch.dtype, forward: 
 def apply_float8(model: nn.Module, **options: Any) -> list[str]:
     """Let the linear layers of `model` multiply in float8, forward and backward, in place.
 
-    A product scales both sides by their largest magnitude and rounds them. The last layer is left alone, and
-    layers whose sizes are not multiples of 16, which the hardware does not multiply.
+    A product scales both sides by their largest magnitude and rounds them. The last layer is skipped, as are
+    layers whose sizes are not multiples of 16, which the hardware cannot multiply.
 
     Args:
-        model: on its device; inputs to linear layers are bfloat16, by autocast or by its weights.
-        options: of torchao's `Float8LinearConfig`; E004 if torchao is not installed.
+        model: on its device; inputs to linear layers are bfloat16, through autocast or the weights.
+        options: options of torchao's `Float8LinearConfig`; E004 if torchao is not installed.
 
     Returns the names of these layers. Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao.float8.
     """
@@ -297,7 +297,7 @@ def apply_float8(model: nn.Module, **options: Any) -> list[str]:
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     fits = {name: each.in_features % 16 == each.out_features % 16 == 0 for name, each in layers.items()}
     chosen = [name for name in list(layers)[:-1] if fits[name]]
-    # The gradient of a weight sums over the tokens of a batch, whose number may not be a multiple of 16.
+    # The gradient of a weight sums over a batch's tokens, whose number may not be a multiple of 16.
     config = float8.Float8LinearConfig(pad_inner_dim=True, **options)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     return chosen

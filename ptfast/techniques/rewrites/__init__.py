@@ -1,4 +1,4 @@
-"""Records of rewrites of a model that leave its formula as it is."""
+"""Rewrite parts of a model without changing its formula."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Rewrites(Section):
     channels_last: bool | OrAuto = "auto"
     """Store images with the channels innermost; `auto` where that usually pays."""
     bias_before_norm: bool = True
-    """Keep a layer's bias where the BatchNorm right behind subtracts it again."""
+    """Keep a layer's bias even if the following BatchNorm subtracts it again."""
     chunked_loss: bool = False
-    """Compute the last layer of a language model and its loss together, for some tokens at a time."""
+    """Compute the last layer of a language model and its loss together, a chunk of tokens at a time."""
     fused_rms_norm: bool = False
-    """Compute RMS norms that the model writes in single operators by torch's kernel."""
+    """Compute RMS norms written in single operators by torch's kernel."""
 
 
 def panel(rewrites: Rewrites, resolved: Resolved) -> dict[str, object]:
-    """Rewrites that took place; the memory format stands with the model."""
+    """Describe the rewrites that took place; the memory format is shown with the model."""
     dropped = len(resolved.dropped_biases or ())
     return {
         "rewrites": f"{dropped} biases before a BatchNorm dropped" if dropped else None,

@@ -1,4 +1,4 @@
-"""Changes to a model that keep its results: memory layout, cancelled biases, chunked loss, RMS norms."""
+"""Change a model without changing its results: memory layout, cancelled biases, chunked loss, RMS norms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def apply_rewrites(
     before: Resolved,
     resolved: Resolved,
 ) -> None:
-    """Rewrite `model`, which has no saved weights yet, in place; note what was done in `resolved`.
+    """Rewrite `model`, which has no loaded weights yet, in place; record the changes in `resolved`.
 
     `cancelled_biases` finds biases that a BatchNorm subtracts, if `before` does not list them; with None only
     those of `before` are dropped. `sharded` weights are cut by rows, which must be contiguous.
@@ -53,7 +53,7 @@ def apply_rewrites(
     if resolved.channels_last is None:
         resolved.channels_last = rewrites.channels_last is True
         if rewrites.channels_last == "auto" and kind == "image" and device.type in ("cpu", "cuda"):
-            # It usually pays where most convolutions are ungrouped.
+            # It usually pays if most convolutions are ungrouped.
             ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
             resolved.channels_last = 2 * sum(ungrouped) > len(ungrouped)
     if resolved.channels_last:
@@ -70,16 +70,16 @@ def apply_rewrites(
 
 
 def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:
-    """Biases of convolutions and linear layers that the BatchNorm right behind them subtracts again.
+    """Find biases of convolutions and linear layers that the following BatchNorm subtracts again.
 
     `forward` is run in training and in evaluation mode while every tensor operation is watched. A bias
-    qualifies if only one operation takes it, and its layer's output goes unchanged to one BatchNorm, which
-    uses the statistics of the batch, and to nothing else. Subclasses of these layers and layers with hooks
-    are left alone.
+    qualifies if only one operation uses it, and its layer's output goes unchanged to a single BatchNorm that
+    uses the statistics of the batch, and nowhere else. Subclasses of these layers and layers with hooks are
+    skipped.
 
-    Returns the names of BatchNorms by those of the layers before them. Buffers of `model` are restored.
+    Returns the names of BatchNorms by the names of the layers before them. Buffers of `model` are restored.
 
-    Cost: two forward passes, of two samples or more; none if no layer with a bias is as wide as a BatchNorm.
+    Cost: two forward passes of two or more samples, unless no layer with a bias is as wide as a BatchNorm.
     """
     # Hooks may read or change an output.
     bare = [(n, m) for n, m in model.named_modules() if not (m._forward_hooks or m._forward_pre_hooks)]
@@ -102,7 +102,7 @@ def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> di
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """A context for forward passes in training mode that change neither `model` nor random generators."""
+    """Run forward passes in training mode inside this context, without changing `model` or generators."""
     was_training = model.training
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
@@ -116,8 +116,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def drop_biases(model: nn.Module, norm_of: dict[str, str]) -> None:
     """Remove biases of layers whose BatchNorm subtracts them again, in place, before the optimizer is built.
 
-    Such a bias has no effect, but costs a pass over its layer's output and one over the gradient. States of
-    the model stay those of the plain one: it saves zeros under the bias's name, and subtracts a loaded bias
+    Such a bias has no effect, but costs a pass over its layer's output and one over the gradient. The state
+    dict stays that of the plain model: it has zeros under the bias's name, and a loaded bias is subtracted
     from the running mean. `norm_of` is from `find_cancelled_biases`.
 
     Source: NVIDIA, "PyTorch Performance Tuning Guide"; Ioffe, Szegedy 2015, arXiv:1502.03167, section 3.2.
@@ -157,11 +157,11 @@ def _load_into_mean(
 
 
 class _Uses(DispatchMode):
-    """Counts the operations that take a watched tensor, those in C++ and of autograd included."""
+    """Counts the operations that use a watched tensor, including those in C++ and of autograd."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Weak: an output still there after the forward pass was kept or returned.
+        # Weak: an output that still exists after the forward pass was kept or returned.
         self.watched = WeakIdKeyDictionary()
         self.counts: Counter[tuple[nn.Module, str]] = Counter()
 
@@ -176,7 +176,7 @@ class _Uses(DispatchMode):
 def _watch(
     layers: dict[Any, str], norms: dict[Any, str], forward: Callable[[], object]
 ) -> tuple[dict[str, str], set[str]]:
-    """Run `forward` once: the norms of layers whose output went to nothing else, and the layers called."""
+    """Run `forward` once; return the norms of layers whose output goes only there, and the layers called."""
     uses, norm_of = _Uses(), {}
     uses.watched.update({layer.bias: (layer, "bias") for layer in layers})
 
@@ -223,10 +223,10 @@ class ChunkedHead(nn.Linear):
 
 
 def apply_chunked_head(model: nn.Module, task: Any) -> None:
-    """Let the last layer of `model` and the loss of `task` be computed chunk by chunk in training, in place.
+    """Let the last layer of `model` and the loss of `task` be computed in chunks in training, in place.
 
     The logits of all tokens, their softmax and their gradient, the largest tensors of a model with a large
-    vocabulary, then never exist all at once. The output of `model` must be that of its layer `head`.
+    vocabulary, then never exist at once. The output of `model` must be the output of its layer `head`.
 
     Source: Wijmans et al. 2024, arXiv:2411.09009.
     """
@@ -254,13 +254,13 @@ class FusedRMSNorm(nn.Module):
 
 
 def find_rms_norms(model: nn.Module) -> dict[str, float]:
-    """Names of the modules of `model` that compute an RMS norm in single operators, and their eps.
+    """Return the names of modules of `model` that compute an RMS norm in single operators, and their eps.
 
-    One qualifies if its class has `norm` in its name, its only tensor is a `weight` of one dimension, and
-    its results for random inputs and weights, large and small, are those of `F.rms_norm` in float32.
-    Modules with hooks may do more, and are left alone.
+    A module qualifies if its class has `norm` in its name, its only tensor is a one-dimensional `weight`, and
+    its results for random inputs and weights, large and small, equal those of `F.rms_norm` in float32.
+    Modules with hooks may do more, and are skipped.
 
-    Cost: some tens of small operations on the CPU for each of these modules.
+    Cost: some tens of small operations on the CPU per module.
     """
     found = {}
     for name, module in model.named_modules():
@@ -277,7 +277,7 @@ def find_rms_norms(model: nn.Module) -> dict[str, float]:
 
 
 def _eps_of(module: Any, width: int) -> float | None:
-    """The eps with which `F.rms_norm` computes what `module` does; None if none does."""
+    """Return the eps with which `F.rms_norm` gives the results of `module`; None if there is none."""
     eps = next(
         (value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None
     )
@@ -286,14 +286,14 @@ def _eps_of(module: Any, width: int) -> float | None:
     draws = torch.Generator().manual_seed(0)
     probe = copy.deepcopy(module).to("cpu", torch.float32)
     weight = torch.randn(width, generator=draws)
-    # Among the small ones eps counts.
+    # For small inputs eps matters.
     inputs = torch.randn(2, 3, width, generator=draws) * torch.tensor([1.0, eps**0.5]).view(2, 1, 1)
     try:
         with torch.no_grad():
             probe.weight.copy_(weight)
             outputs, half = probe(inputs), probe(inputs.bfloat16())
     except Exception:
-        return None  # it takes other inputs
+        return None  # it needs other inputs
     alike = isinstance(outputs, Tensor) and outputs.shape == inputs.shape
     if not alike or outputs.dtype != torch.float32 or half.dtype != torch.float32:
         return None
@@ -304,8 +304,8 @@ def _eps_of(module: Any, width: int) -> float | None:
 def apply_fused_rms_norm(model: nn.Module) -> list[str]:
     """Let torch's kernel compute the RMS norms of `model` that are written in single operators, in place.
 
-    By hand a norm is six kernels, each a pass over the activations, and its backward pass some ten; fused, it
-    is one, and two. Half-precision results are rounded once, not twice.
+    A hand-written norm is six kernels, each a pass over the activations, and some ten in backward; fused, it
+    is one kernel, and two in backward. Half-precision results are rounded once, not twice.
 
     Returns the names of these modules. Source: Zhang, Sennrich 2019, arXiv:1910.07467; `torch.nn.RMSNorm`.
     """

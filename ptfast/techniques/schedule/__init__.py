@@ -1,4 +1,4 @@
-"""Records of how the learning rate moves over a run."""
+"""Change the learning rate over a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ptfast.core.sections.section import Family, TargetSection, longer_than_run
 
 
 class Schedule(TargetSection):
-    """How the learning rate moves over the run."""
+    """How the learning rate changes over the run."""
 
     warmup: Annotated[Duration, InUnit("steps")] = Duration(0, "steps")
-    """Length of the linear rise at the beginning, such as `5%` or `200steps`."""
+    """Length of the linear warm-up, such as `5%` or `200steps`."""
 
 
 def durations_that_fit(schedule: Schedule, epochs: int | None, steps: int | None) -> Iterator[PtfastError]:
-    """Refuse a warm-up longer than the run, and milestones of one unit that do not rise."""
+    """Reject a warm-up longer than the run, and milestones of one unit that do not increase."""
     if problem := longer_than_run("schedule.warmup", schedule.warmup, epochs, steps):
         yield problem
     values = schedule.target.kwargs.get("milestones")
@@ -29,12 +29,12 @@ def durations_that_fit(schedule: Schedule, epochs: int | None, steps: int | None
     units = {value.unit for value in values if isinstance(value, Duration)}
     numbers = [value.value if isinstance(value, Duration) else value for value in values]
     if len(units) <= 1 and numbers != sorted(numbers):
-        what = "milestones must be in rising order"
+        what = "milestones must be in increasing order"
         yield ConfigError("C011", what, key="schedule.milestones", value=values)
 
 
 def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
-    """The shape of the learning rate, what tells it from others of its name, and the warm-up."""
+    """Describe the schedule, how it differs from others of its name, and the warm-up."""
     words = [schedule.target.path.rsplit(".", 1)[-1]]
     if (rise := schedule.target.kwargs.get("rise")) is not None:
         words.append(f"rises for {rise}")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step: nothing to restore on resume, nothing to drift."""
+"""Learning-rate schedules as pure functions of the step, so there is no state to restore on resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 
 Curve = Callable[[int], float]
-"""A figure at each step, counted from 0."""
+"""A number for each step, counted from 0."""
 
 NEARLY_HALF = Duration(45, "percent")
 EIGHTH = Duration(12.5, "percent")
@@ -22,46 +22,46 @@ FIFTH = Duration(20, "percent")
 
 @dataclass(frozen=True)
 class Span:
-    """Converts durations: the steps that a schedule spans, and the steps of an epoch."""
+    """Converts durations, given the steps that a schedule spans and the steps of an epoch."""
 
     total_steps: int
     plan: BatchPlan
 
     def steps(self, duration: Duration) -> int:
-        """`duration` in whole steps; C011 for a unit that this data cannot be counted in."""
+        """Return `duration` in whole steps; C011 for a unit that this data has not."""
         try:
             return self.plan.steps(duration, self.total_steps)
         except ValueError as error:
             raise ConfigError("C011", str(error), key="schedule", value=duration) from error
 
     def position(self, duration: Duration) -> float:
-        """`duration` in steps; a percentage keeps its fraction of a step, as in torch's one-cycle."""
+        """Return `duration` in steps; a percentage keeps its fraction of a step, as in torch's one-cycle."""
         if duration.unit == "percent":
             return duration.value / 100 * self.total_steps
         return float(self.steps(duration))
 
 
 class Shape:
-    """How the learning rate moves over a run; subclass it to plug in your own by import path.
+    """How the learning rate changes over a run; subclass it and name your class by import path.
 
-    Shapes that end with the run (cosine, one-cycle) set `spans_run`: they start after the warm-up and span
-    the rest of the run. Shapes with points at fixed steps (milestones) count from the run's first step,
-    warm-up included.
+    Schedules that end with the run (cosine, one-cycle) set `spans_run`: they start after the warm-up and span
+    the rest of the run. Schedules with points at fixed steps (milestones) count from the run's first step,
+    including the warm-up.
     """
 
     spans_run: bool = False
 
     def factor(self, span: Span) -> Curve:
-        """The factor on every parameter group's base rate, by step."""
+        """Return the factor on every parameter group's base learning rate, by step."""
         raise NotImplementedError
 
     def momentum(self, span: Span) -> Curve | None:
-        """The momentum (beta1 for Adam's family) by step, or None if the optimizer keeps its own."""
+        """Return the momentum (beta1 for Adam's family) by step; None keeps the optimizer's own."""
         return None
 
 
 class Constant(Shape):
-    """The base rate throughout."""
+    """Keep the base learning rate throughout."""
 
     def factor(self, span: Span) -> Curve:
         return lambda step: 1.0
@@ -69,7 +69,7 @@ class Constant(Shape):
 
 @dataclass
 class Step(Shape):
-    """Multiply the rate by `gamma` after every `every` (as torch's StepLR); a bare number counts epochs."""
+    """Multiply the learning rate by `gamma` after every `every` (StepLR); bare numbers are epochs."""
 
     every: Duration
     gamma: float = 0.1
@@ -87,7 +87,7 @@ class Step(Shape):
 
 @dataclass
 class MultiStep(Shape):
-    """Multiply the rate by `gamma` at each of `milestones`, as torch's MultiStepLR; numbers count epochs."""
+    """Multiply the learning rate by `gamma` at each of `milestones`, as MultiStepLR; numbers are epochs."""
 
     milestones: list[Duration]
     gamma: float = 0.1
@@ -106,7 +106,7 @@ class MultiStep(Shape):
 
 @dataclass
 class Linear(Shape):
-    """A straight line from the base rate to `end` times it."""
+    """Fall in a straight line from the base learning rate to `end` times it."""
 
     end: float = 0.0
     spans_run = True
@@ -117,7 +117,7 @@ class Linear(Shape):
 
 @dataclass
 class Cosine(Shape):
-    """Half a cosine wave from the base rate to `end` times it (Loshchilov, Hutter 2017, arXiv:1608.03983)."""
+    """Fall from the base learning rate to `end` times it as half a cosine wave (arXiv:1608.03983)."""
 
     end: float = 0.0
     spans_run = True
@@ -128,7 +128,7 @@ class Cosine(Shape):
 
 @dataclass
 class Polynomial(Shape):
-    """From the base rate to `end` times it, as the rest of the run to the power of `power`."""
+    """Fall from the base learning rate to `end` times it, by the rest of the run to the power of `power`."""
 
     power: float = 1.0
     end: float = 0.0
@@ -141,20 +141,20 @@ class Polynomial(Shape):
 
 @dataclass
 class OneCycle(Shape):
-    """One rise to the base rate, which is the maximum, one equal fall, and a tail far below the start.
+    """Rise once to the base learning rate (the maximum), fall equally, and end far below the start.
 
-    Large rates regularise and let a network train in fewer steps; momentum is low where the rate is high. The
-    defaults are Smith's.
+    Large learning rates regularize and let a network train in fewer steps; momentum is low where the learning
+    rate is high. The defaults are Smith's.
 
     Args:
-        start: rate of the first step as a part of the maximum, in (0, 1].
-        end: rate of the last step as a part of the maximum, >= 0.
+        start: learning rate of the first step relative to the maximum, in (0, 1].
+        end: learning rate of the last step relative to the maximum, >= 0.
         rise: length of the rise.
-        fall: length of the fall back to `start`; None for a fall over the rest of the run, to `end`, with no
-            tail, as torch's OneCycleLR has it (the option `onecycle_torch`).
-        anneal: how rate and momentum move within a phase.
+        fall: length of the fall back to `start`; None for a fall to `end` over the rest of the run, without a
+            tail, as in torch's OneCycleLR (the option `onecycle_torch`).
+        anneal: how learning rate and momentum change within a phase.
         momentum_max: momentum of the first step and of the tail; None leaves the optimizer's own.
-        momentum_min: momentum where the rate is highest.
+        momentum_min: momentum where the learning rate is highest.
 
     Source: Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.
     """
@@ -186,7 +186,7 @@ class OneCycle(Shape):
         if rise_steps + fall_steps > span.total_steps + 1e-6:
             what = f"schedule.rise={self.rise} and schedule.fall={self.fall} are longer than the run"
             raise ConfigError("C011", what)
-        # Phases end on steps counted from 0, as in torch's OneCycleLR, which the figures equal.
+        # Phases end on steps counted from 0, as in torch's OneCycleLR, whose values these are.
         ends = [rise_steps - 1, span.total_steps - 1.0]
         values = [first, peak, last]
         if self.fall:
@@ -209,15 +209,15 @@ class OneCycle(Shape):
 
 @dataclass
 class Wsd(Shape):
-    """The base rate, and in the last part of the run a fall to `end` times it.
+    """Keep the base learning rate, and fall to `end` times it in the last part of the run.
 
-    Nothing before the decay depends on the length of the run: any state saved before it can be trained for
-    longer, or be decayed at once, in place of a run of each length.
+    No step before the decay depends on the length of the run: any earlier checkpoint can be trained for
+    longer, or decayed at once, so there is no need for a run of each length.
 
     Args:
-        decay: length of the fall at the end of the run; 10 to 20 % do as well as a cosine.
-        anneal: `1-sqrt`: one minus the root of the done part of the decay; `linear`: a straight line.
-        end: rate after the last step as a part of the base rate, >= 0.
+        decay: length of the fall at the end of the run; 10 to 20 % works as well as a cosine.
+        anneal: `1-sqrt` is one minus the root of the part done of the decay; `linear` is a straight line.
+        end: learning rate after the last step relative to the base, >= 0.
 
     Sources: Hu et al. 2024, "MiniCPM", arXiv:2404.06395 (the schedule); Hägele et al. 2024, "Scaling Laws and
         Compute-Optimal Training Beyond Fixed Training Durations", arXiv:2405.18392 (1-sqrt).
@@ -248,20 +248,20 @@ class Wsd(Shape):
 
 @dataclass
 class Cyclic(Shape):
-    """Triangles between `start` and the base rate, which is the maximum, one after another.
+    """Repeat triangles between `start` and the base learning rate, which is the maximum.
 
-    A rate that rises now and then leaves plateaus behind; momentum moves the other way. With `start` as
-    torch's `base_lr / max_lr` the figures are those of its CyclicLR.
+    Rising learning rates escape plateaus; momentum moves the other way. With `start` set to torch's
+    `base_lr / max_lr`, the values equal those of its CyclicLR.
 
     Args:
-        start: lowest rate as a part of the maximum, in (0, 1].
-        rise: length of a rise; Smith takes 2 to 10 epochs.
-        fall: length of a fall; None for that of the rise.
-        mode: `triangular`: all equal; `triangular2`: each half as high as the one before; `exp_range`: times
-            `gamma` with every step.
-        gamma: of `exp_range`, in (0, 1].
-        momentum_max: momentum where the rate is lowest; None leaves the optimizer's own.
-        momentum_min: momentum where the rate is highest.
+        start: lowest learning rate relative to the maximum, in (0, 1].
+        rise: length of a rise; Smith uses 2 to 10 epochs.
+        fall: length of a fall; None for the length of the rise.
+        mode: `triangular`: all equal; `triangular2`: each half as high as the last; `exp_range`: scaled by
+            `gamma` in every step.
+        gamma: factor of `exp_range`, in (0, 1].
+        momentum_max: momentum where the learning rate is lowest; None leaves the optimizer's own.
+        momentum_min: momentum where the learning rate is highest.
 
     Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186.
     """
@@ -294,8 +294,8 @@ class Cyclic(Shape):
         return lambda step: high - (high - low) * height(step)
 
     def _height(self, span: Span) -> Curve:
-        """The height of a step on its triangle, 0 to 1, times that of the triangle."""
-        # A run too short for its triangles has the shortest possible.
+        """Return the height of a step on its triangle, 0 to 1, times that of the triangle."""
+        # A run too short for its triangles gets the shortest possible ones.
         rise_steps = max(span.position(self.rise), 1.0)
         fall_steps = rise_steps if self.fall is None else max(span.position(self.fall), 1.0)
         mode, gamma, length = self.mode, self.gamma, rise_steps + fall_steps
@@ -316,5 +316,5 @@ def _require_both(momentum_max: float | None, momentum_min: float | None) -> Non
 
 
 def _to_end(total_steps: int, end: float, shape: Callable[[float], float]) -> Curve:
-    """From 1 to `end`, reached after the last step; `shape` maps the rest of the run to 0..1."""
+    """Fall from 1 to `end`, reached after the last step; `shape` maps the rest of the run to 0..1."""
     return lambda step: end + (1 - end) * shape(max(1 - step / total_steps, 0.0))

@@ -1,4 +1,4 @@
-"""The schedule of one run: a shape, its durations in steps, a linear warm-up; shapes of the user's own."""
+"""The schedule of one run: a shape with durations in steps, a linear warm-up, and shapes of the user."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ class LrSchedule:
     """Learning-rate factors and momenta of a run, by steps taken, counted from 0."""
 
     factor: Curve
-    """The factor on every group's base rate, without warm-up."""
+    """Returns the factor on every group's base learning rate, without warm-up."""
     momentum: Curve | None = None
     warmup_steps: int = 0
     delay_steps: int = 0
-    """Steps before `factor` and `momentum` start."""
+    """Number of steps before `factor` and `momentum` start."""
     of_length: Callable[..., LrSchedule] | None = None
-    """Gives the same schedule for other `total_steps`; None if that is unknown."""
+    """Builds the same schedule for other `total_steps`; None if that is unknown."""
     momentum_note: str | None = None
-    """Says if the momentum is cycled; None if the shape leaves it alone."""
+    """Whether the momentum is cycled, in words; None if the shape does not change it."""
     on_metric: MetricScheduler | None = None
-    """Moves `factor` after each evaluation after the warm-up; None if it depends on the step alone."""
+    """Updates `factor` after each evaluation after the warm-up; None if it depends only on the step."""
 
     def lr_factors(self, first: int, last: int) -> list[float]:
-        """Factors of steps `first` up to, not including, `last`."""
+        """Return the factors of steps `first` up to, not including, `last`."""
         factor, delay, warmup = self.factor, self.delay_steps, self.warmup_steps
         rising, full = range(first, min(last, warmup)), range(max(first, warmup), last)
         ramp = [(step + 1) / warmup * factor(max(step - delay, 0)) for step in rising]
         return ramp + [factor(step - delay) for step in full]
 
     def momenta(self, first: int, last: int) -> list[float] | None:
-        """Momenta of steps `first` up to, not including, `last`; None if the optimizer keeps its own."""
+        """Return momenta of steps `first` up to, not including, `last`; None keeps the optimizer's own."""
         momentum, delay = self.momentum, self.delay_steps
         return momentum and [momentum(max(step - delay, 0)) for step in range(first, last)]
 
     def begins_like(self, total_steps: int, num_steps: int) -> bool:
-        """Return True if a run of `total_steps` can, after `num_steps`, be made as long as this one."""
+        """Return True if a run of `total_steps` can, after `num_steps`, be extended to this length."""
         if self.of_length is None:
             return False
         other = self.of_length(total_steps=total_steps)
@@ -67,10 +67,10 @@ def build_schedule(
     has_momentum: bool = True,
     extendable: bool = True,
 ) -> LrSchedule:
-    """Turn durations into steps, once, and put a linear warm-up in front; C011 if it is longer than the run.
+    """Convert durations to steps once, and prepend a linear warm-up; C011 if it is longer than the run.
 
-    The warm-up rises in equal parts to the full rate at its last step (Goyal et al. 2017, arXiv:1706.02677).
-    A schedule is not `extendable` if something else spans the run, such as the sizes of a curriculum.
+    The warm-up rises in equal parts to the full learning rate at its last step (arXiv:1706.02677).
+    A schedule is not `extendable` if another part spans the run, such as the sizes of a curriculum.
     """
     span = Span(total_steps, plan)
     warmup_steps = span.steps(warmup)
@@ -86,20 +86,20 @@ def build_schedule(
         momentum if has_momentum else None,
         warmup_steps=warmup_steps,
         delay_steps=delay_steps,
-        momentum_note=momentum and ("cycled" if has_momentum else "not cycled: the optimizer has none"),
+        momentum_note=momentum and ("cycled" if has_momentum else "not cycled: no momentum to cycle"),
         of_length=of_length if extendable else None,
         on_metric=shape if isinstance(shape, MetricScheduler) else None,
     )
 
 
 MOMENTUM = 0.9
-"""Momentum of the optimizer that a scheduler of torch's is tried on, to see if it cycles it."""
+"""Momentum of the test optimizer for a torch scheduler, to see whether the scheduler cycles it."""
 
 
 def build_shape(target: Target, lr: float, mode: str = "min") -> Shape:
-    """The shape that `schedule._target_` names: a `Shape`, a scheduler of torch's, a function of steps.
+    """Return the shape of `schedule._target_`: a `Shape`, a torch scheduler, or a function of steps.
 
-    A metric that it steps on is better where it is lower or higher, by `mode`: `min` or `max`.
+    If it steps on a metric, `mode` (`min` or `max`) says whether lower or higher is better.
     """
     found = target.resolve()
     if steps_on_metric(found):
@@ -113,9 +113,9 @@ def build_shape(target: Target, lr: float, mode: str = "min") -> Shape:
 
 @dataclass
 class UserFunction(Shape):
-    """The user's `factor(step)`, called before training, once for each step, counted from 0.
+    """A user's function `factor(step)`, called before training, once for each step, counted from 0.
 
-    One that takes `num_steps` as well starts after the warm-up, and spans the rest of the run.
+    A function that also takes `num_steps` starts after the warm-up, and spans the rest of the run.
     """
 
     target: Target
@@ -141,12 +141,12 @@ class UserFunction(Shape):
 
 @dataclass
 class TorchScheduler(Shape):
-    """A scheduler of torch's, run once over all steps beside an optimizer of one weight.
+    """A torch scheduler, run once over all steps with an optimizer of one weight.
 
-    Its rates become factors on the base rate of every group, absolute ones such as `eta_min` too. Its steps
-    are those of the run, warm-up included.
+    Its learning rates become factors on the base of every group, including absolute ones such as `eta_min`.
+    Its steps are those of the run, including the warm-up.
 
-    Cost: some 10 microseconds a step of the run, before training.
+    Cost: about 10 microseconds per step of the run, before training.
     """
 
     target: Target
@@ -161,9 +161,9 @@ class TorchScheduler(Shape):
         return _curve(momenta) if set(momenta) != {MOMENTUM} else None
 
     def lowest_from(self, num_steps: int) -> int | None:
-        """The step by which the rate has all but fallen to its lowest, if in the first tenth of the run.
+        """The step at which the learning rate is nearly at its lowest, if in the first tenth of the run.
 
-        None for a rate that starts at its lowest, as those of cycles do.
+        None for a schedule that starts at its lowest learning rate, as cycles do.
         """
         rates = [rate for rate, _ in self._figures(num_steps)]
         lowest, highest = min(rates), max(rates)
@@ -173,7 +173,7 @@ class TorchScheduler(Shape):
         return first if rates[0] > low and first < num_steps / 10 else None
 
     def _figures(self, num_steps: int) -> list[tuple[float, float]]:
-        """Rate and momentum of each step."""
+        """Return the learning rate and momentum of each step."""
         if num_steps in self._known:
             return self._known[num_steps]
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr, momentum=MOMENTUM)
@@ -196,10 +196,10 @@ class TorchScheduler(Shape):
 
 
 class MetricScheduler(Shape):
-    """A scheduler that steps on a metric: once an evaluation, beside an optimizer of one weight.
+    """A scheduler that steps on a metric: once per evaluation, with an optimizer of one weight.
 
-    Its rate becomes a factor on the base rate of every group, an absolute one such as `min_lr` too. A
-    `ReduceLROnPlateau` takes its mode from the metric.
+    Its learning rate becomes a factor on the base of every group, including absolute ones such as `min_lr`.
+    A `ReduceLROnPlateau` gets its mode from the metric.
     """
 
     def __init__(self, target: Target, lr: float, mode: str) -> None:
@@ -207,7 +207,7 @@ class MetricScheduler(Shape):
         self._lr, (self._group,) = lr, optimizer.param_groups
         if issubclass(target.resolve(), torch.optim.lr_scheduler.ReduceLROnPlateau):
             if (asked := target.kwargs.get("mode", mode)) != mode:
-                what = f"contradicts the metric that stop.metric names, whose mode is {mode}"
+                what = f"contradicts the metric of stop.metric, whose mode is {mode}"
                 hint = "Leave it out, or set stop.metric and stop.mode"
                 raise ConfigError("C011", what, key="schedule.mode", value=asked, suggestion=hint)
             target = replace(target, kwargs={**target.kwargs, "mode": mode})
@@ -220,18 +220,18 @@ class MetricScheduler(Shape):
         return lambda step: self._group["lr"] / self._lr
 
     def follow(self, metric: float) -> str | None:
-        """Step on `metric`; return the change of the rate in words, None if it stays."""
+        """Step on `metric`; return the change of the learning rate in words, None if it stays."""
         before = self._group["lr"]
         self._scheduler.step(metric)
         after = self._group["lr"] = float(self._group["lr"])
         return None if after == before else f"learning rate {before:g} -> {after:g}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Its rate, and the scheduler's own state."""
+        """Return its learning rate, and the scheduler's own state."""
         return {"lr": self._group["lr"], "scheduler": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load a `state_dict`."""
         self._scheduler.load_state_dict(state["scheduler"])
         self._group["lr"] = state["lr"]
 

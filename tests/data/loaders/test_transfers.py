@@ -122,7 +122,7 @@ def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert build_panel(dict(config), run)[2] == ["it is slow here"]
     run.resolved.cudnn_benchmark = True
     kernels = dict(build_panel(dict(config), run)[1])["kernels"]
-    assert kernels == "cuDNN takes the quickest by trying, while inputs have few shapes"
+    assert kernels == "cuDNN times kernels and uses the fastest, while inputs have few shapes"
 
 
 def test_a_cpu_has_no_side_stream() -> None:
