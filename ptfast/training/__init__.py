@@ -1,1 +1,1 @@
-"""Builds a run from a config, trains it, evaluates it and keeps its state."""
+"""Build a run from a config, train it, evaluate it, and save its checkpoints."""

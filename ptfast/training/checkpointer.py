@@ -34,7 +34,7 @@ from ptfast.training.user_code import callback_states
 
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
-    """The parts of a run that its checkpoints hold besides weights and progress, in order of restoring."""
+    """The stateful parts of a run in its checkpoints, besides weights and progress, in order of restoring."""
     parts: dict[str, Stateful | None] = {
         "optimizer": OptimizerState(run),
         "scaler": run.precision.scaler,
@@ -47,7 +47,7 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
 
 
 class OptimizerState:
-    """The optimizer's state; by the names of parameters if each rank holds a part of them."""
+    """The optimizer's state; keyed by parameter names if each rank has a shard of them."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -61,7 +61,7 @@ class OptimizerState:
 
 
 class StreamPosition:
-    """How far the data workers of an iterable dataset are."""
+    """The position of the data workers in an iterable dataset."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -78,7 +78,7 @@ class StreamPosition:
 
 
 class CallbackStates:
-    """The states of the callbacks that have one, saved by the first rank and restored by every rank."""
+    """The states of callbacks that have one, saved by the first rank and restored on every rank."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -106,12 +106,12 @@ class Checkpointer:
         best_only: bool = False,
         tell: Callable[[Path], object] = lambda folder: None,
     ) -> None:
-        """Write a checkpoint, mark it if it is the best, and delete those no longer kept; on every rank.
+        """Write a checkpoint, mark it if it is the best, and delete outdated ones; call it on every rank.
 
         Args:
-            background: it may be written while training goes on.
-            best_only: it is saved as one of the best alone, so that `saving.keep` does not count it.
-            tell: called on the first rank with the folder, once it is on disk.
+            background: whether it may be written while training continues.
+            best_only: whether it is saved only as one of the best, so that `saving.keep` does not count it.
+            tell: called on the first rank with the folder once it is on disk.
         """
         run, step = self.run, self.run.progress.step
         run.saver.begin()
@@ -137,8 +137,8 @@ class Checkpointer:
         run.saver.write(draft, check=check, tell=tell, background=background)
 
     def restore_model(self, state: State) -> None:
-        """Load the weights: all of them, or this rank's part if they are sharded."""
-        # The versions of modules, which torch leaves beside the names, have to stay.
+        """Load the weights: all of them, or this rank's shard if they are sharded."""
+        # The module versions that torch keeps next to the names must stay.
         model, weights = self.run.model, copy.copy(state.model)
         own = model.state_dict()
         try:
@@ -153,7 +153,7 @@ class Checkpointer:
             raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
 
     def restore(self, state: State, steps_before: int) -> None:
-        """Restore everything but the weights, of a run that was to have `steps_before` steps then."""
+        """Restore everything but the weights, for a run that was planned with `steps_before` steps."""
         run, parts = self.run, parts_of(state)
         try:
             run.progress = Progress(**state.facts["progress"])
@@ -177,11 +177,11 @@ class Checkpointer:
         check_length(step, steps_before, run.total_steps, extendable)
         if run.ranks.is_first:
             self._restore_links()
-        # Which checkpoints are kept is decided by every rank for itself.
+        # Every rank decides by itself which checkpoints to keep.
         run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
 
     def _facts(self, best_only: bool) -> dict[str, Any]:
-        """What `state.json` says: progress, metrics, the data, and what the run resolved to."""
+        """Return the content of `state.json`: progress, metrics, the data, and all resolved values."""
         run = self.run
         return {
             "progress": asdict(run.progress),
@@ -194,7 +194,7 @@ class Checkpointer:
         }
 
     def _to_check(self, model: dict[str, Tensor]) -> list[Tensor]:
-        """This rank's trained weights and buffers; on a GPU only their largest magnitudes."""
+        """Return this rank's trained weights and buffers; on a GPU only their largest magnitudes."""
         run = self.run
         named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
         parts = [local_part(model.get(name, p.detach())).detach() for name, p in named]
@@ -202,18 +202,18 @@ class Checkpointer:
         parts = [part for part in parts if part.numel()]
         if run.device.type == "cpu" or not parts:
             return parts
-        # The largest magnitude does not overflow, as a sum of squares may, and is NaN where one is.
+        # The largest magnitude cannot overflow like a sum of squares, and is NaN if a value is NaN.
         return [torch.stack(list(torch._foreach_norm(parts, math.inf)))]
 
     def _restore_links(self) -> None:
-        """Abandon checkpoints after the one resumed, forget best ones that are gone, and mend both links."""
+        """Abandon checkpoints after the one resumed from, forget missing best ones, and repair both links."""
         run, saved = self.run, self._saved
         if (current := saved / f"step-{run.progress.step}").is_dir():
             abandon_after(saved, current)
         known = {step_of(folder) for folder in list_states(saved)}
         best = [(value, step) for value, step in run.progress.best_states if step in known]
         run.progress.best_states = best[: run.keep_best]
-        # A kill between a checkpoint and the link to it leaves the link behind, as does `saving.best=0`.
+        # A kill between a checkpoint and the link to it leaves an old link, as does `saving.best=0`.
         if run.progress.best_states:
             point(saved, "best", saved / f"step-{run.progress.best_states[0][1]}")
         else:
@@ -221,6 +221,6 @@ class Checkpointer:
 
 
 def parts_of(state: State) -> dict[str, Any]:
-    """The parts of a checkpoint; version 0.1 kept the position in a stream among the facts."""
+    """Return the parts of a checkpoint; version 0.1 kept the position in a stream among the facts."""
     stream = state.facts.get("stream")
     return state.training if stream is None else {**state.training, "stream": stream}

@@ -1,4 +1,4 @@
-"""Figures of a model over a whole split, if asked over several views of an image."""
+"""Compute metrics of a model over a whole split, optionally with test-time augmentation."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ptfast.training.stopping import Stopped, interruptible
 
 
 class ViewAveraged(nn.Module):
-    """The mean of a model's outputs over images, their mirror images, and both moved by some pixels.
+    """Test-time augmentation: average a model's outputs over images, their mirror images and shifted copies.
 
-    Several views of one image err less than one: some tenths of a point of accuracy.
+    The average is more accurate than a single view, by some tenths of a point of accuracy.
 
     Args:
         model: takes images (batch, channels, height, width), returns outputs (batch, ...), such as logits;
-            outputs as high and wide as the images are mirrored back, pixel by pixel.
-        shift: pixels, fewer than an image has on a side; 0 for none. Half of the mean is of images moved up
-            and left, and down and right, whose new pixels are reflected from inside.
+            outputs with the height and width of the images are mirrored back, pixel by pixel.
+        shift: pixels, fewer than an image has on a side; 0 for none. Half of the weight is on images moved up
+            and left, and down and right; new pixels are reflected from inside.
 
     Cost: twice the forward passes of an evaluation for `flip`, times three for `shift`. Source: Krizhevsky,
     Sutskever, Hinton 2012; the weights of Jordan 2024, arXiv:2404.00498.
@@ -52,7 +52,7 @@ class ViewAveraged(nn.Module):
         if not self._shift:
             return self._over_mirrors(images)
         height, width = images.shape[-2:]
-        # All views are made first, each with memory of its own: a model may write to its inputs.
+        # All views are made first, each in its own memory: a model may write to its inputs.
         padded = F.pad(images, (self._shift,) * 4, mode="reflect")
         views = [
             padded[..., start : start + height, start : start + width].clone()
@@ -75,17 +75,17 @@ class ViewAveraged(nn.Module):
 
 
 def averaged_over_views(run: Run) -> nn.Module:
-    """The run's model, averaged over several views of an image if it is evaluated so."""
+    """Return the run's model, with test-time augmentation if the config sets it."""
     return ViewAveraged(run.model, flip=run.flip, shift=run.shift) if run.flip or run.shift else run.model
 
 
 def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
-    """Refuse views without images or outputs to average; `targets=keep` says that none are coordinates."""
+    """Reject views without images or outputs to average; `targets=keep` says that targets stay valid."""
     what = None
     if not (flip or shift):
         return
     if info.kind != "image":
-        what = f"only images can be flipped or shifted, and this is {info.kind} data"
+        what = f"only images can be flipped or shifted, but this is {info.kind} data"
     elif info.target_kind == "unknown" and targets == "auto":
         what = "targets that may be coordinates, such as boxes or points, differ between views of an image"
     elif type(task).__name__ == "OwnLoss":
@@ -102,7 +102,7 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
 
 
 def warn_of_batches(run: Run, outputs: Any, data: Any) -> None:
-    """Warn once that a user's loss in an evaluation depends on how samples are cut into batches."""
+    """Warn once if a user's loss in evaluation depends on how samples are cut into batches."""
     adapted = getattr(run.task, "adapted", None)
     if outputs is None or adapted is None or adapted.is_compared:
         return
@@ -113,7 +113,7 @@ def warn_of_batches(run: Run, outputs: Any, data: Any) -> None:
 
 
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
-    """A signal has cut an evaluation short, on all ranks."""
+    """A signal stopped an evaluation early, on all ranks."""
 
 
 def evaluate(
@@ -125,14 +125,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a run's model over a whole split; each sample counts once, sums stay on the device.
 
-    If the run averages its weights, the figures are those of the average, and those of the model's own
-    weights stand beside them as `raw_loss` and the like.
+    If the run averages its weights, the metrics are those of the average; those of the model's own weights
+    are added as `raw_loss` and so on.
 
     Args:
-        keep: called with what metrics give besides single numbers, by name; of the average if there is one.
-        num_batches: evaluate so many only; None for all.
+        keep: called with metric results that are not single numbers, by name; of the average if there is one.
+        num_batches: number of batches to evaluate; None for all.
 
-    Raises `Abandoned` if some rank was sent a signal.
+    Raises `Abandoned` if a rank received a signal.
     """
     model, task, device = run.model, run.task, run.device
     predictor = averaged_over_views(run)
@@ -148,9 +148,9 @@ def evaluate(
         was_training = predictor.training
         predictor.eval()
         with run.precision.autocast, suppress(Stopped):
-            # BatchNorm's are the same everywhere; a model may have others.
+            # BatchNorm's buffers are the same on every rank; a model may have others.
             broadcast_buffers(list(model.buffers()), run.ranks)
-            # Ranks that hold parts of the weights have to make every forward pass together.
+            # Ranks with shards of the weights must make every forward pass together.
             batches = interruptible(run, islice(loader, num_batches), together=run.sharded)
             for index, (data, num_samples) in enumerate(batches):
                 if run.stop_signal is not None and not run.sharded:
@@ -178,14 +178,14 @@ def evaluate(
         if run.ranks.distributed and sums.read()[2]:
             raise Abandoned
         with warnings.catch_warnings():
-            # A rank whose share is empty has updated nothing, and gets the sums of the others.
+            # A rank with an empty share has updated nothing, and receives the sums of the others.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
             given = with_tables(metrics)
         keep({name: value for name, value in given.items() if isinstance(value, MetricTable)})
         values = {name: value for name, value in given.items() if not isinstance(value, MetricTable)}
         on_device = {n: v.reshape(()) for n, v in values.items() if isinstance(v, Tensor) and v.is_cuda}
         if on_device:
-            # All arrive together, in one wait.
+            # All values arrive together, after one wait.
             figures = Arrival(scalars(on_device.values(), device, loss_sum.dtype))
             values |= zip(on_device, figures.read(), strict=True)
         total_loss, total_items, _ = sums.read()

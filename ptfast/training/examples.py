@@ -1,4 +1,4 @@
-"""Predictions of a trained model for held-out samples, for its report: accuracy by class, and examples."""
+"""Predict held-out samples for the report: accuracy by class, and examples."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHARE, MOST_S = 0.02, 30.0
-"""Share of the run's time so far, and seconds, that this may take beyond a first batch."""
+"""Share of the run's time so far, and seconds, that predictions may take beyond a first batch."""
 MOST_SAMPLES, MOST_MISTAKES = 12, 8
 PIXELS = 64
-"""Longer side of a picture, at most."""
+"""Maximum length of a picture's longer side."""
 
 
 @torch.inference_mode()
 def examples(run: Run) -> dict[str, Any]:
-    """Predictions for `val`, or else `test`, as plain values for JSON; empty if there is nothing to show.
+    """Return predictions for `val` or else `test`, as plain values for JSON; empty if there are none to show.
 
-    Only single labels, numbers and masks are shown, of this rank's share of the split, while `SHARE` allows.
+    Shows only single labels, numbers and masks of this rank's share of the split, while `SHARE` allows.
 
     Returns:
         `split`, `num_samples`, `classes` (rows of name, samples, hits, and the classes they were mistaken
@@ -65,7 +65,7 @@ def examples(run: Run) -> dict[str, Any]:
 
 
 def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dict[str, Any]]:
-    """Target and prediction of each sample of a batch; empty if they are neither values nor masks."""
+    """Return target and prediction of each sample of a batch; empty if they are neither values nor masks."""
     if records and "mask" in records[0]:
         masks = targets.long().cpu()
         predicted = torch.tensor([record["mask"] for record in records])
@@ -96,7 +96,7 @@ def _pairs(run: Run, records: list[dict[str, Any]], targets: Tensor) -> list[dic
 
 
 def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The most confident mistakes and the least confident hits; of numbers and masks the largest errors."""
+    """Return the most confident mistakes and least confident hits; for numbers and masks, largest errors."""
     if "pixels" in pairs[0]:
         return sorted(pairs, key=lambda pair: pair["pixels"])[:MOST_SAMPLES]
     if "probability" not in pairs[0]:
@@ -108,7 +108,7 @@ def _chosen(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _shown(run: Run, pair: dict[str, Any], inputs: Any) -> dict[str, Any]:
-    """A pair with its input: an image, with its masks below, or a text; without it for other inputs."""
+    """Return a pair with its input: an image, with its masks below, or a text; other inputs are omitted."""
     place = pair.pop("place")
     if not isinstance(inputs, Tensor):
         return pair
@@ -125,7 +125,7 @@ def _shown(run: Run, pair: dict[str, Any], inputs: Any) -> dict[str, Any]:
 
 
 def _picture(image: Tensor, masks: Sequence[Image]) -> str:
-    """A data URI of `image`, stretched to the full range of brightness: PNG if small, else JPEG."""
+    """Encode `image` as a data URI, stretched to the full brightness range: PNG if small, else JPEG."""
     from PIL import Image
 
     low, high = image.amin(), image.amax()
@@ -145,7 +145,7 @@ def _picture(image: Tensor, masks: Sequence[Image]) -> str:
 
 
 def _by_class(seen: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Rows by class, the least accurate first."""
+    """Return rows by class, the least accurate first."""
     rows = []
     for name in dict.fromkeys(target for target, _ in seen):
         counts = Counter({other: n for (target, other), n in seen.items() if target == name})

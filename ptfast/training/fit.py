@@ -1,4 +1,4 @@
-"""The loop of a run: train for some steps, look up, evaluate, save, repeat."""
+"""The loop of a run: train some steps, look, evaluate, save, repeat."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ptfast.training.user_code import callback_states, check_figures
 
 
 def fit(run: Run) -> str:
-    """Train `run` from where it stands to its last step.
+    """Train `run` from its current step to its last.
 
-    While nothing is due (log, evaluate, save), the host reads nothing from the device.
+    Between steps that log, evaluate or save, the host reads no values from the device.
 
     Returns:
-        `finished`; `stopped` (no more gain); `paused` (`run.max_time` is over); `preempted` or `interrupted`
-        (by a signal). The checkpoint is saved; an evaluation that was cut short is due again.
+        `finished`; `stopped` (no more improvement); `paused` (reached `run.max_time`); `preempted` or
+            `interrupted` (by a signal). The checkpoint is saved; an evaluation cut short is repeated.
 
     Raises:
         PtfastError: N001 if the loss is no longer finite; D006 if the data ends before the last step.
@@ -53,8 +53,8 @@ def _fit_or_stop(run: Run) -> StopReason:
         return reason or StopReason.LAST_STEP
     except Exception:
         if not run.ranks.distributed:
-            # The line before the error; if its loss is not finite, that is the cause.
-            with suppress(RuntimeError):  # of a device that has failed
+            # Log the last line before the error; if its loss is not finite, that is the cause.
+            with suppress(RuntimeError):  # raised by a device that has failed
                 run.settle()
         raise
 
@@ -92,7 +92,7 @@ def _fit(run: Run) -> StopReason:
 
 
 def _test(run: Run, stop: StopReason) -> StopReason:
-    """Evaluate `test` at the end of a run that no signal has ended; a signal may end it now."""
+    """Evaluate `test` at the end of a run that was not stopped by a signal; a signal can stop it now."""
     by_signal = stop in (StopReason.SIGNAL, StopReason.CTRL_C)
     if not by_signal and "test" in run.eval_loaders and "test" not in run.figures:
         try:
@@ -111,7 +111,7 @@ def _apply_freezing(run: Run, trainer: Trainer, batches: Iterator[StepBatch]) ->
 
 
 def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
-    """Start loading, and compile the model if it is to be; return the batches to train on."""
+    """Start loading, compile the model if asked, and return the batches to train on."""
     clock, compilation, counter = run.clock, run.compilation, run.counter
     if compilation is not None:
         run.display.note("compiling the first step ...")
@@ -127,22 +127,22 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
 
 
 class Segment(NamedTuple):
-    """Steps that were taken back to back."""
+    """Consecutive steps between two looks."""
 
     steps: int
     look: Look
-    """The figures since the last log line."""
+    """The metrics since the last log line."""
     step_s: float
     data_comes: bool
-    """False if a signal has ended the wait for a batch."""
+    """False if a signal interrupted the wait for a batch."""
 
 
 def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], look_steps: int) -> Segment:
-    """Train up to the next moment at which something is due, for `look_steps` steps at most."""
+    """Train until the next log, evaluation or save is due, for at most `look_steps` steps."""
     progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
     start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
     stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
-    # Neither the first step of a process nor one whose operators are counted says how fast the run trains.
+    # The first step of a process and counted steps do not represent the training speed.
     is_first, aside = start == trainer.first_step, None
     if is_first:
         aside = clock.gathering("warm_up")
@@ -169,7 +169,7 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
 
 
 def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
-    """Call back at the end of an epoch, note if an evaluation is due, and log or show figures."""
+    """Call back at the end of an epoch, note if an evaluation is due, and log or show metrics."""
     progress, cadence = run.progress, run.cadence
     step, took_any = progress.step, segment.steps > 0
     if took_any and step in cadence.epoch_steps:
@@ -184,7 +184,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
 
 
 def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> None:
-    """Save the state; `settles` completes averages first, and a run that `ends` waits until it is on disk."""
+    """Save a checkpoint; `settles` finalizes averages first, and a run that `ends` waits for the disk."""
     run.settle()
     booked = run.clock.seconds
     run.clock.to("saving")
@@ -197,7 +197,7 @@ def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> No
         with suppress(Stopped):
             run.call_back("on_save", step, folder)
 
-    # A callback expects the state of the step at which it is called, unless the config says otherwise.
+    # A callback expects the checkpoint of the step at which it is called, unless the config says otherwise.
     called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
     run.checkpointer.save(background=not (ends or called), best_only=best_only, tell=tell)
     run.clock.to(None)
@@ -206,23 +206,23 @@ def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> No
 
 
 def try_out(run: Run) -> None:
-    """Evaluate one batch of every split and save the state: what a run does beside training."""
+    """Evaluate one batch of every split and save a checkpoint: all work of a run besides training."""
     for loader in run.eval_loaders.values():
         evaluate(run, loader, num_batches=1)
     run.checkpointer.save()
 
 
 def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
-    """Evaluate splits, call the callbacks, log them; nothing is logged if a signal cuts one of them short."""
+    """Evaluate splits, call the callbacks, and log; if a signal cuts one short, none are logged."""
     step, clock = run.progress.step, run.clock
     found: dict[str, tuple[dict[str, float], dict[str, MetricTable]]] = {}
     for split in splits:
         clock.to("evaluation")
         tables: dict[str, MetricTable] = {}
         found[split] = evaluate(run, run.eval_loaders[split], keep=tables.update), tables
-    run.settle()  # the device is past the training before it
+    run.settle()  # the device has finished the training before it
     for split, (figures, tables) in found.items():
-        # Metrics may differ between the ranks in their last bits, on which they must not disagree.
+        # Metrics may differ between ranks in their last bits, but ranks must not disagree.
         figures = broadcast_object(figures, run.ranks)
         if hooks(run.callbacks, "on_evaluation"):
             run.call_back("on_evaluation", step, split, figures)
@@ -238,7 +238,7 @@ def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
 
 
 def _evaluate_and_rank(run: Run) -> bool:
-    """Evaluate what is held out, or take the training loss without it; True if the checkpoint is kept.
+    """Evaluate held-out data, or use the training loss without it; True if the checkpoint is kept.
 
     If the evaluation fails, the training before it is saved first.
     """
@@ -261,13 +261,13 @@ def _evaluate_and_rank(run: Run) -> bool:
 
 
 def _rank(run: Run, figures: dict[str, float]) -> bool:
-    """Compare an evaluation with the best so far; True if it is among those whose checkpoints are kept."""
+    """Compare an evaluation with the best so far; True if its checkpoint is among those to keep."""
     progress, metric = run.progress, run.best_metric
     if metric not in figures:
         hint = f"There are: {', '.join(figures)}"
-        raise ConfigError("C005", "no such figure", key="stop.metric", value=metric, suggestion=hint)
+        raise ConfigError("C005", "unknown metric", key="stop.metric", value=metric, suggestion=hint)
     value, previous = figures[metric], progress.best_value
-    # Not a number is never the best: nothing would beat it.
+    # NaN is never the best, because no value would beat it.
     is_best = not math.isnan(value) and (
         previous is None or (value > previous if run.best_mode == "max" else value < previous)
     )
@@ -286,7 +286,7 @@ def _rank(run: Run, figures: dict[str, float]) -> bool:
     if math.isnan(value):
         return False
     others = [(found, step) for found, step in progress.best_states if step != progress.step]
-    # Of equal ones the first comes first.
+    # Among equal ones the first wins.
     sign = -1 if run.best_mode == "max" else 1
     ranked = sorted([*others, (value, progress.step)], key=lambda each: sign * each[0])
     progress.best_states = ranked[: run.keep_best]
@@ -294,9 +294,9 @@ def _rank(run: Run, figures: dict[str, float]) -> bool:
 
 
 def _no_gain(run: Run) -> StopReason | None:
-    """The reason to stop if the last evaluations have not improved."""
+    """Return the reason to stop if the last evaluations have not improved."""
     patience = run.patience
     if patience is None or run.progress.evaluations_without_gain < patience:
         return None
-    run.stop_reason = f"no gain in {patience} evaluations"
+    run.stop_reason = f"no improvement in {patience} evaluations"
     return StopReason.NO_GAIN

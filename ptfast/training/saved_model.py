@@ -1,4 +1,4 @@
-"""Load a saved model for whatever comes after training, and evaluate it."""
+"""Load a trained model for evaluation, prediction or export, and evaluate it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from ptfast.training.user_code import naming_user_code
 
 @contextlib.contextmanager
 def saved_run(path: Path, words: Sequence[str] = (), *, checkpoint: str = "best") -> Iterator[PartialRun]:
-    """A checkpoint of the run in `path`, or an export, with `words` laid over its config, as `load_saved`.
+    """Open a checkpoint of the run in `path`, or an export, with `words` over its config, as `load_saved`.
 
-    In the end standard error says which it was. Errors raised inside say where their key was given.
+    At the end standard error names the checkpoint. Errors inside name the place where their key was given.
     """
     folder = find_checkpoint(path, checkpoint)
     composed, config = load_config(config_of(folder), words, trains=False)
@@ -58,10 +58,10 @@ def saved_run(path: Path, words: Sequence[str] = (), *, checkpoint: str = "best"
 
 
 def load_saved(config: Config, state_folder: Path, student: PartialRun | None = None) -> PartialRun:
-    """Build the model of a saved state, and the average of its weights if it has one. Needs no data.
+    """Build the model of a checkpoint, and the average of its weights if it has one. Needs no data.
 
-    The model is on its device, in evaluation mode and holds its own weights; `ema` can put the average in.
-    S001 if the state is damaged, S002 if it is of another model. It computes as `student` does, if given.
+    The model is on its device, in evaluation mode, with its own weights; `ema` can swap the average in. S001
+    if the checkpoint is damaged, S002 if it is of another model. It computes like `student`, if given.
     """
     state = read_state(state_folder)
     folder = config_of(state_folder).parent
@@ -95,7 +95,7 @@ def load_saved(config: Config, state_folder: Path, student: PartialRun | None = 
 
 
 def add_teacher(run: PartialRun) -> None:
-    """Let the task learn from the run `task.teacher`, too.
+    """Let the task also learn from the run `task.teacher` (distillation).
 
     S003 or S004 if it has changed or is gone, D003 to D005 if it does not fit.
     """
@@ -113,9 +113,9 @@ def add_teacher(run: PartialRun) -> None:
         as_known(teacher.info, run.info)
         for fact in ("num_classes", "tokenizer", "normalize"):
             if theirs.get(fact) != ours.get(fact):
-                raise DataError("D004", f"the teacher was trained with another {fact} than this data has")
+                raise DataError("D004", f"the teacher was trained with a different {fact} than this data's")
         if run.before.teacher not in ("", run.resolved.teacher):
-            raise SavedStateError("S003", "its best checkpoint is not the one that this run began with")
+            raise SavedStateError("S003", "its best checkpoint has changed since this run began")
     except PtfastError as problem:
         raise problem.changed(key="task.teacher", value=task.teacher) from None
 
@@ -124,7 +124,7 @@ def add_teacher(run: PartialRun) -> None:
         with torch.inference_mode():
             outputs = task.forward(teacher.model, inputs)
         run.clock.to("forward")
-        return outputs.clone()  # backward cannot keep a tensor of the inference mode
+        return outputs.clone()  # backward cannot keep a tensor of inference mode
 
     task.loss = partial(task.distilled, task.loss, taught)
 
@@ -132,18 +132,18 @@ def add_teacher(run: PartialRun) -> None:
 def evaluations(
     saved: PartialRun, split: str | None = None, words: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, float], dict[str, MetricTable]]]:
-    """Evaluate a saved model on all that it has held out and its evaluation sets, or on one of them.
+    """Evaluate a trained model on all held-out splits and evaluation sets, or on one of them.
 
     Args:
-        words: those over the run's config. Data that they name is read with the vocabulary, statistics and
+        words: overrides of the run's config. Data that they name is read with the vocabulary, statistics and
             classes of training; if it has no splits, all of it is evaluated unless they set `data.val`.
 
     Yields:
-        The split, its metrics, and what metrics give besides single numbers.
+        The split, its metrics, and metric results that are not single numbers.
 
     Raises:
         PtfastError: C005 if the data has no such split; D003, D004 or D005 if the model cannot read the other
-            data; S003 if the data of training has changed.
+            data; S003 if the training data has changed.
     """
     config, display, saved.display = saved.config, terminal_display(), Display(sys.stderr)
     keys = [word.lstrip("+").partition("=")[0] for word in words]
@@ -169,7 +169,7 @@ def evaluations(
     loaders = saved.eval_loaders
     if not loaders:
         hint = "Hold some out with data.val=10%"
-        raise ConfigError("C005", "the data has no split besides train", key="data", suggestion=hint)
+        raise ConfigError("C005", "the data has no split except train", key="data", suggestion=hint)
     if split is not None and split not in loaders:
         hint = f"There are: {', '.join(loaders)}"
         raise ConfigError("C005", "the data has no such split", key="--split", value=split, suggestion=hint)
@@ -187,7 +187,7 @@ def evaluations(
 
 
 def evaluate_saved(saved: PartialRun, split: str | None = None, words: Sequence[str] = ()) -> int:
-    """As `evaluations`; prints a panel on a terminal, and elsewhere each split as JSON, with its tables."""
+    """Print the results of `evaluations`: a panel on a terminal, otherwise each split as JSON with tables."""
     step, redraws, rows = saved.progress.step, is_terminal(standard_output()), []
     start_s, checkpoint = time.perf_counter(), saved.checkpoint
     assert checkpoint is not None
@@ -210,17 +210,17 @@ def evaluate_saved(saved: PartialRun, split: str | None = None, words: Sequence[
 def predictions(
     saved: PartialRun, inputs: Sequence[Any], **reading: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name of each input and what the model predicts for it; arguments as of `read_inputs`."""
+    """Yield the name of each input and the model's prediction; the arguments are those of `read_inputs`."""
     model = averaged_over_views(saved)
     for names, batch in prepared(saved, inputs, **reading):
-        # Not while the caller has the records: these settings hold for the whole thread.
+        # Not while the caller has the records: these settings apply to the whole thread.
         with torch.inference_mode(), saved.precision.autocast, naming_user_code(saved):
             records = saved.task.predict(model, batch)
         yield from zip(names, records, strict=True)
 
 
 def prepared(saved: PartialRun, inputs: Sequence[Any], **reading: Any) -> Iterator[tuple[list[str], Tensor]]:
-    """New inputs as batches for a saved model, on its device, with their names; as `read_inputs`."""
+    """Return new inputs as batches for a trained model, on its device, with their names; as `read_inputs`."""
     return read_inputs(
         saved.info,
         inputs,

@@ -1,4 +1,4 @@
-"""Signals that end a run with its state saved: after the current step, or while it waits for data."""
+"""Handle signals: save a checkpoint and stop after the current step, or while waiting for data."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ T = TypeVar("T")
 LATE_S = 5.0
 """How long several ranks wait for data after a signal, then for each other; how often a run is checked."""
 HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
-"""How long a step, a batch or a callback may go on after a signal, on one rank or among several."""
+"""How long a step, a batch or a callback may continue after a signal, on one rank or several."""
 UNHANDLED_S = 10.0
-"""The same for a call that keeps Python from handling the signal: a rank that waits for another."""
+"""The same for a call that keeps Python from handling the signal, such as a rank waiting for another."""
 SAVING_S, SLOW_DISK_BYTES_PER_S = 60.0, 2e6
-"""The same for saving: so long, and as long as so slow a disk takes for the state."""
+"""The same for saving: these seconds, plus the time to write the checkpoint to a disk this slow."""
 REPEATED_S = 1.0
-"""Signals within this time count as one: a scheduler and a script in between may both have sent it."""
+"""Signals within this time count as one: a scheduler and a script in between may both send it."""
 CAUGHT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 MOST_SWALLOWED = 3
-"""So many times code may swallow the exception that ends the run."""
+"""Maximum number of times user code may swallow the exception that ends the run."""
 LAST_S = 10.0
-"""How long the process has to leave after a second signal."""
+"""How long the process has to exit after a second signal."""
 
 
 class Preempted(BaseException):
-    """A signal has ended the run, with nothing saved; the message says where."""
+    """A signal ended the run without saving; the message says where."""
 
 
 class Stopped(Preempted):
-    """A signal has come while the run waits for data or hangs; raised from whatever code is running."""
+    """A signal arrived while the run waits for data or hangs; raised in the running code."""
 
 
 def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> Iterator[T]:
-    """The same batches; a signal that comes while one is awaited raises `Stopped`.
+    """Yield the same batches; a signal during the wait for one raises `Stopped`.
 
-    Nothing has been done yet with that batch, so the run can be saved as it stands. If several ranks use a
-    batch `together`, they end the wait only if all of them are in it, at the same batch. 0.4 us a batch.
+    That batch has not been used yet, so the run can be saved as it is. If several ranks use a batch
+    `together`, they end the wait only if all of them are in it, at the same batch. 0.4 us per batch.
     """
     several, asked = together and run.ranks.distributed, run.stop_signal
     waits = "together" if several else "alone"
@@ -82,13 +82,13 @@ def interruptible(run: Run, batches: Iterator[T], *, together: bool = True) -> I
 
 
 class Signals:
-    """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the current step, with its state saved.
+    """Lets SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after the current step, with a checkpoint saved.
 
     A run that waits for data, or is not built yet, ends at once; several ranks first finish building and keep
-    waiting for `LATE_S`. A run whose step, evaluation or callback hangs ends with the state of its last whole
-    step saved; nothing is saved if several ranks, an optimizer or a task that takes its own steps hang.
+    waiting for `LATE_S`. If a step, evaluation or callback hangs, the run ends with a checkpoint of the last
+    whole step, or unsaved if several ranks, an optimizer or a task that takes its own steps hang.
 
-    A second signal ends a run at once and unsaved, unless it is being saved. Among several ranks only Ctrl-C
+    A second signal ends a run at once and unsaved, unless it is being saved. With several ranks only Ctrl-C
     does so, because torchrun sends late ranks a second signal.
     """
 
@@ -96,17 +96,17 @@ class Signals:
         self.run: Run | None = None
         self.received: int | None = None
         self.closing = False
-        """Only the outcome of the run is left to write."""
+        """Whether only the outcome of the run is left to write."""
         self._display, self._several, self._pid = display, ranks.distributed, os.getpid()
         self._first_s, self._leaves, self._aborted, self.place = 0.0, False, False, ""
         self._heard_s = self._moved_s = 0.0
         self._last_place: Any = None
         self._swallowed: tuple[Any, int] = (None, 0)
-        """Where exceptions that end the run were raised, and how many in a row."""
+        """Places where exceptions to end the run were raised, and how many in a row."""
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that a signal has ended."""
+        """The exit code of a run ended by a signal."""
         return EXIT_INTERRUPTED if self.received == signal.SIGINT else EXIT_PREEMPTED
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -136,16 +136,16 @@ class Signals:
         ends_wait = not self._several or self._aborted or (run is not None and run.waits == "alone")
         if run is not None and first:
             when = ": it waits for data" if ends_wait and run.waits else " after this step"
-            # Python's streams refuse a line inside another one that the signal may have interrupted.
+            # Python's streams reject a line inside another one that the signal may have interrupted.
             with contextlib.suppress(RuntimeError):
-                self._display.note(f"stopping{when}{self.place}; the state is being saved")
+                self._display.note(f"stopping{when}{self.place}; saving a checkpoint")
         if ends_wait:
             self._end_wait()
         if run is not None and again:
             raise self._unsaved("again ")
 
     def watch(self, heard: socket.socket) -> None:
-        """Abort the process group, then leave, if Python handles no signal that `heard` has a byte for."""
+        """Abort the process group, then exit, if Python handles no signal of which `heard` has a byte."""
         came_s: float | None = None
         with heard:
             while True:
@@ -163,7 +163,7 @@ class Signals:
                     late_s = now - came_s - self.patience_s(UNHANDLED_S)
                     if late_s > 0 and not self._aborted and run.device.type == "cuda":
                         self._aborted = True
-                        # Aborting may hang too.
+                        # Aborting may hang, too.
                         threading.Thread(target=abort_process_group, daemon=True).start()
                     if late_s > LAST_S:
                         if signal.getsignal(DUMP) != signal.SIG_DFL:
@@ -176,12 +176,12 @@ class Signals:
         return Preempted(f"{signal.Signals(self.received or signal.SIGTERM).name} {why}{step}{self.place}")
 
     def _interrupt(self, error: Preempted) -> NoReturn:
-        """Raise `error` in the code that is running, or leave if that has swallowed it again and again."""
+        """Raise `error` in the running code, or exit if it has been swallowed repeatedly."""
         place = None if self.run is None else (self.run.progress.step, self.run.num_batches, self.run.waits)
         before, times = self._swallowed
         self._swallowed = place, times + 1 if place == before else 1
         if self._swallowed[1] > MOST_SWALLOWED:
-            print(f"ptfast: {self._unsaved('in code that goes on ')}", file=sys.stderr, flush=True)
+            print(f"ptfast: {self._unsaved('in code that does not stop ')}", file=sys.stderr, flush=True)
             os._exit(self.exit_code)
         raise error
 
@@ -192,7 +192,7 @@ class Signals:
             self._interrupt(Stopped())
 
     def _check_progress(self) -> None:
-        """End a wait, or a step that hangs; called every `LATE_S` from the first signal on."""
+        """End a wait, or a step that hangs; called every `LATE_S` after the first signal."""
         run = self.run
         if self.closing:
             return
@@ -203,7 +203,7 @@ class Signals:
         place = run.progress.step, run.num_batches, saves
         limit_s = self.patience_s(HUNG_TOGETHER_S if self._several else HUNG_S)
         if saves:
-            # Weights, two moments of the optimizer, an average.
+            # Weights, two moments of the optimizer, and an average.
             limit_s = SAVING_S + 4 * sum(p.nbytes for p in run.model.parameters()) / SLOW_DISK_BYTES_PER_S
         if place != self._last_place or (saves and self._several):
             self._last_place, self._moved_s = place, self._heard_s
@@ -214,11 +214,11 @@ class Signals:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since Python last handled a signal, or one of the alarms that follow the first."""
+        """Return the seconds since Python last handled a signal, or one of the alarms that follow it."""
         return time.monotonic() - self._heard_s
 
     def patience_s(self, seconds: float) -> float:
-        """So many seconds, or twice a step's usual time if that is more."""
+        """Return that many seconds, or twice a step's usual time if that is longer."""
         progress = self.run.progress if self.run is not None else None
         return max(seconds, 2 * progress.timed_s / max(progress.timed_steps, 1)) if progress else seconds
 
@@ -227,13 +227,13 @@ class Signals:
             self._heard_s = time.monotonic()
             act()
 
-        # Starting a thread takes locks that the interrupted code may hold.
+        # Starting a thread takes locks that the interrupted code may have taken.
         signal.signal(signal.SIGALRM, awake)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def someone_saves(folder: Path) -> bool:
-    """Whether the files of an unfinished state have changed of late: others may wait for that rank."""
+    """Return whether files of an unfinished checkpoint changed recently: others may wait for that rank."""
     newest_s = 0.0
     for file in (folder / "saved").glob(".step-*/*"):
         with contextlib.suppress(OSError):
@@ -246,7 +246,7 @@ _wakeup_fds: list[int] = []
 
 
 def _remove_wakeup_fd() -> None:
-    with contextlib.suppress(ValueError):  # in another thread than the main one
+    with contextlib.suppress(ValueError):  # outside the main thread
         _wakeup_fds.append(signal.set_wakeup_fd(-1))
 
 
@@ -260,7 +260,7 @@ def _forget_wakeup_fd() -> None:
     signal.set_wakeup_fd(-1)
 
 
-# A child would write its own signals to what its parent reads.
+# A child would write its own signals to the pipe of its parent.
 os.register_at_fork(
     before=_remove_wakeup_fd, after_in_parent=_restore_wakeup_fd, after_in_child=_forget_wakeup_fd
 )
@@ -270,7 +270,7 @@ os.register_at_fork(
 def caught_signals(display: Any, ranks: Ranks) -> Iterator[Signals]:
     """Install the signal handlers; SIGHUP stays ignored if it is already, as under nohup.
 
-    In another thread than the main one, of a program that calls ptfast, signals are left to that program.
+    Outside the main thread of a program that calls ptfast, signals are left to that program.
     """
     if not on_main_thread():
         yield Signals(display, ranks)

@@ -1,4 +1,4 @@
-"""Errors of a user's model, loss, task and callbacks, in a line that names them."""
+"""Report errors of a user's model, loss, task and callbacks in one line that names the part."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class UserPart(NamedTuple):
 
     @property
     def code(self) -> CodeType | None:
-        """The code of a function, None for an object."""
+        """The code of a function; None for an object."""
         function = self.made.func if isinstance(self.made, functools.partial) else self.made
         return getattr(function, "__code__", None)
 
     def error(self, what: str, suggestion: str | None = None) -> ConfigError:
-        """Build the error that names it."""
+        """Build the error that names this part."""
         return ConfigError("C017", what, key=self.key, value=name_of(self.made), suggestion=suggestion)
 
 
 def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
-    """The parts of a run that may be a user's, the model first, which with `ours` may be ptfast's."""
+    """Return the parts of a run that may be a user's, the model first; with `ours` also ptfast's own."""
     task, callbacks = run.task, getattr(run, "callbacks", ())
     parts = [
         UserPart(MODEL, run.model),
@@ -63,24 +63,24 @@ def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
 def failure(
     error: BaseException, run: Any, *, ours: bool = False, given: Mapping[str, str] = MappingProxyType({})
 ) -> PtfastError | None:
-    """The error that names the part of `run` that `error` came out of; None if it came from elsewhere.
+    """Return the error that names the part of `run` which raised `error`; None if it came from elsewhere.
 
-    If a task of ours could not compare outputs with targets, the cause is the model, or else the data.
-    `given` is what parts were called with, by their keys, to be added to the message.
+    If a ptfast task could not compare outputs with targets, the cause is the model, or else the data. `given`
+    describes the arguments of parts by their keys, to be added to the message.
     """
     if isinstance(error, PtfastError) or is_memory_error(error) or is_connection_lost(error):
         return None
     parts = parts_of(run, ours=ours)
     learners = [part for part in parts if part.key in (MODEL, LOSS)]
     stack = list(traceback.walk_tb(error.__traceback__))
-    # The innermost part, and the outermost of its methods: the one that the run has called.
+    # Find the innermost part, and the outermost of its methods: the one that the run called.
     found: tuple[UserPart, str, int] | None = None
     for depth, (frame, _) in enumerate(stack):
         code = frame.f_code
         for part in parts:
             at_work = frame.f_locals.get("self") is part.made or code is part.code
             if at_work and (found is None or found[0] is not part):
-                # Torch calls a module's forward by way of functions of its own.
+                # Torch calls a module's forward through functions of its own.
                 torchs = isinstance(part.made, nn.Module) and code.co_filename.startswith(INSTALLED)
                 method = "forward " if torchs else f"{code.co_name} "
                 found = part, "" if part.code is not None else method, depth
@@ -91,7 +91,7 @@ def failure(
         if part.key == OPTIMIZER and "sparse" in str(error):
             return no_sparse(f"{type(part.made).__name__} does")
         if name_of(part.made).startswith("torch.optim."):
-            # Kernels fail late; and whatever is no step is called by ptfast.
+            # Kernels fail late; and ptfast calls everything that is not a step.
             if isinstance(error, torch.AcceleratorError) or method not in ("step ", "wrapper "):
                 return None
             method = "step "
@@ -102,34 +102,34 @@ def failure(
         return None
     if mismatch := misfit(run.model, run.task, compared["outputs"], (None, compared["targets"])):
         return mismatch
-    # Torch's losses are called without their reduction, by way of a copy.
+    # Torch's losses are called without their reduction, through a copy.
     if loss := next((part for part in learners if part.key == LOSS), None):
         return loss.error(f"raises {summary_of(error)}", TRACEBACK)
     return DataError(
         "D004",
         f"targets of a batch are {described(compared['targets'])}: {summary_of(error)}",
         key="data",
-        suggestion=f"Give {type(run.task).__name__} targets of one type and shape, or set task=...",
+        suggestion=f"Provide {type(run.task).__name__} with targets of one type and shape, or set task=...",
     )
 
 
 def misfit(model: Any, task: Any, outputs: Any, data: Any, where: str = "") -> ConfigError | None:
-    """The error for a model whose outputs `task` cannot compare with its targets; None if it can."""
+    """Return the error for a model whose outputs `task` cannot compare with its targets; None if it can."""
     try:
         chosen = task.outputs_of(outputs) if hasattr(task, "outputs_of") else outputs
         wanted = task.misfit(chosen, data)
     except Exception:
-        return None  # of targets that are not what the task takes
+        return None  # the targets are not of the kind that the task needs
     if wanted is None:
         return None
-    what = f"forward gives {described(outputs)}{where}, and {type(task).__name__} takes {wanted}"
-    hint = "Have it give that, or name a task that fits, by name or import path: task=..."
+    what = f"forward returns {described(outputs)}{where}, but {type(task).__name__} needs {wanted}"
+    hint = "Make it return that, or name a task that fits, by name or import path: task=..."
     return UserPart(MODEL, model).error(what, hint)
 
 
 @contextlib.contextmanager
 def naming_user_code(run: Any) -> Iterator[None]:
-    """Make errors raised inside by a user's part name that part."""
+    """Make errors raised by a user's part inside this context name that part."""
     try:
         yield
     except Exception as error:
@@ -140,7 +140,7 @@ def naming_user_code(run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constructing(key: str, path: str, doing: str = "its constructor") -> Iterator[None]:
-    """Report what a user's constructor `path` raises inside as C017 of `key`; ptfast's own errors pass."""
+    """Report errors of a user's constructor `path` inside as C017 of `key`; ptfast's own errors pass."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -151,19 +151,19 @@ def constructing(key: str, path: str, doing: str = "its constructor") -> Iterato
 
 
 def callback_states(run: Run) -> list[Any]:
-    """The states that callbacks want to save, None for those without; C017 for what cannot be read again."""
+    """Return the states of callbacks that have one; C017 for values that cannot be loaded again."""
     states: list[Any] = []
     callbacks: list[Any] = run.callbacks
     for index, callback in enumerate(callbacks):
         states.append(callback.state_dict() if hasattr(callback, "state_dict") else None)
         if (odd := _unsavable(states[-1])) is not None:
-            what = f"state_dict gives {described(odd)}, where tensors and plain values are saved"
+            what = f"state_dict returns {described(odd)}, but only tensors and plain values can be saved"
             raise UserPart(f"callbacks.{index}._target_", callback).error(what)
     return states
 
 
 def _unsavable(value: Any) -> Any:
-    """The first value in a nest that is neither a whole tensor nor plain, if any."""
+    """Return the first value in a nested structure that is neither a whole tensor nor plain, if any."""
     if isinstance(value, (dict, list, tuple)):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         return next((odd for item in inner if (odd := _unsavable(item)) is not None), None)
@@ -173,11 +173,11 @@ def _unsavable(value: Any) -> Any:
 
 
 def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
-    """Figures as plain numbers; C017 for what a callback added that is none."""
+    """Return metrics as plain numbers; C017 for a callback's value that is not a number."""
     for name, value in figures.items():
         if not isinstance(name, str) or not is_number(value):
             part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))
-            what = f"on_evaluation adds {described(value)} as the figure {name}, which is not a number"
+            what = f"on_evaluation adds {described(value)} as the metric {name}, which is not a number"
             raise part.error(what, "Add float(value)")
     return {
         name: value if isinstance(value, (int, float)) else float(value) for name, value in figures.items()

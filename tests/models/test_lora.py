@@ -173,7 +173,7 @@ def test_another_base_than_that_of_training_is_rejected(
     assert command_line.run(words) == 6
     said = capsys.readouterr().err
     assert "error[S002]: model.weights=base" in said
-    assert "not the weights that the adapters were trained beside" in said
+    assert "not the weights that the adapters were trained with" in said
 
 
 def test_a_base_that_is_gone_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

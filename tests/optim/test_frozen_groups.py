@@ -98,7 +98,7 @@ def test_statistics_of_frozen_layers_without_a_frozen_layer_are_warned_of(
 ) -> None:
     group = ('optimizer.groups=[{match: "layers.1.*", trains_until: 0}]',) if frozen else ()
     assert train(*SMALL, "steps=1", "optimizer.freeze_backbone_stats=true", *group, "run.dir=a") == 0
-    assert ("changes nothing, as no layer is frozen" in "".join(capsys.readouterr())) is not frozen
+    assert ("changes nothing, because no layer is frozen" in "".join(capsys.readouterr())) is not frozen
 
 
 def _norms(model: torch.nn.Module) -> list[str]:

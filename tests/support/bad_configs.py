@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
     "17 a model larger than the memory": train(
         "model.hidden=[64,1000000]",
         "E002",
-        f"model.hidden=[64,1000000] {TYPED} the model does not fit into memory (the memory",
+        f"model.hidden=[64,1000000] {TYPED} the model does not fit in memory (the memory",
         "Make it smaller.",
         **{
             "ptfast.training.stages.model_stage.memory_limit": lambda device: (

@@ -176,7 +176,7 @@ CASES: dict[str, BadData] = {
         _streams,
         f"{STREAM}Stream",
         "C016",
-        ("steps (conf/config.yaml:", "the number of steps is not known", "set steps=1000"),
+        ("steps (conf/config.yaml:", "the number of steps is unknown", "set for example steps=1000"),
     ),
     "a stream that raises": _stream(
         "RaisingStream",

@@ -363,9 +363,9 @@ def test_views_need_images() -> None:
 @pytest.mark.parametrize(
     ("steps", "decay", "said"),
     [
-        (100, 0.9999, ["averages over 10,000 steps, and the run has 100", "Set ema.decay=0.9"]),
-        (2345, 0.9999, ["averages over 10,000 steps, and the run has 2,345", "Set ema.decay=0.99"]),
-        (50, 0.99, ["averages over 100 steps, and the run has 50", "Use ema=none"]),
+        (100, 0.9999, ["averages over 10,000 steps, but the run has 100", "Set ema.decay=0.9"]),
+        (2345, 0.9999, ["averages over 10,000 steps, but the run has 2,345", "Set ema.decay=0.99"]),
+        (50, 0.99, ["averages over 100 steps, but the run has 50", "Use ema=none"]),
         (100, 0.99, None),
     ],
 )

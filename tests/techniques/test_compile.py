@@ -214,9 +214,7 @@ class TestPointwise:
         run = build_run(tmp_path, "model=mlp", "model.hidden=[4]", "steps=1", "compile=pointwise")
         run.display = display = Remembers()
         fit.fit(run)
-        assert (
-            "compile=pointwise found nothing to fuse; use compile=none or compile=model" in display.notes
-        )
+        assert "compile=pointwise found nothing to fuse; use compile=none or compile=model" in display.notes
 
     @pytest.mark.slow
     def test_what_was_fused_is_told(self, tmp_path: Path) -> None:

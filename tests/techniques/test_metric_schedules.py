@@ -106,7 +106,7 @@ def test_it_needs_evaluations(in_tmp: Path, capsys: pytest.CaptureFixture[str]) 
         build_run(in_tmp / "a", *PLATEAU, "data.val=0", "steps=3")
     assert (caught.value.code, caught.value.key) == ("C011", "schedule")
     assert train(*PLATEAU, "steps=3", "run.dir=b") == 0
-    assert "no evaluation comes before the last step" in capsys.readouterr().out
+    assert "no evaluation precedes the last step" in capsys.readouterr().out
     assert summary(Path("b"))["steps"] == 3
 
 

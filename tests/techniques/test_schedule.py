@@ -413,7 +413,7 @@ def test_a_scheduler_meant_for_epochs_is_warned_of(in_tmp, capsys):
     words = (*words, "epochs=10", "model.hidden=[4]", f"schedule._target_={LRS}.StepLR")
     assert train(*words, "schedule.step_size=3", "schedule.gamma=0.01") == 0
     printed = capsys.readouterr().out
-    assert "warning: schedule: StepLR counts steps, and its rate is lowest from step 4 of 100" in printed
+    assert "warning: schedule: StepLR counts steps, and is at its lowest from step 4 of 100" in printed
     assert "If a length was meant in epochs, multiply it by the 10 steps of an epoch" in printed
     assert train(*words, "schedule.step_size=30", "run.dir=b") == 0
     assert "warning: schedule" not in capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_it_says_where_it_stands_and_goes_on(
     assert "in on_step" in Path("r/hang-rank0.txt").read_text()
     if not holds:
         assert Path("r/nccl_trace_rank_0").read_bytes() == b"recorded"
-        assert "at step 3, in callbacks; where every thread stands is in" in "".join(capsys.readouterr())
+        assert "at step 3, in callbacks; the stack of every thread is in" in "".join(capsys.readouterr())
 
 
 @pytest.mark.usefixtures("hurried")

@@ -164,7 +164,7 @@ def test_samples_that_are_not_finite_are_named(
 
 def test_a_batch_of_all_samples_is_warned_of(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("data=digits", "model=mlp", "batch_size=2000", "epochs=1") == 0
-    said = "warning: batch_size=2,000 is more than the 1,617 training samples: one step is an epoch"
+    said = "warning: batch_size=2,000 is more than the 1,617 training samples: each epoch is one step"
     assert said in capsys.readouterr().out
 
 

@@ -126,4 +126,4 @@ def test_what_does_not_go_together_is_one_line(more: list[str], code: str, says:
 def test_a_step_without_a_loss_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*words("steps=1", f"run.dir={tmp_path}/run", task="Lossless")) == 2
     assert f"error[C017]: task={HERE}.Lossless" in (said := capsys.readouterr().err)
-    assert "step gives None, where the sum of its losses and their count are expected" in said
+    assert "step returns None, but must return the sum of its losses and their count" in said

@@ -22,14 +22,14 @@ from ptfast.training.user_code import failure
 
 NET = ("model=custom", "model._target_=misfits.Net", "log_every=5", "saving.every=1000steps")
 HOW = {
-    "tuple": "gives a tuple of 2, the first the str",
-    "dict": "gives a dict with the keys scores",
-    "None": "gives None",
-    "scalar": "gives a Tensor of float32 ()",
-    "other batch": "gives a Tensor of float32 (7, 10)",
-    "fewer classes": "gives a Tensor of float32 (64, 5)",
-    "classes": "gives a Tensor of int64 (64)",
-    "string": "gives the str 'logits'",
+    "tuple": "returns a tuple of 2, the first the str",
+    "dict": "returns a dict with the keys scores",
+    "None": "returns None",
+    "scalar": "returns a Tensor of float32 ()",
+    "other batch": "returns a Tensor of float32 (7, 10)",
+    "fewer classes": "returns a Tensor of float32 (64, 5)",
+    "classes": "returns a Tensor of int64 (64)",
+    "string": "returns the str 'logits'",
 }
 IN_STEPS = ("nan", "changed", "leaves", "talks", "silent")
 """Faults that no forward pass alone shows."""
@@ -61,7 +61,7 @@ def test_outputs_that_no_task_takes_are_told(run: Run, how: str) -> None:
         "raises": "forward raises KeyError (misfits.py:",
         "wrong shape": "cannot be multiplied",
     }
-    assert expected.get(how, "Classification takes floats of shape (64, 10)") in text
+    assert expected.get(how, "Classification needs floats of shape (64, 10)") in text
 
 
 @pytest.mark.parametrize("how", [name for name in LOSSES if name != "not finite"])
@@ -81,7 +81,7 @@ def test_what_is_no_loss_is_told(run: Run, how: str) -> None:
 def test_what_a_task_of_ones_own_gives_is_told(run: Run, how: str) -> None:
     text = refused(run, task=Task(None, how))
     assert text.startswith("task=misfits.Task: ")
-    assert {"raises": "KeyError (misfits.py:", "float": "gives the float"}.get(how, "loss gives a ") in text
+    assert {"raises": "KeyError (misfits.py:", "float": "returns the float"}.get(how, "loss returns a ") in text
 
 
 def test_a_model_of_ptfasts_that_does_not_fit_the_data_is_told(run: Run) -> None:
@@ -126,7 +126,7 @@ def test_every_task_says_what_fits(
         if fine:
             assert seen(data[0]).shape == shape
         else:
-            with pytest.raises(ConfigError, match="takes floats"):
+            with pytest.raises(ConfigError, match="needs floats"):
                 seen(data[0])
 
 
@@ -136,31 +136,31 @@ def test_a_loss_of_ones_own_takes_what_it_likes(run: Run) -> None:
     own = build_task("classification", run.info, loss=torch.nn.CrossEntropyLoss())
     assert with_output_check(lambda inputs: torch.ones(5, 1), None, own, data)(data[0]).shape == (5, 1)
     hf = build_task("hf", run.info)
-    with pytest.raises(ConfigError, match="takes a mapping, object or tuple with loss and logits"):
+    with pytest.raises(ConfigError, match="needs a mapping, object or tuple with loss and logits"):
         with_output_check(lambda inputs: torch.ones(5, 10), None, hf, data)(data[0])
 
 
 COMMANDS = {
     "a tuple": (
         (*NET, "model.how=tuple"),
-        "model._target_=misfits.Net (command line): forward gives a tuple",
+        "model._target_=misfits.Net (command line): forward returns a tuple",
     ),
-    "not a number": ((*NET, "model.how=nan"), "gives outputs that are not finite in the first step"),
+    "not a number": ((*NET, "model.how=nan"), "returns outputs that are not finite in the first step"),
     "a constructor that exits": ((*NET, "model.how=exits"), "constructor raises SystemExit (misfits.py:"),
     "a constructor": ((*NET, "model.how=constructor"), "constructor raises OSError (misfits.py:"),
     "changed in place": ((*NET, "model.how=changed"), "the backward pass raises RuntimeError"),
     "kept over steps": ((*NET, "model.how=kept"), "backward through the graph a second time"),
     "an exit": ((*NET, "model.how=leaves"), "forward raises SystemExit (misfits.py:"),
-    "evaluation": ((*NET, "'model.how=evaluates otherwise'"), "in evaluation, and Classification"),
+    "evaluation": ((*NET, "'model.how=evaluates otherwise'"), "in evaluation, but Classification"),
     "a float": (("task.loss._target_=misfits.Loss", "task.loss.how=float"), "gives the float"),
-    "an infinite loss": (("task.loss._target_=misfits.Loss", "'task.loss.how=not finite'"), "not finite, of"),
+    "an infinite loss": (("task.loss._target_=misfits.Loss", "'task.loss.how=not finite'"), "not finite, although"),
     "one argument": (("task.loss._target_=misfits.of_outputs",), "cannot be called with outputs and targets"),
     "on_start": (("callbacks=[{_target_: misfits.Hooked, how: on_start}]",), "on_start raises KeyError (mis"),
     "on_step": (
         ("callbacks=[{_target_: misfits.Hooked, how: on_step}]",),
         "callbacks.0._target_=misfits.Hoo",
     ),
-    "a state": (("callbacks=[{_target_: misfits.Hooked, how: state_dict}]",), "state_dict gives a PosixPath"),
+    "a state": (("callbacks=[{_target_: misfits.Hooked, how: state_dict}]",), "state_dict returns a PosixPath"),
 }
 
 
@@ -200,7 +200,7 @@ def test_a_run_that_fails_later_keeps_what_it_saved(
     assert train(*words) == 2
     error = capsys.readouterr().err
     assert "error[C017]: " in error
-    assert "misfits.py:" in error or "adds a Tensor of float32 (2) as the figure mine" in error
+    assert "misfits.py:" in error or "adds a Tensor of float32 (2) as the metric mine" in error
     assert (Path("a/saved/last")).resolve().name == f"step-{steps}"
     result = summary(Path("a"))
     assert (result["status"], result["exit_code"]) == ("failed", 2)
@@ -211,9 +211,9 @@ LATER = {
     "lazy": ((*NET, "model.how=unused lazy"), "has lazy layers that its forward does not use: spare.weight"),
     "None": (
         (*NET, "model.how='None'", "model.at=3"),
-        "gives None, and Classification takes floats of shape",
+        "returns None, but Classification needs floats of shape",
     ),
-    "shape": ((*NET, "model.how=fewer classes", "model.at=3"), "(64, 5), and Classification takes floats of"),
+    "shape": ((*NET, "model.how=fewer classes", "model.at=3"), "(64, 5), and Classification needs floats of"),
     "text": ((*NET, "model.how=talks", "model.at=3"), "raises ValueError (misfits.py:", "word word"),
     "no text": ((*NET, "model.how=silent"), "raises SpeechlessError (misfits.py:"),
     "label": (("data=custom", "data._target_=misfits.LateFloat"), "D004", "of float32 (64): RuntimeError"),

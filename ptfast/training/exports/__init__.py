@@ -1,1 +1,1 @@
-"""Exports: a saved model as files that need no ptfast."""
+"""Export a trained model as files that do not need ptfast."""

@@ -1,4 +1,4 @@
-"""Exports a saved model: weights, a graph from raw inputs to logits, and a script; checked, then written."""
+"""Export a trained model: weights, a graph from raw inputs to logits, and a script; check, then write."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from ptfast.training.stages.partial_run import PartialRun
 
 GRAPH, ONNX = "model.pt2", "model.onnx"
 LIMIT = 1e-4
-"""The largest difference of an export's logits from the model's that is accepted, as a part of the largest
-logit, or of 1 where that is larger."""
+"""Largest accepted difference of an export's logits from the model's, relative to the largest logit, or to 1
+if that is larger."""
 NUM_SAMPLES = 8
 
 
 class RawModel(nn.Module):
-    """A model of raw inputs, normalised as the loaders do it, that returns a tensor of logits.
+    """A model of raw inputs that normalizes them like the loaders and returns a tensor of logits.
 
     Args:
-        model: of prepared inputs, which returns logits, or a mapping or object that holds them.
-        statistics: `mean` and `std` of raw inputs; None for inputs that are not normalised.
+        model: takes prepared inputs and returns logits, or a mapping or object that contains them.
+        statistics: `mean` and `std` of raw inputs; None for inputs that are not normalized.
         images: raw inputs are uint8 (batch, height, width, channels).
     """
 
@@ -78,7 +78,7 @@ class RawModel(nn.Module):
             inputs = (inputs.float() - self.mean) * self.factor
         outputs = output_of(self.model(inputs.contiguous()))
         if not isinstance(outputs, Tensor):
-            raise TypeError(f"it returns {described(outputs)}, where a Tensor of logits is expected")
+            raise TypeError(f"it returns {described(outputs)}, but a Tensor of logits is expected")
         return outputs
 
 
@@ -91,22 +91,22 @@ def export_run(
     onnx: bool = False,
     graph: bool = True,
 ) -> dict[str, float]:
-    """Write a saved model into `out`, for use without ptfast, and into `hub`, as the hub's libraries load it.
+    """Write a trained model into `out`, for use without ptfast, and into `hub`, in the hub libraries' layout.
 
     Each form is read back and compared with the model on held-out samples before its folder gets its name.
     Returns the largest difference of logits, in the unit of `LIMIT`, by file.
 
     Args:
         saved: from `load_saved`, on the CPU and in float32.
-        out: a folder that is not there yet, as is `hub`.
-        weights: `averaged` or `last`; None for those that `predict` uses.
-        graph: False for weights and facts alone, which needs no data: of a model that cannot be traced.
+        out: a folder that does not exist yet; so is `hub`.
+        weights: `averaged` or `last`; None for the weights that `predict` uses.
+        graph: False writes only weights and facts, needs no data, and suits models that cannot be traced.
 
     Raises:
-        ConfigError: C011 for a folder that exists, inputs that are no tensor, or averaged weights that are
-            not there; C017 for a model that cannot be traced.
-        NumericsError: N003 for a form that gives something else than the model. If ONNX or the hub's folder
-            fails, the forms that work are written first.
+        ConfigError: C011 for a folder that exists, inputs that are not tensors, or missing averaged weights;
+            C017 for a model that cannot be traced.
+        NumericsError: N003 for a form whose outputs differ from the model's. If ONNX or the hub layout fails,
+            the forms that work are written first.
         MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
     """
     state, checkpoint = saved.state, saved.checkpoint
@@ -120,7 +120,7 @@ def export_run(
         import_extra(module, "onnx", "--onnx")
     averages = saved.ema is not None and saved.ema.ready
     if weights == "averaged" and not averages:
-        what, hint = "this state has no averaged weights", "Use --weights last"
+        what, hint = "this checkpoint has no averaged weights", "Use --weights last"
         raise ConfigError("C011", what, key="--weights", value=weights, suggestion=hint)
     weights = weights or ("averaged" if averages else "last")
     if saved.ema is not None and weights == "averaged":
@@ -154,14 +154,14 @@ def export_run(
         found = max(_difference(*pair) for pair in pairs)
         if not found <= LIMIT:
             what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"
-            raise NumericsError("N003", what, key=name, suggestion="Nothing is written; export without it")
+            raise NumericsError("N003", what, key=name, suggestion="No file is written; export without it")
         differences[name] = found
 
     failed: list[PtfastError] = []
 
     @contextlib.contextmanager
     def optional(flag: str) -> Iterator[None]:
-        """Go on without a form that fails; its error is raised once the others are written."""
+        """Continue without a form that fails; raise its error once the others are written."""
         try:
             yield
         except OSError:
@@ -172,7 +172,7 @@ def export_run(
             failed.append(found.changed(suggestion=f"{out} has the forms that work"))
 
     with _drafted(out) as draft:
-        # What layers share is written for each: the format refuses memory that overlaps.
+        # Shared weights are written once per layer: the format rejects memory that overlaps.
         tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
         if saved.resolved.lora:
             tensors = merged(saved.model, tensors)
@@ -215,7 +215,7 @@ def export_run(
 
 
 def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
-    """Some held-out inputs as they are stored, or training inputs where none are; and whether as images."""
+    """Return held-out inputs as stored, or training inputs if there are none; and whether they are images."""
     data = load_data(saved.config, trained=saved.info)
     source = data.val or data.test or data.train
     if isinstance(source, IterableSource):
@@ -225,15 +225,15 @@ def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     inputs = inputs.tokens if isinstance(inputs, PackedTokens) else inputs
     if not isinstance(inputs, Tensor):
-        what = f"a graph has one tensor for its input, and this data gives {described(inputs)}"
+        what = f"a graph has one tensor for its input, but this data gives {described(inputs)}"
         raise ConfigError("C011", what, key="data", value=saved.config.data.target.path)
     return inputs, source.images
 
 
 def _trace(model: RawModel, raw: Tensor, num_free: int, path: str) -> torch.export.ExportedProgram:
-    """The graph of `model`, of class `path`, for inputs of any first `num_free` sizes."""
+    """Trace the graph of `model`, of class `path`, for inputs with `num_free` free leading sizes."""
     sizes = dict.fromkeys(range(num_free), torch.export.Dim.DYNAMIC)
-    # A batch of one would stand for itself.
+    # A batch of one would be traced as a constant size.
     several = raw if len(raw) > 1 else torch.cat([raw, raw])
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -246,7 +246,7 @@ def _trace(model: RawModel, raw: Tensor, num_free: int, path: str) -> torch.expo
 
 
 def _write_onnx(program: torch.export.ExportedProgram, file: Path) -> Callable[[Tensor], Tensor]:
-    """Write the graph for ONNX, and return what ONNX Runtime computes from the file."""
+    """Write the ONNX graph, and return the outputs that ONNX Runtime computes from the file."""
     names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["logits"]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -264,7 +264,7 @@ def _difference(given: Tensor, wanted: Tensor) -> float:
 
 
 def _shapes(sizes: list[str], raw: Tensor, prepare: Prepare, logits: Tensor) -> dict[str, Any]:
-    """What goes into the graph and comes out of it, for a state's facts; `sizes` names the free ones."""
+    """Describe the graph's inputs and outputs, for the facts of the export; `sizes` names the free ones."""
     given = {
         "dtype": str(raw.dtype).removeprefix("torch."),
         "shape": [*sizes, *raw.shape[len(sizes) :]],
@@ -277,7 +277,7 @@ def _shapes(sizes: list[str], raw: Tensor, prepare: Prepare, logits: Tensor) -> 
 
 @contextlib.contextmanager
 def _drafted(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end, and is gone after an error."""
+    """Yield a folder to write into, which gets its name at the end, or is removed after an error."""
     draft = folder.absolute().with_name(f".{folder.name}.{os.getpid()}")
     try:
         with writing(folder):

@@ -1,4 +1,4 @@
-"""Folders in the layout of the Hugging Face hub, as timm, transformers or torch alone load them."""
+"""Write folders in the layout of the Hugging Face hub, loadable by timm, transformers or plain torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def library_of(model: nn.Module) -> str:
 
 
 def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
-    """Write the plain model of `run` as timm or transformers save their own; None for any other model.
+    """Write the plain model of `run` in the format of timm or transformers; None for any other model.
 
-    Returns a function that loads it from the folder by that library.
+    Returns a function that loads it from the folder with that library.
     """
     info, model = run.info, run.model
     names, side = list(info.class_names or ()), (info.input_shape or (0,))[-1]
@@ -58,7 +58,7 @@ def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
     config: Any = model.pretrained_cfg
     config.update(scaled, **cut, input_size=info.input_shape, num_classes=info.num_classes)
     if not run.config.model.weights:
-        # Those of published weights, which these are not.
+        # Those describe published weights, but these are different ones.
         config.update(tag=None, license=None)
     given = {k: v for k, v in run.config.model.target.kwargs.items() if k not in ("name", "pretrained")}
     args = {"in_chans": info.in_channels, **given}
@@ -67,7 +67,7 @@ def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
 
 
 def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, float]], *, graph: bool) -> str:
-    """The README of a folder for the hub: what the model is, how good, and how to load it."""
+    """Write the README of a folder for the hub: the model, its metrics, and how to load it."""
     info, library = run.info, library_of(run.model)
     inner = type(getattr(run.model, "model", None)).__name__
     loading = {
@@ -94,5 +94,5 @@ def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, fl
 
 
 def _code(text: str) -> str:
-    """Text of a stranger's run as Markdown that shows it and interprets none of it."""
+    """Quote untrusted text of a run as Markdown code, which is shown but not interpreted."""
     return "`" + one_line(text).replace("`", "'") + "`"

@@ -1,4 +1,4 @@
-"""The script of an export: a page of Python that predicts for files or texts with torch alone."""
+"""Generate the script of an export: a page of Python that predicts with torch alone."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ _SHOW = {
 
 
 def load_script(info: DataInfo, given: dict[str, Any]) -> str:
-    """The text of `load.py`; `given` is `export.input` of the export's facts."""
-    usage, needs, imports, tokenizer = "FILE.pt...", "torch alone; a file holds a tensor", "", ""
+    """Return the text of `load.py`; `given` is `export.input` of the export's facts."""
+    usage, needs, imports, tokenizer = "FILE.pt...", "torch alone; each file contains a tensor", "", ""
     helpers, words = "", "sys.argv[1:]"
     read = "    return torch.load(word, weights_only=True)\n"
     entries = 'extra["tokenizer"]["entries"]'

@@ -1,1 +1,1 @@
-"""Runs that stand still: watched, told of, and ended."""
+"""Detect, report and end runs that make no progress."""

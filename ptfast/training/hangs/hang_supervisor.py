@@ -1,8 +1,8 @@
-"""A process beside a run that ends it where Python cannot: code keeps Python's lock, or never returns.
+"""A separate process that ends a run when Python cannot: code keeps the GIL, or never returns.
 
-Run as a script, with the standard library alone. Its input tells it each second that Python runs there:
-`HANDLED` if the signals so far have been handled, else `BEAT` and the seconds that one may wait. Every signal
-that comes there comes here, too, by its number.
+Run as a script, with only the standard library. Once a second its input shows that Python runs there:
+`HANDLED` if all signals so far are handled, else `BEAT` and the seconds a signal may wait. Every signal
+received there is also sent here, by its number.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from pathlib import Path
 BEAT, HANDLED = 65, 255
 ENDING = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 DUMP = signal.SIGVTALRM
-"""Has a run write the stacks of its threads, whatever they do."""
+"""Makes a run write the stacks of its threads, whatever they are doing."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, where the system says so."""
+    """Return whether a process is stopped, if the system reports it."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     return False
@@ -44,7 +44,7 @@ def watch(pid: int, timeout_s: float, file: str) -> None:
                 else:
                     patience_s = byte - BEAT
         if is_stopped(pid):
-            # No time passes for it.
+            # A stopped process is not timed.
             heard_s, asked_s = now, asked_s and now
         why = None
         if asked_s is not None and now - asked_s > patience_s:
@@ -54,7 +54,7 @@ def watch(pid: int, timeout_s: float, file: str) -> None:
         if why is not None:
             os.kill(pid, DUMP)
             time.sleep(1.0)
-            place = f"the code that runs does not give way; where every thread stood is in {file}"
+            place = f"the running code does not return; the stack of every thread is in {file}"
             print(f"ptfast: error[P001]: {why}: {place}. The process is killed.", file=sys.stderr, flush=True)
             os.kill(pid, signal.SIGKILL)
             return

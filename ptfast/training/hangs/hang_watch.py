@@ -1,4 +1,4 @@
-"""A run that stands still: where all its threads are, in a file, and an end where one was asked for."""
+"""Detect a run without progress: write the stacks of all threads to a file, and end it if configured."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from ptfast.training.stopping import LATE_S, Signals
 
 TICK_S = 1.0
 LEAST_S, TIMES = 60.0, 10
-"""How long a run may stand still unless the config says so: so many times the longest pause so far."""
+"""Pause allowed unless the config sets one: this many times the longest pause so far."""
 LAST_S = 10.0
-"""How long a rank that is to end may take to write its summary."""
+"""Seconds a rank that is ending has to write its summary."""
 UNHEARD_S = 20.0
-"""How long a signal may wait for code that keeps Python from handling it; two steps if that is more."""
+"""How long a signal may wait for code that blocks Python's handler; two steps if that is longer."""
 SLOW_CAUSES = "start_up", "warm_up"
-"""What may take minutes: loading the data, and compiling."""
+"""Phases that may take minutes: loading the data, and compiling."""
 
 
 class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
     """Watches a rank from a thread: whether batches and steps come, or its work changes.
 
     After too long a pause the stacks of all threads and workers go to `hang-rankN.txt` in the run directory,
-    and a line says so and which rank the others wait for; what NCCL recorded is beside it. With a `timeout_s`
-    the rank then raises P001 wherever its main thread is, or leaves if that does not wake up. Loading the
-    data and compiling may take a minute at least with a `timeout_s`, and any time without.
+    with NCCL's own records, and a line names the file and the rank that the others wait for. With a
+    `timeout_s` the rank then raises P001 wherever its main thread is, or exits if that has no effect. Loading
+    the data and compiling have at least a minute with a `timeout_s`, and no limit without.
 
-    Code that keeps Python's lock, or a signal from being handled, is ended by a process of its own.
+    Code that keeps the GIL, or keeps a signal from being handled, is ended by a separate process.
 
-    Cost: a thread that looks once a second; that process, of 9 MB, which starts in 15 ms beside the run.
+    Cost: a thread that checks once a second; a process of 9 MB that starts in 15 ms in the background.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         command = [sys.executable, "-I", "-S", hang_supervisor.__file__]
         command += [str(os.getpid()), str(timeout_s), str(self._path)]
         self._supervisor = None
-        # Of several ranks, the launcher ends those that hear no signal.
+        # With several ranks, the launcher ends those that do not react to signals.
         if timeout_s or not self._ranks.distributed:
-            # A machine may be short of processes: that alone must end no run.
+            # A machine may be unable to start a process: that alone must not end a run.
             with contextlib.suppress(OSError):
                 self._supervisor = subprocess.Popen(
                     command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -111,7 +111,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         last, pause_s, longest_s, told = None, 0.0, 0.0, False
         while True:
             limit_s = self._timeout_s or max(LEAST_S, TIMES * longest_s)
-            # Fires only if this thread does not get Python's lock.
+            # It fires only if this thread does not get the GIL.
             faulthandler.dump_traceback_later(limit_s + LAST_S, file=self._file)
             self._beat()
             if self._over.wait(TICK_S):
@@ -135,7 +135,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
                 self._tell(what)
             if self._ranks.num_ranks > 1:
                 what += self._awaited()
-            what += f"; where every thread stands is in {self._path}"
+            what += f"; the stack of every thread is in {self._path}"
             with contextlib.suppress(OSError):
                 if (trace := collectives_of_gpus()) is not None:
                     self._path.with_name(f"nccl_trace_rank_{self._ranks.rank}").write_bytes(trace)
@@ -146,17 +146,17 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
                 self._end(what)
 
     def _is_asked(self, cause: str | None) -> bool:
-        """Whether a signal has asked the run to end, and it is to do so soon."""
+        """Return whether a signal has asked the run to end, and it should do so soon."""
         return self._signals.received is not None and not self._signals.closing and cause != "saving"
 
     def _beat(self) -> None:
-        """Tell the supervisor that Python runs here, and whether it gets to signals."""
+        """Tell the supervisor that Python runs here, and whether it handles signals."""
         if self._supervisor is None or self._supervisor.stdin is None:
             return
         patience_s = min(int(self._signals.patience_s(UNHEARD_S)), HANDLED - BEAT - 1)
         told = HANDLED if self._signals.received else BEAT + patience_s
         if self._is_asked(self._cause) and self._signals.silent_s > 3 * LATE_S:
-            # It has heard one, and then none of the alarms that follow.
+            # It received one signal, and then none of the alarms that follow.
             told = signal.SIGTERM
         with contextlib.suppress(OSError):
             self._supervisor.stdin.write(bytes([told]))
@@ -175,7 +175,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         print("this process", file=self._file, flush=True)
 
     def _awaited(self) -> str:
-        """Which ranks the others wait for: those that have come less far, or do not say where they are."""
+        """Name the ranks that the others wait for: those at an earlier step, or without a report."""
         time.sleep(2 * TICK_S)
         places: dict[int, Any] = {}
         for rank in range(self._ranks.num_ranks):
@@ -190,8 +190,8 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         return f"; the others wait for rank {', '.join(map(str, late))}" if waits else ""
 
     def _end(self, what: str) -> None:
-        """Raise an error in the main thread, or leave if it does not take it."""
-        hint = "Raise run.hang_timeout if it would have gone on"
+        """Raise an error in the main thread, or exit if that has no effect."""
+        hint = "Raise run.hang_timeout if the pause was legitimate"
         self._error = error = ParallelError("P001", what, key="run.hang_timeout", suggestion=hint)
         signal.pthread_kill(threading.main_thread().ident or 0, DUMP)
         if not self._over.wait(LAST_S):

@@ -1,1 +1,1 @@
-"""The hot loop: a step and its parts."""
+"""The hot loop: the training step and its parts."""

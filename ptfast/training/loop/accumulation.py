@@ -24,10 +24,10 @@ _nothing: AbstractContextManager[Any] = nullcontext()
 
 
 class Accumulator:
-    """Runs forward and backward of this rank's micro-batches.
+    """Runs forward and backward on this rank's micro-batches.
 
-    The loss of an item weighs one over the items of the whole step, so the gradient does not depend on how
-    the step is cut into micro-batches and ranks.
+    Every item's loss is weighted by one over the number of items in the step, so the gradient does not depend
+    on how the step is cut into micro-batches and ranks.
     """
 
     def __init__(self, run: Run, exchange: OneRank, window: LossWindow, first_look: FirstStep) -> None:
@@ -47,7 +47,7 @@ class Accumulator:
         run, exchange, mark = self.run, self.exchange, self.run.clock.to
         last = len(batch.micro_batches) - 1
         weight, counts = None, list[Any]()
-        # Sharded weights are gathered in the half type, and released in between.
+        # Sharded weights are gathered in the half-precision type, and released in between.
         converts_once = last and run.precision.half_type is not None and not run.sharded
         with kept_conversions() if converts_once else _nothing, exchange.step():
             for index, (data, num_samples) in enumerate(batch.micro_batches):
@@ -56,11 +56,11 @@ class Accumulator:
                     run.seed_step(run.seed, run.progress.step, self.first_micro_batch + index)
                     with exchange.micro_batch(num_samples, is_last=index == last):
                         loss, num_items = self.loss_of(data, num_samples)
-                        # A user's loss shows by its first value what it counts.
+                        # The first value of a user's loss shows its unit of counting.
                         weight = self.item_weight(batch, num_items) if weight is None else weight
                         exchange.before_backward(loss, is_last=index == last)
                         mark("backward")
-                        # A rank without samples joins the collectives by a dummy of weight 0.
+                        # A rank without samples joins the collectives with a dummy batch of weight 0.
                         backward(loss, weight if num_samples else weight * 0)
                     if num_samples:
                         self.window.add(loss.detach(), num_items)
@@ -72,7 +72,7 @@ class Accumulator:
             self._divide_by(sum(counts), batch.num_samples)
 
     def loss_of(self, data: Any, num_samples: int) -> tuple[Tensor, Any]:
-        """The sum of the losses of a micro-batch's items, and their count."""
+        """Return the sum of the losses of a micro-batch's items, and their count."""
         run = self.run
         # Read on every step: a callback may replace the task.
         with run.precision.autocast:
@@ -81,11 +81,11 @@ class Accumulator:
             return self._first_look.loss(run.forward, data, num_samples)
 
     def item_weight(self, batch: StepBatch, first_count: Any) -> Tensor:
-        """The weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
+        """Return the weight of one item's loss in the gradient of a step: a 0-d tensor on the device.
 
-        One over the items of the step, times the ranks whose gradients are averaged, times fp16's scale. If
-        only the losses count items, and that of the first micro-batch has counted `first_count`, gradients
-        are averaged over samples until `_divide_by`.
+        It is one over the items of the step, times the ranks that average gradients, times fp16's scale. If
+        only the losses count items, and the first micro-batch counted `first_count`, gradients are averaged
+        over samples until `_divide_by`.
         """
         run, ranks = self.run, self.exchange.averaged_ranks
         num_items: Any = self._count_items(batch)
@@ -103,9 +103,9 @@ class Accumulator:
         return weight if run.precision.scaler is None else run.precision.scaler.scale(weight)
 
     def _count_items(self, batch: StepBatch) -> Any:
-        """The items of a step over all ranks, or their weight; None if only the losses count them.
+        """Return the items of a step over all ranks, or their weight; None if only the losses count them.
 
-        Cost: nothing if each sample is an item; else a sum over ranks. The host never waits.
+        Cost: none if each sample is an item; otherwise a sum over ranks. The host never waits.
         """
         run = self.run
         if not getattr(run.task, "averages", True):
@@ -113,17 +113,17 @@ class Accumulator:
         if getattr(run.task, "counts_samples", False):
             return batch.num_samples
         run.clock.to("forward")
-        # A rank without samples finds None as well.
+        # A rank without samples also finds None.
         counts = [(run.task.count(data, n), n) for data, n in batch.micro_batches]
         if any(count is None for count, _ in counts):
             return None
         return self._over_ranks(sum(count for count, n in counts if n))
 
     def _count_with_others(self, batch: StepBatch) -> None:
-        """Take part in the sum over ranks of a step's items, on a rank that has no samples."""
+        """Join the sum over ranks of a step's items, on a rank without samples."""
         run = self.run
         if run.progress.step == self._first_step:
-            # What a user's loss counts has to be known here, too.
+            # The unit of a user's loss must be known here, too.
             with buffers_kept(run.model), torch.no_grad(), run.precision.autocast:
                 run.task.loss(run.forward, batch.micro_batches[0].data)
         self.item_weight(batch, 0)

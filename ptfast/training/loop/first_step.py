@@ -1,4 +1,4 @@
-"""Checks in the first step of a process: what model and loss return, and slow debugging aids left on."""
+"""Check the first step of a process: outputs of model and loss, and slow debugging aids left on."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ptfast.training.user_code import LOSS, MODEL, UserPart, failure, misfit, na
 
 
 class Switch(NamedTuple):
-    """A debugging aid of torch that slows every step down."""
+    """A debugging aid of torch that slows down every step."""
 
     what: str
     is_on: Callable[[], bool]
     turns_on: tuple[Any, str]
-    """The function that every way to turn it on calls: its module and name."""
+    """The function that every way to switch it on calls: its module and name."""
     pattern: str
-    """How code turns it on."""
+    """How code switches it on."""
 
 
 SWITCHES = {
@@ -52,12 +52,12 @@ SWITCHES = {
         r"(?<!def )\bprofile\(",
     ),
 }
-"""By the value of `debug` that turns it on properly."""
+"""Keyed by the value of `debug` that switches it on properly."""
 
 
 @dataclass(eq=False, repr=False)
 class OutputCheck:
-    """`forward` of `model`, which raises if `task.misfit` finds that its outputs do not fit the targets."""
+    """The `forward` of `model`; it raises if `task.misfit` finds that its outputs do not fit the targets."""
 
     forward: Any
     _model: Any
@@ -77,13 +77,13 @@ class OutputCheck:
 
 
 def with_output_check(forward: Any, model: Any, task: Any, data: Any, where: str = "") -> Any:
-    """`forward` as an `OutputCheck` if the task can say what fits, else unchanged."""
+    """Return `forward` as an `OutputCheck` if the task can check outputs, else unchanged."""
     misfit = getattr(task, "misfit", None)
     return forward if misfit is None else OutputCheck(forward, model, task, data, where)
 
 
 class FirstStep:
-    """Checks what model and loss return in the first step of a process, before anything is saved.
+    """Checks the outputs of model and loss in the first step of a process, before anything is saved.
 
     Cost: some tiny kernels in the first step; for a user's model at the start of training, a forward pass.
     """
@@ -101,7 +101,7 @@ class FirstStep:
         self.switches = SlowSwitches(run)
 
     def loss(self, model: Any, data: Any, num_samples: int) -> tuple[Tensor, Any]:
-        """The result of the task's `loss`; C017 for a misfit, for no loss, and for a user's own error."""
+        """Return the result of the task's `loss`; C017 for a misfit, no loss, or a user's own error."""
         run, self._data = self._run, copied(data) if self._evaluates else None
         seen: Any = with_output_check(model, run.model, run.task, data)
         try:
@@ -128,15 +128,15 @@ class FirstStep:
         for name, values in (("data", data), ("model", outputs), ("loss", given[0])):
             for leaf in tree_leaves(values):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-                    # Unlike `isfinite` of each number, this takes no memory.
+                    # Unlike `isfinite` of each number, this needs no memory.
                     finite = torch.stack(leaf.detach().aminmax()).isfinite().all()
                     self._finite.append((name, finite))
         return given
 
     def check_evaluation(self) -> None:
-        """Evaluate the first batch after the first step: a model may return something else in evaluation.
+        """Evaluate the first batch after the first step: a model may return other types in evaluation.
 
-        Errors are those of `loss`; and C005 if the figure to follow is no single number.
+        Raises the errors of `loss`, and C005 if the metric to follow is not a single number.
         """
         run, data, self._data = self._run, self._data, None
         if data is None:
@@ -144,7 +144,7 @@ class FirstStep:
         seen = with_output_check(run.model, run.model, run.task, data, " in evaluation")
         run.forward.eval()
         given: dict[str, Any] = {}
-        # No inference mode: what a model keeps from this pass must be usable in training.
+        # No inference mode: tensors that a model keeps from this pass must be usable in training.
         with run.uncompiled(), torch.no_grad(), run.precision.autocast, naming_user_code(run):
             # Evaluations have no mixed targets.
             mixed = isinstance(data, (tuple, list)) and any(isinstance(part, Mixed) for part in data)
@@ -158,27 +158,27 @@ class FirstStep:
             else:
                 run.task.loss(seen, data)
         if isinstance(table := given.get(run.followed[1]), MetricTable):
-            what = f"is not a single number: {table.kind} gives {described(table.value)}"
+            what = f"is not a single number: {table.kind} returns {described(table.value)}"
             numbers = [name for name, value in given.items() if not isinstance(value, MetricTable)]
-            hint = f"Follow {' or '.join(['loss', *numbers])}, or have the metric average"
+            hint = f"Follow {' or '.join(['loss', *numbers])}, or make the metric average"
             raise ConfigError("C005", what, key="stop.metric", value=run.best_metric, suggestion=hint)
         run.forward.train()
 
     def not_finite(self) -> PtfastError | None:
-        """The cause of a first loss that is not finite, if known. Makes the host wait for the device."""
+        """Return the cause of a first loss that is not finite, if known. The host waits for the device."""
         if not self._fresh:
             return None
         source = next((name for name, finite in self._finite if not finite), None)
         model, *others = parts_of(self._run, ours=True)
         if source == "data":
-            what = "the first batch holds numbers that are not finite"
-            return DataError("D005", what, key="data", suggestion="Leave such samples out, or clean them")
+            what = "the first batch contains numbers that are not finite"
+            return DataError("D005", what, key="data", suggestion="Remove these samples, or clean them")
         if source == "model":
             hint = "Look for logarithms, roots and divisions in its forward pass, or try precision=fp32"
-            return model.error("gives outputs that are not finite in the first step", hint)
+            return model.error("returns outputs that are not finite in the first step", hint)
         loss = next((part for part in others if part.key.startswith("task")), None)
         if source == "loss" and loss is not None:
-            return loss.error("gives a loss that is not finite, of outputs and targets that are")
+            return loss.error("returns a loss that is not finite, although outputs and targets are")
         return None
 
     def _check_loss(self, given: Any, outputs: Any) -> None:
@@ -186,33 +186,33 @@ class FirstStep:
         model, *others = parts_of(run, ours=True)
         culprit = next((part for part in others if part.key.startswith("task")), model)
         if not isinstance(given, tuple) or len(given) != 2:
-            what = f"loss gives {described(given)}, where the sum of the losses and their number are expected"
+            what = f"loss returns {described(given)}, but must return the sum of the losses and their number"
             raise culprit.error(what)
         loss = given[0]
         if not isinstance(loss, Tensor) or loss.dim():
-            raise culprit.error(f"gives {described(loss)}, where a loss is a Tensor without dimensions")
+            raise culprit.error(f"returns {described(loss)}, but a loss must be a 0-d Tensor")
         if not loss.requires_grad:
             tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             if tensors and not any(tensor.requires_grad for tensor in tensors):
                 culprit = model
-            what = f"gives {described(outputs if culprit is model else loss)} without a gradient"
+            what = f"returns {described(outputs if culprit is model else loss)} without a gradient"
             hint = "Leave out .detach(), .item(), .numpy(), torch.no_grad() and argmax on the way to the loss"
-            raise culprit.error(f"{what}, from which nothing can be learnt", hint)
+            raise culprit.error(f"{what}, so it cannot learn", hint)
 
     def _check_count(self, counted: Any, data: Any, num_samples: int) -> None:
-        """Raise a C017 if a user's task divides the gradient and the logged loss by different counts."""
+        """Raise C017 if a user's task divides the gradient and the logged loss by different counts."""
         task: Any = self._run.task
         if name_of(task).startswith("ptfast."):
             return
         stated = num_samples if getattr(task, "counts_samples", False) else task.count(data, num_samples)
         if stated is not None and not math.isclose(float(stated), float(counted), rel_tol=CLOSE):
             name = "counts_samples" if getattr(task, "counts_samples", False) else "count"
-            what = f"loss returns a count of {float(counted):g}, where {name} says {float(stated):g}"
-            hint = "Have both say the same, or have count return None: then that of loss counts"
+            what = f"loss returns a count of {float(counted):g}, but {name} returns {float(stated):g}"
+            hint = "Make both agree, or make count return None to use the count of loss"
             raise UserPart("task", task).error(what, hint)
 
     def _check_parts(self, outputs: Any, data: Any) -> None:
-        """Raise a C017 if a step adds up losses of parts that do not add up to the loss of the whole."""
+        """Raise C017 if a step adds up losses of parts that do not add up to the loss of the whole."""
         run, task = self._run, self._run.task
         mixed = isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Mixed)
         if outputs is None or not (mixed or run.micro_batches > 1):
@@ -223,19 +223,19 @@ class FirstStep:
             parts = "samples are mixed" if mixed else f"a step has {run.micro_batches} micro-batches"
             off = "augment.mixup=0 augment.cutmix=0" if mixed else "gradients.accumulate=1 parallel=single"
             hint = f"Have it return (sum, weight) or the loss of each sample, or set {off}"
-            raise UserPart(LOSS, made).error(f"{found}, and {parts}", hint)
+            raise UserPart(LOSS, made).error(f"{found}, but {parts}", hint)
 
 
 @dataclass
 class SlowSwitches:
-    """Warns once of torch's debugging aids that a user's code leaves on, except the run's own `debug`."""
+    """Warns once about torch's debugging aids that a user's code leaves on, except the run's own `debug`."""
 
     run: Run
     found: dict[str, list[str]] = field(default_factory=dict)
-    """Where each was turned on, by the value of `debug` that is for it."""
+    """Where each was switched on, by the value of `debug` for it."""
 
     def look(self, names: Iterable[str] = SWITCHES, place: str | None = None) -> None:
-        """Warn of those that are on now, each once; `place` is where, if that is known. Cost: two calls."""
+        """Warn once about each aid that is on now; `place` is where, if known. Cost: two calls."""
         for debug in names:
             what, is_on, _, pattern = SWITCHES[debug]
             if debug in self.found or debug == self.run.debug or not is_on():
@@ -243,11 +243,11 @@ class SlowSwitches:
             self.found[debug] = [place] if place is not None else _places_of(pattern, self.run)
             at = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
             advice = f"remove it, and use debug={debug} when you need it"
-            self.run.display.warn(f"{what} is on{at}, which slows every step down: {advice}")
+            self.run.display.warn(f"{what} is on{at}, which slows down every step: {advice}")
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
-        """Warn of those that are turned on inside, even if they are off again at the end."""
+        """Warn about aids switched on inside, even if they are off again at the end."""
         found = [(*switch.turns_on, getattr(*switch.turns_on)) for switch in SWITCHES.values()]
 
         def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -257,7 +257,7 @@ class SlowSwitches:
             for frame, line in traceback.walk_stack(inspect.currentframe()):
                 file = frame.f_code.co_filename
                 if "/torch/_" in file:
-                    break  # torch's compiler has turned it on
+                    break  # torch's compiler has switched it on
                 if not file.startswith(INSTALLED):
                     self.look([debug], f"{Path(file).name}:{line}")
                     break
@@ -273,7 +273,7 @@ class SlowSwitches:
 
 
 def _places_of(pattern: str, run: Run) -> list[str]:
-    """The lines of a user's file that match `pattern`: of the run's parts first, then of any module."""
+    """Yield lines of a user's file that match `pattern`: in the run's parts first, then in any module."""
     first = {type(part.made).__module__: None for part in parts_of(run)}
     for name in [*first, *sys.modules]:
         file = getattr(sys.modules.get(name), "__file__", None)

@@ -1,4 +1,4 @@
-"""How ranks combine the gradients of a step: on one rank not at all, averaged, or summed in one order."""
+"""Combine the gradients of a step over ranks: not at all on one rank, averaged, or summed in one order."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ _nothing: AbstractContextManager[Any] = nullcontext()
 
 
 class OneRank:
-    """The gradients of a run on one rank: there is nothing to exchange."""
+    """The gradients of a run on one rank, which needs no exchange."""
 
     is_local = True
     """Whether the samples of this rank are all samples of the step."""
     runs_empty = False
     """Whether a rank without samples runs a dummy batch, so that every rank joins the collectives."""
     averaged_ranks = 1
-    """Ranks over which the gradients are averaged; sums count as 1."""
+    """Number of ranks over which gradients are averaged; 1 for sums."""
 
     def step(self) -> AbstractContextManager[Any]:
-        """A context for the micro-batches of a step; at its end their gradients are combined."""
+        """Run the micro-batches of a step inside this context; at its end their gradients are combined."""
         return _nothing
 
     def micro_batch(self, num_samples: int, *, is_last: bool) -> AbstractContextManager[Any]:
-        """A context for forward and backward of one micro-batch."""
+        """Run forward and backward of one micro-batch inside this context."""
         return _nothing
 
     def before_backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Prepare the backward pass of `loss`."""
 
     def keep(self, index: int) -> None:
-        """Take the gradients of micro-batch `index`, counted over all ranks."""
+        """Accept the gradients of micro-batch `index`, counted over all ranks."""
 
     def merge_statistics(self) -> None:
         """Merge BatchNorm's running statistics over the ranks, after the backward passes of a step."""
 
     def reread_statistics(self) -> None:
-        """Take the statistics in the model for the merged ones, after a skipped step has restored them."""
+        """Accept the model's statistics as the merged ones, after a skipped step has restored them."""
 
 
 class AveragedRanks(OneRank):
-    """Gradients averaged by DDP or FSDP, once a step, during its last backward pass."""
+    """Gradients averaged by DDP or FSDP, once per step, during its last backward pass."""
 
     is_local = False
     runs_empty = True
@@ -61,7 +61,7 @@ class AveragedRanks(OneRank):
 
     @contextmanager
     def micro_batch(self, num_samples: int, *, is_last: bool) -> Iterator[None]:
-        """Exchange gradients if it `is_last`; a dummy batch leaves BatchNorm's statistics alone."""
+        """Exchange gradients if it `is_last`; a dummy batch does not change BatchNorm's statistics."""
         with (
             _nothing if is_last else self._run.forward.no_sync(),
             _nothing if num_samples else self._statistics.untouched(),
@@ -94,7 +94,7 @@ class OrderedRanks(OneRank):
 
     @property
     def _sums(self) -> OrderedSums:
-        # Built anew when parameters freeze or thaw.
+        # Rebuilt when parameters freeze or thaw.
         return self._run.forward
 
     @contextmanager
@@ -108,7 +108,7 @@ class OrderedRanks(OneRank):
 
 
 def build_exchange(run: Run) -> OneRank:
-    """Build what combines the gradients of `run` over its ranks."""
+    """Build the exchange that combines the gradients of `run` over its ranks."""
     if isinstance(run.forward, OrderedSums):
         return OrderedRanks(run)
     return AveragedRanks(run) if run.ranks.distributed else OneRank()

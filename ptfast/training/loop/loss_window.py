@@ -1,4 +1,4 @@
-"""Training figures since the last log line: summed on the device, and on their way to the host when due."""
+"""Training metrics since the last log line: summed on the device, and copied to the host when due."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from ptfast.training.loop.first_step import FirstStep
 from ptfast.training.loop.plain_update import PlainUpdate
 
 LEAST_S = 1.0
-"""Time between two looks: over less, a share of busy time says little, and a look is no longer cheap."""
+"""Time between two looks: over less, a share of busy time means little, and a look is no longer cheap."""
 RECENT, FEWEST = 50, 10
-"""Log lines that a loss is compared with, and how many there have to be."""
+"""Number of log lines that a loss is compared with, and the minimum."""
 FAR, LEAST_SPREAD = 8.0, 0.01
-"""Median absolute deviations above the median that make a spike, and the least as a part of the median."""
+"""Median absolute deviations above the median that make a spike, and its minimum relative to the median."""
 NAMED = 5
-"""Parameters without a gradient that are named; the others are counted."""
+"""Number of parameters without a gradient to name; the rest are counted."""
 
 
 class Usage:
-    """Processor time, memory and a GPU's busy time since the last look; 0.1 ms a look on a CPU.
+    """Processor time, memory and a GPU's busy time since the last look; 0.1 ms per look on a CPU.
 
-    `warn` receives why a figure cannot be had; it is left out from then on.
+    `warn` receives the reason if a metric is unavailable; that metric is not logged from then on.
     """
 
     def __init__(self, device_type: str, warn: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class Usage:
         self._look_s, self._cores_s = time.perf_counter(), processor_time_s()
 
     def look(self) -> dict[str, float]:
-        """Figures by name, none too soon after the last; a GPU's busy time takes the package nvidia-ml-py."""
+        """Return metrics by name, unless just read; a GPU's busy time needs the package nvidia-ml-py."""
         now_s, before_s = time.perf_counter(), self._look_s
         if now_s - before_s < LEAST_S:
             return {}
@@ -61,7 +61,7 @@ class Usage:
         for name, ask in [*self._asked.items()]:
             try:
                 figures[name] = ask()
-            except Exception as error:  # NVML has a class of its own for what MIG and vGPU do not tell
+            except Exception as error:  # NVML has its own exception for values missing under MIG and vGPU
                 del self._asked[name]
                 if not isinstance(error, ImportError):
                     self._warn(f"{name} is not logged: {type(error).__name__}: {error}")
@@ -70,23 +70,23 @@ class Usage:
 
 @dataclass
 class Look:
-    """The open window after some step: what the host knows of it, and what is on its way from the device."""
+    """The open window after some step: values known to the host, and values still being copied."""
 
     step: int
     epoch: float
     lr: float
     sums: Arrival
-    """Loss, items, norm of the gradients if it is logged; counts of skipped steps if there may be some."""
+    """Loss, items, gradient norm if it is logged; counts of skipped steps if steps may be skipped."""
     since: int
     """The step of the last log line; -1 before the first."""
     has_norm: bool
     timed: tuple[int, int, Any, Any] | None = None
-    """Its last steps and samples, between two moments of the clock, if their time counts."""
+    """Its last steps and samples, between two times of the clock, if their time counts."""
     resources: dict[str, float] = field(default_factory=dict)
     logs: bool = False
-    """It closes the window: its figures are logged, not only shown."""
+    """Whether it closes the window: its metrics are logged, not only shown."""
     loss: float | None = None
-    """Mean of the items once it is read."""
+    """Mean loss of the items, once it is read."""
     norm: float = math.nan
     error: PtfastError | None = None
 
@@ -96,22 +96,22 @@ class LossWindow:
 
     A window that was open when the run was saved is resumed.
 
-    On CUDA the host waits for no figure while it trains: `look` copies them without blocking, and `settle`
-    reads and logs them at the next look, or before whatever needs them. Other devices are read at once.
+    On CUDA the host never waits for a metric while it trains: `look` copies them without blocking, and
+    `settle` reads and logs them at the next look, or before they are needed. Other devices are read at once.
     """
 
     update: PlainUpdate
-    """Which may skip steps; set before the first of them."""
+    """The update, which may skip steps; set before the first of them."""
 
     def __init__(self, run: Run, parameters: Sequence[Tensor], first_look: FirstStep) -> None:
         self._run, self._parameters, self._first_look = run, parameters, first_look
         self.inspected_step = -1
         """The step, counted from 0, whose gradients are inspected."""
-        # Sums of float32 losses in float64 are exact, and so do not depend on who adds them.
+        # Sums of float32 losses in float64 are exact, so the order of addition does not matter.
         exact = isinstance(run.forward, OrderedSums)
         is_double = any(p.dtype == torch.float64 for p in parameters)
         dtype = devices.sum_dtype(run.device) if exact else torch.float64 if is_double else torch.float32
-        # A resumed window was summed over all ranks; one of them carries it on.
+        # A resumed window was summed over all ranks; one of them continues it.
         progress = run.progress
         restored = (progress.window_loss, progress.window_items) if run.ranks.is_first else (0.0, 0.0)
         self.loss_sum = torch.tensor(restored[0], device=run.device, dtype=dtype)
@@ -120,10 +120,10 @@ class LossWindow:
         self._before: tuple[Tensor | float, Tensor | float] = self.sums()
         self._norm: Tensor | None = None
         self.unread: Look | None = None
-        """What the next `settle` reports."""
+        """The look that the next `settle` reports."""
         self.defers = run.device.type == "cuda"
         self.step_s = 0.0
-        """Seconds of a step by the newest look that was timed and read."""
+        """Seconds per step in the newest look that was timed and read."""
         run.settle = self.settle
         self._unreached: set[str] | None = None
         self._named_unreached = self._explained = False
@@ -136,22 +136,22 @@ class LossWindow:
         self.num_items = self.num_items + num_items
 
     def leave_out(self, skipped: Tensor) -> None:
-        """Take back what the last step added if it was skipped; after every step, or one with `remember`."""
+        """Undo the additions of the last step if it was skipped; after every step, or one with `remember`."""
         loss_before, items_before = self._before
         self.loss_sum = torch.where(skipped, loss_before, self.loss_sum)
         self.num_items = torch.where(skipped, items_before, self.num_items)
         self._before = self.sums()
 
     def remember(self) -> None:
-        """Note the sums before a step, where it costs the host no wait."""
+        """Save the sums before a step, if the host need not wait for them."""
         self._before = self.loss_sum.item(), self.num_items
 
     def sums(self) -> tuple[Tensor, Tensor | float]:
-        """Loss and items of this rank so far."""
+        """Return loss and items of this rank so far."""
         return self.loss_sum.clone(), self.num_items
 
     def put_back(self, sums: tuple[Tensor, Tensor | float]) -> None:
-        """Reset the sums to what `sums` returned."""
+        """Reset the sums to a result of `sums`."""
         self.loss_sum, self.num_items = sums
         self._before = self.sums()
 
@@ -160,9 +160,9 @@ class LossWindow:
         self.put_back((self.loss_sum.zero_(), 0))
 
     def inspect_gradients(self) -> None:
-        """Keep the norm of the gradients, and the names of parameters without one; the host does not wait."""
+        """Record the gradient norm and the names of parameters without gradients; the host does not wait."""
         run = self._run
-        # A task that takes its own steps leaves no gradients to look at.
+        # A task that takes its own steps leaves no gradients to inspect.
         if run.progress.step != self.inspected_step or takes_own_steps(run.task):
             return
         if run.ranks.distributed:
@@ -176,11 +176,11 @@ class LossWindow:
             self._unreached = missing if self._unreached is None else self._unreached & missing
 
     def read(self) -> float:
-        """Mean item loss since the last log line, over all ranks. The host waits; raises as `receive`."""
+        """Return the mean item loss of the open window over all ranks. Waits; raises as `receive`."""
         return self.receive(self.look())
 
     def look(self) -> Look:
-        """Start to read the open window; the host does not wait."""
+        """Start reading the open window; the host does not wait."""
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
         # Every rank has the same norm, and `begin_sums` adds them up.
@@ -191,7 +191,7 @@ class LossWindow:
         return Look(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
 
     def receive(self, look: Look) -> float:
-        """Read the figures of `look` into the run's progress, and return the mean item loss.
+        """Read the metrics of `look` into the run's progress, and return the mean item loss.
 
         N001 if it is not finite or fp16 gradients overflow step after step; C017 or D005 for a known cause.
         """
@@ -217,13 +217,13 @@ class LossWindow:
         return look.loss
 
     def explain(self, step: int, batch: StepBatch | None = None) -> None:
-        """Say what made `step`, counted from 1, be left out: of the first one, on all ranks."""
+        """Explain why `step`, counted from 1, was skipped: for the first one, on all ranks."""
         if not self._explained:
             self._explained = True
             explain(self._run, step - 1, batch or self._run.train_loader.batch_at(step - 1))
 
     def _diagnosis(self, look: Look, loss: float, skipped_in_a_row: int) -> PtfastError:
-        """The error for a loss that is not finite: the samples or the part of the model that made it so."""
+        """Return the error for a loss that is not finite, with the samples or part of the model at fault."""
         run, step = self._run, look.step
         what = f"the loss is {loss} by step {step}"
         if skipped_in_a_row >= self.update.limit:
@@ -242,7 +242,7 @@ class LossWindow:
         return NumericsError("N001", what, suggestion=hint)
 
     def report(self, look: Look, *, logs: bool) -> None:
-        """Show `look`, by the next `settle` if it is still on its way; if it `logs`, open the next window."""
+        """Show `look`, in the next `settle` if it is still copied; if it `logs`, open the next window."""
         run = self._run
         self.unread, look.logs = look, logs
         if logs:
@@ -260,7 +260,7 @@ class LossWindow:
             run.clock.to(None)
 
     def settle(self) -> None:
-        """Read and report the figures that are still on their way; raises as `receive`."""
+        """Read and report metrics that are still being copied; raises as `receive`."""
         if (look := self.unread) is None:
             return
         run, progress = self._run, self._run.progress
@@ -275,7 +275,7 @@ class LossWindow:
             progress.timed_s += seconds
             self.step_s = seconds / max(steps, 1)
         figures, more = {"loss": loss, "lr": look.lr}, {}
-        # Speed is that since the last log line, warm-up left out.
+        # Speed is measured since the last log line, without warm-up.
         steps, samples, seconds = (
             now - before for before, now in zip(self._logged, self._timed(), strict=True)
         )
@@ -303,7 +303,7 @@ class LossWindow:
             progress.recent_losses = [*progress.recent_losses, loss][-RECENT:]
 
     def _note_spike(self, step: int, loss: float) -> None:
-        """Count losses far above those before, log lines in a row as one, and say the largest so far."""
+        """Count losses far above earlier ones (consecutive lines count once); report the largest so far."""
         run, progress = self._run, self._run.progress
         before = progress.recent_losses
         if (usual := spike_above(before, loss)) is None or spike_above(before[:-1], before[-1]) is not None:
@@ -312,8 +312,8 @@ class LossWindow:
         largest = progress.largest_spike
         if largest is None or loss - usual > largest["loss"] - largest["usual"]:
             progress.largest_spike = {"step": step, "loss": loss, "usual": usual}
-            hint = "" if run.clip is not None else "; gradients.clip_norm=1 bounds what one batch can do"
-            what = f"the loss has a spike at step {step}: {loss:.4g}, where {usual:.4g} is usual{hint}"
+            hint = "" if run.clip is not None else "; gradients.clip_norm=1 limits the effect of one batch"
+            what = f"the loss has a spike at step {step}: {loss:.4g}, the usual is {usual:.4g}{hint}"
             run.display.warn(what)
 
     def _name_unreached(self) -> None:
@@ -321,7 +321,7 @@ class LossWindow:
         if self._unreached and not self._named_unreached:
             names = sorted(self._unreached)
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            what = "get no gradient, and so neither updates nor weight decay"
+            what = "get no gradient, so they have neither updates nor weight decay"
             self._run.display.note(f"{', '.join(names[:NAMED])}{more} {what}")
         self._named_unreached = True
 
@@ -331,7 +331,7 @@ class LossWindow:
 
 
 def spike_above(before: Sequence[float], loss: float) -> float | None:
-    """The usual loss, a median, if `loss` lies far above those before it; None if it does not."""
+    """Return the usual loss, a median, if `loss` lies far above earlier ones; None if it does not."""
     if len(before) < FEWEST:
         return None
     usual = statistics.median(before)
@@ -340,7 +340,7 @@ def spike_above(before: Sequence[float], loss: float) -> float | None:
 
 
 def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
-    """Scalars of this rank, summed over all ranks. Makes the host wait for the device."""
+    """Return scalars of this rank, summed over all ranks. The host waits for the device."""
     return begin_sums(values, device, ranks).read()
 
 
@@ -350,7 +350,7 @@ def begin_sums(
     ranks: Ranks,
     alike: Sequence[Tensor | int] = (),
 ) -> Arrival:
-    """Scalars of this rank, summed over all ranks, and those that are `alike` on all: on their way."""
+    """Start to sum scalars over all ranks; those that are `alike` on all ranks are copied."""
     dtype = devices.sum_dtype(device)
     sums = sum_over_ranks(scalars(values, device, dtype), ranks)
     return Arrival(torch.cat([sums, scalars(alike, device, dtype)]) if alike else sums)

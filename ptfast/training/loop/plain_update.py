@@ -1,4 +1,4 @@
-"""From gradients to new weights: clip, and take the optimizer's step."""
+"""From gradients to new weights: clip, then take the optimizer's step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class PlainUpdate:
     skipped: Tensor | None = None
     """True if the last step was skipped, 0-d, on the device; None if the host knows that it was taken."""
     counts: tuple[Tensor | int, ...] = ()
-    """Steps skipped in a row, before the last step, and in all; the same on all ranks."""
+    """Consecutive skipped steps, before the last step, and in total; the same on all ranks."""
     schedule_lag = 0
-    """Skipped steps by which the schedule is behind in the step to come."""
+    """Number of skipped steps by which the schedule lags in the next step."""
     limit, cause = math.inf, ""
-    """Skipped steps in a row that end the run, and why steps are skipped."""
+    """Consecutive skipped steps that end the run, and the reason steps are skipped."""
     explains_skips = False
-    """Whether the first skipped step is explained when it is skipped."""
+    """Whether the first skipped step is explained at once."""
 
     def __init__(self, run: Run, step: Callable[[], object] | None = None) -> None:
         self._run, self._step = run, step or build_step(run.optimizer)
 
     def prepare(self) -> None:
-        """Keep what a skipped step must not change; called before its forward pass."""
+        """Save values that a skipped step must not change; called before its forward pass."""
 
     def step(self, batch: StepBatch) -> None:
         """Update the weights from their gradients, or skip the step."""
@@ -39,8 +39,8 @@ class PlainUpdate:
         self._step()
 
     def restore_skipped(self, batch: StepBatch) -> None:
-        """Take back the losses and statistics of the last step if it was skipped."""
+        """Undo the losses and statistics of the last step if it was skipped."""
 
     def unscaled(self, norm: Tensor) -> Tensor:
-        """The norm of gradients as they are before `step`, without a loss scale."""
+        """Return the norm of the gradients as they are before `step`, without a loss scale."""
         return norm

@@ -1,4 +1,4 @@
-"""The hot loop: optimizer steps back to back, during which the host reads nothing from the device."""
+"""The hot loop: consecutive optimizer steps during which the host reads nothing from the device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ptfast.training.stopping import Stopped
 
 
 def _nothing(*arguments: Any) -> None:
-    """Stand in for a part of the step that is off."""
+    """Do nothing, in place of a part of the step that is off."""
 
 
 class Trainer:
-    """Takes the optimizer steps of a run. What steps share is looked up once, before the first."""
+    """Takes the optimizer steps of a run. Values shared by all steps are looked up once, before the first."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -43,10 +43,10 @@ class Trainer:
         self.learning_rates = LearningRates(run)
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
-        """Take optimizer steps up to `last_step`, or up to a signal.
+        """Take optimizer steps up to `last_step`, or until a signal.
 
         Raises:
-            Stopped: a signal has ended the wait for a batch.
+            Stopped: a signal ended the wait for a batch.
             DataError: D006 if the data has ended.
         """
         run, progress = self.run, self.run.progress
@@ -61,7 +61,7 @@ class Trainer:
         with run.collector.waiting() if is_warm else nullcontext():
             for batch in islice(batches, last_step - progress.step):
                 self.step(batch)
-                # Several ranks agree on where to stop, at the next check of signals.
+                # With several ranks, they agree on where to stop at the next check of signals.
                 if run.stop_signal is not None and not run.ranks.distributed:
                     return
         if progress.step < last_step and run.stop_signal is None:
@@ -93,7 +93,7 @@ class Trainer:
                 method(self.run, self.run.progress.step)
 
     def zero_grad(self) -> None:
-        """Drop the gradients, as `optimizer.zero_grad(set_to_none=True)` does, in less time."""
+        """Drop the gradients like `optimizer.zero_grad(set_to_none=True)`, but faster."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -111,8 +111,8 @@ class Trainer:
     def warm_up(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Run the next step's backward once and undo it, if a model is compiled or several ranks resume.
 
-        The compiler works in the first backward of a process, and DDP regroups its buckets after it, and so
-        the order of sums of three ranks or more. Returns all batches, the first included.
+        The compiler works in the first backward of a process, and DDP regroups its buckets after it. This
+        changes the order of sums of three ranks or more. Returns all batches, the first included.
         """
         run, window = self.run, self.window
         resumes = self.exchange.averaged_ranks > 1 and not run.sharded and run.progress.step
@@ -145,7 +145,7 @@ class LearningRates:
         self._base_lrs = [group["initial_lr"] for group in run.optimizer.param_groups]
 
     def prepare(self, last_step: int, lag: int) -> None:
-        """Compute the factors of all steps up to `last_step`, of which the schedule is `lag` steps behind."""
+        """Compute the factors of all steps up to `last_step`; the schedule lags `lag` steps behind."""
         schedule, first = self._run.schedule, self._run.progress.step - lag
         factors, momenta = schedule.lr_factors(first, last_step), schedule.momenta(first, last_step)
         self._first, self._factors = first, [*zip(factors, momenta or repeat(None), strict=False)]

@@ -1,4 +1,4 @@
-"""Updates that may skip a step, and that of a task which takes its own steps."""
+"""Updates that may skip a step, and the update of a task that takes its own steps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ptfast.training.loop.plain_update import PlainUpdate
 from ptfast.training.user_code import UserPart
 
 READ_AT_ONCE = ("cpu",)
-"""Devices whose numbers the host reads without a wait."""
+"""Devices whose numbers the host reads without waiting."""
 OPTIMIZER_NAME = "optimizer"
-"""The key of a parameter group that names which of a task's own optimizers steps it."""
+"""The key of a parameter group that names the task's optimizer which steps it."""
 
 
 class SkippingUpdate(PlainUpdate):
-    """The base of updates that may skip a step: buffers and losses are then as before it."""
+    """The base class of updates that may skip a step and then restore buffers and losses."""
 
     def __init__(self, run: Run, window: LossWindow, exchange: OneRank, step: Callable[[], object]) -> None:
         super().__init__(run, step)
@@ -50,15 +50,15 @@ class SkippingUpdate(PlainUpdate):
 class ScaledUpdate(SkippingUpdate):
     """Takes the steps of an optimizer whose gradients are scaled (fp16), and skips those that overflow.
 
-    The learning rate goes by the number of steps taken, which only the device knows: the count is copied to
-    the host after each step and read one step later, always, so that a resumed run sets the same rates.
+    The learning rate follows the number of steps taken, which only the device knows: the count goes to the
+    host after each step and always read one step later, so that a resumed run sets the same learning rates.
 
-    Cost: some tiny kernels and a copy of 8 bytes a step. The host waits only when it is two steps ahead of
+    Cost: a few tiny kernels and a copy of 8 bytes per step. The host waits only when it is two steps ahead of
     the device, and in every step if torch's optimizer is not fused, which then reads the scale.
     """
 
     limit = 30
-    """Skipped steps in a row, each of which halves the scale, after which no scale will help."""
+    """Number of consecutive skipped steps, each halving the scale, after which no scale will help."""
     cause = "fp16 gradients overflowed"
 
     def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
@@ -71,21 +71,21 @@ class ScaledUpdate(SkippingUpdate):
         self._in_a_row, self.skipped = zero, zero > 0
         self._skipped, self._skipped_before = zero + progress.skipped_steps, zero + progress.skipped_before
         on_device = device.type != "cpu"
-        # The counts after the last step but one and after the last, and the events of their arrival.
+        # The counts after the second-last and the last step, and the events of their arrival.
         counts = (progress.skipped_before, progress.skipped_steps)
         self._counts = deque(torch.tensor(count, pin_memory=on_device) for count in counts)
         self._arrivals = deque(torch.Event(device=device) for _ in counts if on_device)
 
     @property
     def schedule_lag(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Steps skipped before the last one."""
+        """Number of steps skipped before the last one."""
         if self._arrivals:
             wait_for(self._arrivals[0])
         return int(self._counts[0])
 
     @property
     def counts(self) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Steps skipped in a row, before the last step, and in all: on the device."""
+        """Consecutive skipped steps, before the last step, and in total: on the device."""
         return self._in_a_row, self._skipped_before, self._skipped
 
     def step(self, batch: StepBatch) -> None:
@@ -113,10 +113,10 @@ class ScaledUpdate(SkippingUpdate):
 class CheckedUpdate(SkippingUpdate):
     """Takes the steps of an optimizer, except those whose loss or gradients are not finite.
 
-    Weights, state and step counts of the optimizer stay in a step that is skipped. If the optimizer takes
-    `found_inf`, as fused ones and ours do, the device decides and the host never waits.
+    A skipped step does not change weights, state and step counts of the optimizer. If the optimizer accepts
+    `found_inf`, as fused ones and ptfast's do, the device decides and the host never waits.
 
-    Cost: a read of the gradients a step, and a sum of one number over several ranks. 5 us on a CPU.
+    Cost: one read of the gradients per step, and with several ranks a sum of one number. 5 us on a CPU.
     """
 
     cause = "loss or gradients were not finite"
@@ -128,13 +128,13 @@ class CheckedUpdate(SkippingUpdate):
         self._ranks, self.limit = run.ranks, run.skip_limit
         at_once = device.type in READ_AT_ONCE
         self._special = any(is_sharded(each) or each.is_complex() for each in self._parameters)
-        # On CUDA the kernel of `_check` takes no bfloat16: PyTorch issue 127176.
+        # On CUDA the kernel of `_check` rejects bfloat16: PyTorch issue 127176.
         self._has_halves = not at_once and any(each.dtype == torch.bfloat16 for each in self._parameters)
         takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._on_device = not at_once and takes_flag and not is_sharded(self._parameters[0])
         if not at_once and not self._on_device:
             name = type(optimizer).__name__
-            run.display.warn(f"numerics: {name} takes no flag on the device, so every step waits for it")
+            run.display.warn(f"numerics: {name} has no `found_inf`, so every step waits for the device")
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         step = build_step(optimizer, self._found if self._on_device else None)
         super().__init__(run, window, exchange, step)
@@ -146,7 +146,7 @@ class CheckedUpdate(SkippingUpdate):
 
     @property
     def counts(self) -> tuple[Tensor | int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Steps skipped in a row and, twice, in all; the last one, from 1."""
+        """Consecutive skipped steps, then the total twice; the last counts from 1."""
         return self._in_a_row, self._skipped_steps, self._skipped_steps, self._last
 
     def prepare(self) -> None:
@@ -156,7 +156,7 @@ class CheckedUpdate(SkippingUpdate):
 
     def step(self, batch: StepBatch) -> None:
         """Check loss and gradients, clip and step, or skip the step."""
-        # Before clipping, which would hide infinities.
+        # Check before clipping, which would hide infinities.
         self._check(self._window.loss_sum)
         if self._run.clip is not None:
             self._run.clip()
@@ -168,7 +168,7 @@ class CheckedUpdate(SkippingUpdate):
             self._window.explain(self._run.progress.step, batch)
 
     def _check(self, loss_sum: Tensor) -> None:
-        """Note in `_found` whether the sum of the losses or a gradient is not finite."""
+        """Record in `_found` whether the sum of the losses or a gradient is not finite."""
         parts = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self._special or any(part.is_sparse for part in parts):
             parts = [local_part(part._values() if part.is_sparse else part) for part in parts]
@@ -177,7 +177,7 @@ class CheckedUpdate(SkippingUpdate):
             halves = [part for part in parts if part.dtype == torch.bfloat16 and part.numel()]
             norms = torch._foreach_norm(halves, math.inf) if halves else []
             parts = [*(part for part in parts if part.dtype != torch.bfloat16), *(n.float() for n in norms)]
-        # Nothing is scaled: one kernel for all tells if there is a number that is not finite.
+        # Nothing is scaled: one kernel checks all gradients for numbers that are not finite.
         torch._amp_foreach_non_finite_check_and_unscale_([*parts, loss_sum], self._found, self._one)
         if self._ranks.distributed:
             # Torch's kernels skip a step at exactly 1.
@@ -216,13 +216,13 @@ class TaskUpdate(PlainUpdate):
         with run.precision.autocast:
             given: Any = task.step(run.forward, batch.micro_batches[0].data, self._optimizers)
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
-            what = f"step gives {described(given)}, where the sum of its losses and their count are expected"
+            what = f"step returns {described(given)}, but must return the sum of its losses and their count"
             raise UserPart("task", task).error(what)
         self._window.add(given[0].detach(), given[1])
 
 
 def build_update(run: Run, window: LossWindow, exchange: OneRank) -> PlainUpdate:
-    """Build the update of a run: by its task, its precision and what it does with numbers not finite."""
+    """Build the update of a run from its task, its precision, and its handling of numbers not finite."""
     if takes_own_steps(run.task):
         return TaskUpdate(run, window)
     if run.precision.scaler is not None:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other when they look up from training, and whether training stops for it."""
+"""Exchange short messages between ranks at each look, and decide whether training stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
 
 LOOK_S = 5.0
-"""About the longest time that a signal, or the end of `run.max_time`, waits for the ranks to look up."""
+"""Approximate maximum wait of a signal, or the end of `run.max_time`, for the next look of the ranks."""
 
 
 class StopReason(str, Enum):
@@ -31,18 +31,18 @@ class StopReason(str, Enum):
 
 @dataclass
 class Vote:
-    """What one rank tells the others, or what all have told: sums, but for the signal and `phases_s`."""
+    """The message of one rank, or of all ranks: sums, except for the signal and `phases_s`."""
 
     signal: int
     """The largest signal received; 0 for none."""
     late: int
-    """Ranks on which `run.max_time` is over."""
+    """Number of ranks that have reached `run.max_time`."""
     due: int
     """1 if it is time for a checkpoint, by the first rank's clock."""
     written: int
-    """Ranks that have written their part of the checkpoint."""
+    """Number of ranks that have written their shard of the checkpoint."""
     step_s: float
-    """Seconds of a step."""
+    """Seconds per step."""
     phases_s: list[float]
     """Seconds by phase of a step since the last log line, rank by rank; empty between log lines."""
 
@@ -63,20 +63,20 @@ class Vote:
 
 @dataclass
 class SentVotes:
-    """The votes of all ranks, on their way to this one."""
+    """The votes of all ranks, on their way to this rank."""
 
     numbers: Arrival
     world_size: int
 
     def read(self) -> Vote:
-        """The votes of all ranks as one; waits for them."""
+        """Return the votes of all ranks as one; waits for them."""
         late, due, written, step_s, *rest = self.numbers.read()
         signals, phases_s = rest[: self.world_size], rest[self.world_size :]
         return Vote(int(max(signals)), int(late), int(due), int(written), step_s / self.world_size, phases_s)
 
 
 def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
-    """What this rank has to tell after a step."""
+    """Return the message of this rank after a step."""
     late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
     late = late and run.progress.step < run.total_steps
     due = run.saver.is_due and run.ranks.is_first
@@ -84,12 +84,12 @@ def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
 
 
 def stop_reason(run: Run, vote: Vote) -> StopReason | None:
-    """Why training stops by what all ranks have told, if it does; noted in words in the run."""
+    """Return why training stops by the votes of all ranks, if it does; the run records the words."""
     if vote.signal:
         run.stop_reason = signal.Signals(vote.signal).name
         return StopReason.CTRL_C if vote.signal == signal.SIGINT else StopReason.SIGNAL
     if vote.late:
-        run.stop_reason = "run.max_time is over"
+        run.stop_reason = "reached run.max_time"
         return StopReason.MAX_TIME
     return None
 
@@ -101,23 +101,23 @@ def agree_to_stop(run: Run) -> StopReason | None:
 
 
 class Votes:
-    """Lets all ranks agree at each look up from training, so that none waits for one that has left.
+    """Lets all ranks agree at each look, so that no rank waits for one that has left.
 
-    On CUDA, between steps that do not wait for figures, they go by the votes of the look before.
+    On CUDA, if steps do not wait for metrics, ranks use the votes of the previous look.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._stragglers = run, Stragglers(run)
         self._sent: SentVotes | None = None
         self.look_steps = 1
-        """Steps after which to look up again."""
+        """Number of steps until the next look."""
 
     def exchange(self, step_s: float, *, defers: bool) -> StopReason | None:
-        """Tell the other ranks how this one stands after a step, and return why training stops.
+        """Tell the other ranks the state of this one after a step, and return why training stops.
 
         Args:
-            step_s: seconds that a step took.
-            defers: the host need not wait for the votes of this look.
+            step_s: seconds per step.
+            defers: whether the host may use the votes of this look later.
         """
         run, step = self._run, self._run.progress.step
         logs = run.ranks.distributed and step in run.cadence.log_steps

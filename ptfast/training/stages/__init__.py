@@ -1,1 +1,1 @@
-"""The stages of `build`, in which each adds its part to the run."""
+"""The stages of `build`; each adds its part to the run."""

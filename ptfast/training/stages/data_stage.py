@@ -1,4 +1,4 @@
-"""The data of a run: its splits, its task, and their loaders."""
+"""Load the data of a run: its splits, its task, and their loaders."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from ptfast.training.stages.training_plan import describe_padding, pack_or_pad
 from ptfast.training.user_code import constructing
 
 SMALL_SAMPLE_BYTES = 64 * 2**10
-"""A sample that takes no more as float32 is small: an image of 72 x 72, say."""
+"""A sample is small up to this size as float32, for example an image of 72 x 72."""
 
 
 def load_data(
     config: Config, ranks: Ranks | None = None, choose: Callable[..., Choice] | None = None, **saved: Any
 ) -> Data:
-    """Load the splits that the config names, and the facts about them; statistics on the first of `ranks`.
+    """Load the splits named in the config, and facts about them; statistics on the first of `ranks`.
 
     `choose` is from `build_choice`; `saved` are facts of a trained run, as keywords of `build_data`.
     """
@@ -105,9 +105,9 @@ def load_data(
 
 
 def _forward_names(target: Target) -> tuple[list[str] | None, int]:
-    """The names that `forward` of a class of models takes, and how many of the first are given by position.
+    """Return the argument names of a model class's `forward`, and how many come first by position.
 
-    The names are None where others are taken too, or unknown.
+    The names are None if it also accepts others, or if they are unknown.
     """
     found: Any = target.resolve()
     taken = signature(found.forward) if inspect.isclass(found) and issubclass(found, nn.Module) else None
@@ -119,7 +119,7 @@ def _forward_names(target: Target) -> tuple[list[str] | None, int]:
 
 
 def load_splits(run: PartialRun) -> None:
-    """Load the splits, and note how the held-out ones differ from those of the resumed state."""
+    """Load the splits, and note how the held-out ones differ from those of the checkpoint."""
     info = read_info(run.state.facts["info"]) if run.state is not None else None
     if run.data is None:
         with run.display.status("loading the data"):
@@ -135,9 +135,9 @@ def load_splits(run: PartialRun) -> None:
 
 
 def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], object]) -> Data:
-    """`data` with the config's evaluation sets, read as the training data is; `note` is told of each.
+    """Return `data` with the config's evaluation sets, read like the training data; `note` describes each.
 
-    Of a set that has held-out splits, `val` is taken, or else `test`; of any other one all samples.
+    From a set with held-out splits, `val` is used, or else `test`; from others all samples.
     """
     sets: dict[str, Data] = {}
     for name, section in config.evals.items():
@@ -155,7 +155,7 @@ def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], ob
 
 
 def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
-    """Name the classes that a held-out split lacks, and those that only such a split has."""
+    """Name the classes that a held-out split lacks, and those that only one such split has."""
     known = {
         split: labels
         for split, source in {**data.sources, **{name: each.val for name, each in data.evals.items()}}.items()
@@ -170,7 +170,7 @@ def _warn_of_missing_classes(run: PartialRun, data: Data) -> None:
 
 
 def choose_task(run: PartialRun) -> None:
-    """Build the task that the config names, or else the data's own, and check that evaluations fit it."""
+    """Build the task of the config, or else the data's own, and check that evaluations fit it."""
     config, info = run.config, run.info
     named = config.task.name != "auto"
     run.resolved.task = config.task.name if named else info.task
@@ -178,8 +178,8 @@ def choose_task(run: PartialRun) -> None:
     name, options = config.task.name, on_device(built(config.task.options), run.device)
     if not named and not options and (by_position := _computes_loss(config.model.target, info)) is not None:
         name, options = "hf", {"by_position": by_position}
-        reason = "by the model's own loss, as its forward takes labels"
-        run.resolved.task_reason = f"{reason}; task={info.task} takes ptfast's"
+        reason = "by the model's own loss, because its forward takes labels"
+        run.resolved.task_reason = f"{reason}; task={info.task} uses ptfast's"
     task = build_task(name, info, **options)
     if isinstance(task, CrossEntropyTask) and task.class_weights == "balanced":
         run.resolved.class_weights = _balanced_weights(run, task)
@@ -192,11 +192,11 @@ def choose_task(run: PartialRun) -> None:
 
 
 def _balanced_weights(run: PartialRun, task: CrossEntropyTask) -> list[float]:
-    """The weights by which each class counts the same; of a run that is not new, those that it began with."""
+    """Return weights that balance the classes; a resumed run uses the weights it began with."""
     if run.before.class_weights is not None:
         return run.before.class_weights
     if run.data is None or not isinstance(source := run.data.train, MapSource):
-        what, hint = "the classes of the training data cannot be counted", "Give a weight for each class"
+        what, hint = "the classes of the training data cannot be counted", "Set a weight for each class"
         raise ConfigError("C011", what, key="task.class_weights", value="balanced", suggestion=hint)
     weights = on_first_rank(partial(balanced_weights, source, task.num_classes, task.ignore_index), run.ranks)
     named = [f"{name} {weight:.3g}" for name, weight in zip(names_of_classes(run.info), weights, strict=True)]
@@ -216,7 +216,7 @@ def _computes_loss(model: Target, info: DataInfo) -> bool | None:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """The keywords of a task with modules and tensors, such as a loss's class weights, on `device`."""
+    """Return the keywords of a task with modules and tensors, such as class weights, on `device`."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return value.to(device)
     if isinstance(value, partial):
@@ -233,13 +233,13 @@ def build_choice(
     before: Resolved | None = None,
     num_ranks: int = 1,
 ) -> Callable[..., Choice]:
-    """The function that chooses the loader, for `load_data`."""
+    """Return the function that chooses the loader, for `load_data`."""
     before = before or Resolved()
     loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
     return partial(
         choose,
         kind=resolved_or(loader.kind, before.dataloader),
-        # Loaders without workers have resolved no number of them.
+        # Loaders without workers have not resolved a number of workers.
         workers=resolved_or(loader.workers, before.workers),
         micro_batch_size=config.batch_size // micro_batches,
         num_samples=None if config.steps is None else config.steps * config.batch_size,
@@ -253,7 +253,7 @@ def build_choice(
 
 
 def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> None:
-    """Build a loader for each split of `data` besides `train`; `side` is the stream that readies batches."""
+    """Build a loader for each split of `data` except `train`; `side` is the stream that prepares batches."""
     batch_size = eval_batch_size(run)
     splits = {"val": (data.val, data.info), "test": (data.test, data.info)}
     splits |= {name: (found.val, found.info) for name, found in data.evals.items()}
@@ -273,7 +273,7 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
 
 
 def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
-    """A batch of evenly spaced training samples, as a task takes it, on the device where `model` is now."""
+    """Return a batch of evenly spaced training samples, in the task's form, on the device of `model`."""
     data = run.splits
     if isinstance(data.train, IterableSource):
         raise TypeError("iterable data has no length")
@@ -285,7 +285,7 @@ def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
 
 
 def eval_batch_size(run: PartialRun) -> int:
-    """Samples of a forward pass in evaluation on one rank: more than in training, without gradients."""
+    """Return the samples per forward pass in evaluation on one rank: more than in training."""
     info, micro_batch_size = run.info, run.config.batch_size // run.micro_batches
     if run.config.eval.batch_size is not None:
         return run.config.eval.batch_size
@@ -341,16 +341,16 @@ def build_loaders(run: PartialRun) -> None:
     resolved.side_stream = side is not None
     resolved.fused_images = getattr(run.train_loader.batches, "fused", False)
     if why := getattr(run.train_loader.batches, "unfused", ""):
-        run.display.note(f"dataloader.fused: batches of images take single operators, not one kernel: {why}")
+        run.display.note(f"dataloader.fused: batches of images use single operators, not one kernel: {why}")
     padding = describe_padding(config, data, plan.batches, run.micro_batches)
     resolved.padding, resolved.padding_share = padding
     size, batch_size = plan.batches.size, plan.batches.batch_size
     if size is not None and batch_size > size:
         run.display.warn(
-            f"batch_size={batch_size:,} is more than the {size:,} training samples: one step is an epoch"
+            f"batch_size={batch_size:,} is more than the {size:,} training samples: each epoch is one step"
         )
 
 
 def reader_options(run: PartialRun, **how: Any) -> ReaderOptions:
-    """Options of how samples are made ready for the model; `how` says who reads them, else this process."""
+    """Return the options for preparing samples; `how` sets who reads them, otherwise this process."""
     return ReaderOptions(run.device, run.config.data.normalize, bool(run.resolved.channels_last), **how)

@@ -1,4 +1,4 @@
-"""What a run computes on: threads, kernels, number format, random numbers, and the parts of a batch."""
+"""Set up the machine for a run: threads, kernels, number format, random numbers, and parts of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
         # A single evaluation does not repay cuDNN's search for kernels.
         config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False}),
         device=device,
-        # As many ranks as there can be: the number of threads changes the order of sums.
+        # Assume as many ranks as possible: the number of threads changes the order of sums.
         num_local_ranks=config.micro_batches or 1 if elastic else ranks.num_local_ranks,
         before=run.before,
     )
@@ -58,10 +58,10 @@ def _stop_searching(run: PartialRun) -> None:
 
 
 def cut_batch(run: PartialRun) -> None:
-    """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would give now."""
+    """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would choose now."""
     config, ranks, known = run.config, run.ranks, run.before.micro_batches
     if known % ranks.num_ranks:
-        what = f"the saved run has so many, which {ranks.num_ranks} ranks cannot share evenly"
+        what = f"the saved run has this many, which {ranks.num_ranks} ranks cannot share evenly"
         fitting = [str(number) for number in range(1, known + 1) if known % number == 0]
         hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches differently"
         raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
@@ -75,16 +75,16 @@ def cut_batch(run: PartialRun) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, for building a model. Takes about 0.1 ms."""
+    """Seed the generators of Python, NumPy and torch, to build a model. Takes about 0.1 ms."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     torch.manual_seed(seed)
 
 
 def build_seeder(device: torch.device) -> Callable[[int, int, int], None]:
-    """Build the function of (seed, step, micro-batch) that reseeds what dropout on `device` draws from.
+    """Build the function of (seed, step, micro-batch) that reseeds dropout's generator on `device`.
 
-    Cost: about 1.5 us on the CPU; `torch.manual_seed`, which visits every backend, takes 60 times that.
+    Cost: about 1.5 us on the CPU; `torch.manual_seed`, which visits every backend, takes 60 times as long.
     """
     seed_cpu, seed_device = torch.default_generator.manual_seed, None
     if device.type == "cuda":

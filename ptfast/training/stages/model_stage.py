@@ -50,17 +50,17 @@ from ptfast.training.stages.training_plan import has_many_lengths
 from ptfast.training.user_code import constructing
 
 LARGE = 10_000
-"""A size in the config from which a model of ours is measured before it is built."""
+"""From this size in the config, a ptfast model is measured before it is built."""
 NUM_INIT_SAMPLES = 5000
-"""Training samples that a model may compute its first weights from."""
+"""Number of training samples from which a model may compute its first weights."""
 _ASK_FOR_WEIGHTS = ("weights", "pretrained", "weights_backbone", "pretrained_backbone")
 """Keys of `model` that make a constructor download weights."""
 
 
 def build_plain_model(run: PartialRun) -> None:
-    """Build the model on the CPU, with the weights that a new run starts from."""
+    """Build the model on the CPU, with the initial weights of a new run."""
     section, fresh, info = run.config.model, run.state is None, run.info
-    # Exports hold merged weights.
+    # Exports have merged weights.
     adapts = section.lora.rank is not None and not (run.state and "export" in run.state.facts)
     loads = fresh or (adapts and run.before.base_digest != "")
     target = section.target
@@ -73,7 +73,7 @@ def build_plain_model(run: PartialRun) -> None:
     frozen = [parameter for parameter in run.model.parameters() if not parameter.requires_grad]
     for tensor in (*run.model.buffers(), *frozen):
         if is_expanded(tensor):
-            # Saved states and averages are copied into it.
+            # Checkpoints and averages are copied into it.
             tensor.data = tensor.data.contiguous()
     if loads and section.weights and section.weights != "pretrained":
         notes = load_weights(run.model, section.weights, replace_head=section.replace_head)
@@ -84,7 +84,7 @@ def build_plain_model(run: PartialRun) -> None:
 
 
 def _adapt(run: PartialRun) -> None:
-    """Add adapters; states leave out what they freeze, if `model.weights` can give it again."""
+    """Add adapters; checkpoints omit the frozen weights, if `model.weights` can provide them again."""
     section, model = run.config.model, run.model
     # A language model's last layer is a part of the base.
     layers = add_adapters(model, section.lora, trains_head=run.info.task != "language_modelling")
@@ -95,14 +95,14 @@ def _adapt(run: PartialRun) -> None:
         content = (parameter.detach().reshape(-1).view(torch.uint8).numpy() for parameter in frozen.values())
         run.left_out, run.resolved.base_digest = [*frozen], describe_part(len(frozen), "", *content)[2]
         size = num_bytes(sum(parameter.nbytes for parameter in {*frozen.values()}))
-        run.resolved.lora += f", and checkpoints leave out the other {size}"
+        run.resolved.lora += f", and checkpoints omit the other {size}"
     if run.before.base_digest not in ("", run.resolved.base_digest):
-        what, hint = "not the weights that the adapters were trained beside", "Give those"
+        what, hint = "not the weights that the adapters were trained with", "Set those"
         raise SavedStateError("S002", what, key="model.weights", value=section.weights, suggestion=hint)
 
 
 def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
-    """Give lazy layers the sizes of the saved weights, or those that the first samples call for."""
+    """Give lazy layers the sizes of the saved weights, or the sizes that the first samples need."""
     if rank := run.config.model.lora.rank:
         what = f"LoRA needs layers of known sizes, and {next(iter(lazy))} is lazy"
         raise ConfigError("C011", what, key="model.lora.rank", value=rank)
@@ -116,7 +116,7 @@ def _size_lazy_layers(run: PartialRun, lazy: Mapping[str, Any]) -> None:
         size_lazy_layers(run.model, lambda: call(run.model, inputs))
     except Exception as error:
         what = f"has lazy layers, which get no sizes from the first samples: {summary_of(error)}"
-        hint = "Give their sizes, or call the model once in its constructor"
+        hint = "Set their sizes, or call the model once in its constructor"
         raise ConfigError("C017", what, key="model._target_", value=path, suggestion=hint) from error
     if left := lazy_tensors(run.model):
         what = f"has lazy layers that its forward does not use: {name_some([*left])}"
@@ -136,7 +136,7 @@ def _finding_room(target: Target, device: str) -> Iterator[None]:
         key = max(sizes, key=lambda key: sizes[key], default="_target_")
         raise MachineError(
             "E002",
-            f"the model does not fit into memory ({name}: {num_bytes(limit)})",
+            f"the model does not fit in memory ({name}: {num_bytes(limit)})",
             key=f"model.{key}",
             value=target.kwargs.get(key, target.path),
             suggestion="Make it smaller" if device == "cpu" else "Make it smaller, or use parallel=fsdp",
@@ -144,7 +144,7 @@ def _finding_room(target: Target, device: str) -> Iterator[None]:
 
 
 def _check_size(target: Target, info: DataInfo) -> None:
-    """Refuse weights larger than the free memory: the system would kill the process that fills it."""
+    """Reject weights larger than the free memory: the system would kill the process that fills it."""
     ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
     if not ours or max(map(_largest, target.kwargs.values()), default=0) < LARGE:
         return
@@ -164,7 +164,7 @@ def _largest(value: Any) -> int:
 
 @contextlib.contextmanager
 def _fetching(section: Model) -> Iterator[None]:
-    """Report weights that cannot be downloaded as an error of the key that asks for them."""
+    """Report weights that cannot be downloaded as an error of the key that requests them."""
     try:
         yield
     except Exception as error:
@@ -187,7 +187,7 @@ def _fetching(section: Model) -> Iterator[None]:
 
 
 def place_model(run: PartialRun) -> None:
-    """Bring the model into the form that computes: number format, device, rewrites, first weights."""
+    """Prepare the model for computing: number format, device, rewrites, first weights."""
     model, has_data = run.model, run.data is not None
     backend, device = run.config.backend, run.device
     many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
@@ -198,7 +198,7 @@ def place_model(run: PartialRun) -> None:
     if run.precision.half_weights:
         apply_half_weights(model)
     if not run.shards_weights:
-        # FSDP moves it a block at a time: the whole may fit on no device.
+        # FSDP moves it one block at a time: the whole may fit on no device.
         with _finding_room(run.config.model.target, run.device.type):
             model.to(run.device)
     if run.config.precision.float8:
@@ -210,7 +210,7 @@ def place_model(run: PartialRun) -> None:
         run.config.rewrites,
         kind=run.info.kind,
         device=run.device,
-        # A saved model drops those that it was trained without.
+        # A trained model drops the biases it was trained without.
         cancelled_biases=partial(on_first_rank, partial(_cancelled_biases, run), run.ranks)
         if has_data
         else None,
@@ -230,11 +230,11 @@ def place_model(run: PartialRun) -> None:
 def _init_from_data(run: PartialRun, model: Any) -> None:
     """Let a model with `init_from_data` compute its first weights from training inputs, on the first rank."""
     if isinstance(run.splits.train, IterableSource):
-        what = "computes its first weights from the data, and a stream is read only once"
+        what = "computes its first weights from the data, but a stream is read only once"
         raise ConfigError("C011", what, key="model._target_", value=run.config.model.target.path)
 
     def init() -> None:
-        with run.display.status("looking at the data"):
+        with run.display.status("reading first samples"):
             model.init_from_data(next(tensors_in(few_samples(run, model, NUM_INIT_SAMPLES))))
 
     on_first_rank(init, run.ranks)
@@ -243,7 +243,7 @@ def _init_from_data(run: PartialRun, model: Any) -> None:
 
 
 def shape_model(run: PartialRun) -> None:
-    """Bring a placed model into the form that trains, in place; wrapping for ranks comes last."""
+    """Prepare a placed model for training, in place; wrapping for ranks comes last."""
     config, resolved, before, ranks = run.config, run.resolved, run.before, run.ranks
     model = run.model
     if config.parallel.sync_batchnorm:
@@ -288,13 +288,13 @@ def shape_model(run: PartialRun) -> None:
 
 
 def _find_input_type(run: PartialRun) -> torch.dtype:
-    """The type of training images: half if a known model casts them anyway and nothing else sees them."""
+    """Return the type of training images: half if a known model casts them and no other part uses them."""
     model, task, config = run.model, run.task, run.config
     half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
     ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
     known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
     seen = run.plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
-    # As casts are: kernels may sum in another order where images begin within a cache line.
+    # Fused like casts: kernels may sum in another order if images begin within a cache line.
     aligned = run.info.input_shape is not None and math.prod(run.info.input_shape) % 32 == 0
     if half is None or not (ours and known and aligned and run.splits.train.images) or seen:
         return torch.float32
@@ -308,7 +308,7 @@ def _find_input_type(run: PartialRun) -> torch.dtype:
 
 
 def _cancelled_biases(run: PartialRun) -> dict[str, str]:
-    """Biases that a BatchNorm subtracts, found on a few samples; none if the model cannot be traced."""
+    """Return biases that a BatchNorm subtracts, found on a few samples; empty if tracing fails."""
     model, task = run.model, run.task
     if takes_own_steps(task):
         return {}

@@ -1,4 +1,4 @@
-"""What moves the weights of a run, and averages them: optimizer, clipping, schedule, average."""
+"""The optimizer of a run with its clipping and schedule, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ptfast.training.stages.data_stage import eval_batch_size
 from ptfast.training.stages.partial_run import PartialRun
 
 STATISTICS_SAMPLES = 4096
-"""Training samples that BatchNorm's statistics are measured on; more do not change them much."""
+"""Number of training samples for measuring BatchNorm's statistics; more change them little."""
 
 
 def add_optimizer(run: PartialRun) -> None:
-    """Build the optimizer, its rates scaled for the batch, clipping and freezing."""
+    """Build the optimizer, with learning rates scaled for the batch, clipping and freezing."""
     section, resolved, grouping = run.config.optimizer, run.resolved, run.grouping
     _check_gradients(run)
     run.optimizer, resolved.optimizer = build_optimizer(
@@ -45,13 +45,13 @@ def add_optimizer(run: PartialRun) -> None:
     run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
     freezes = run.freezing is not None or not all(p.requires_grad for p in run.model.parameters())
     if section.freeze_backbone_stats and not freezes:
-        what = "changes nothing, as no layer is frozen. Set optimizer.freeze_backbone=1epochs, say"
+        what = "changes nothing, because no layer is frozen. Set optimizer.freeze_backbone=1epochs"
         run.display.warn(f"optimizer.freeze_backbone_stats=true {what}")
     run.groups_note = grouping.note
 
 
 def _check_gradients(run: PartialRun) -> None:
-    """Refuse what torch cannot do to sparse gradients, and to those of complex numbers."""
+    """Reject what torch cannot do with sparse gradients, and with those of complex numbers."""
     gradients, trained = run.config.gradients, run.model.named_parameters()
     sparse = sparse_parameter(run.model)
     complex_one = next((name for name, p in trained if p.requires_grad and p.is_complex()), None)
@@ -73,7 +73,7 @@ def add_schedule(run: PartialRun) -> None:
     shape = build_shape(section.target, reference_lr(run.optimizer), run.best_mode)
     if isinstance(shape, TorchScheduler) and (step := shape.lowest_from(plan.total_steps)) is not None:
         name, per_epoch = section.target.path.rpartition(".")[2], plan.batches.steps_per_epoch
-        what = f"{name} counts steps, and its rate is lowest from step {step + 1:,} of {plan.total_steps:,}"
+        what = f"{name} counts steps, and is at its lowest from step {step + 1:,} of {plan.total_steps:,}"
         factor = f"multiply it by the {per_epoch:,} steps of an epoch" if per_epoch else "count it in steps"
         run.display.warn(f"schedule: {what}. If a length was meant in epochs, {factor}")
     run.schedule = build_schedule(
@@ -91,31 +91,31 @@ def add_schedule(run: PartialRun) -> None:
 
 
 def _check_evaluations(run: PartialRun) -> None:
-    """Reject a schedule that steps on a metric where nothing is evaluated."""
+    """Reject a schedule that steps on a metric if nothing is evaluated."""
     name, steps = run.config.schedule.target.path.rpartition(".")[2], run.cadence.eval_steps
     if run.splits.val is None:
-        what = "steps on the metric of an evaluation, and no samples are held out for one"
+        what = "steps on an evaluation metric, but no samples are held out for evaluation"
         hint = "Set data.val=10%, or use schedule=multistep"
         raise ConfigError("C011", what, key="schedule", value=name, suggestion=hint)
     if not steps or steps[0] >= run.total_steps:
-        run.display.warn(f"schedule: {name} changes nothing, as no evaluation comes before the last step")
+        run.display.warn(f"schedule: {name} changes nothing, as no evaluation precedes the last step")
     if run.config.eval.every.unit == "percent":
         run.schedule.of_length = None
 
 
 def add_average(run: PartialRun) -> None:
-    """Build the average that is evaluated in place of the weights, if any."""
+    """Build the average of the weights that is evaluated in their place, if any."""
     section, model, plan, optimizer = run.config.ema, run.model, run.plan, run.optimizer
     if section.decay is not None:
         run.ema = MovingAverage(model, section.decay, warmup=section.warmup)
         reach, total = 1 / (1 - section.decay), plan.total_steps
         if reach > total and not section.warmup:
-            what = f"averages over {reach:,.0f} steps, and the run has {total:,}: it stays near its start"
+            what = f"averages over {reach:,.0f} steps, but the run has {total:,}: it stays near its start"
             fits = 1 - 10.0 ** (1 - int(math.log10(max(total, 1))))
             hint = f"Set ema.decay={fits:g}" if fits > 0 else "Use ema=none"
             run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}, or ema.warmup=true")
         return
-    # It keeps an average of its own.
+    # It keeps its own average.
     by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
     if section.swa_start is None and not by_optimizer:
         return
@@ -148,22 +148,22 @@ def add_average(run: PartialRun) -> None:
 
 
 def _measuring(run: PartialRun) -> Ranks:
-    """The ranks that share out the statistics of averaged weights: none do where bits must not differ."""
+    """Return the ranks that share the statistics of averaged weights: one if bits must not differ."""
     return Ranks() if run.config.determinism == "elastic" else run.ranks
 
 
 def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
-    """Build the loader of some thousand training samples in a random order, as many on each rank."""
+    """Build a loader of some thousand training samples in random order, equally many on each rank."""
     data, ranks, batch_size = run.splits, _measuring(run), eval_batch_size(run)
     if isinstance(data.train, IterableSource):
         return None
     size = len(data.train)
     share = min(STATISTICS_SAMPLES, size) // ranks.num_ranks
-    # BatchNorm takes no batch of one sample.
+    # BatchNorm rejects a batch of one sample.
     share -= share % batch_size == 1
     if share < 2:
         return None
-    # In the order of a folder a batch would hold a single class.
+    # In the order of a folder, a batch would have a single class.
     picked = np.random.default_rng(run.config.seed).permutation(size)[: share * ranks.num_ranks]
     return build_eval_loader(
         data.train.take(picked),

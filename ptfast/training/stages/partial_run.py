@@ -1,4 +1,4 @@
-"""A run while it is built."""
+"""A run while it is being built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptfast.training.stages.training_plan import TrainingPlan
 
 
 class Checkpoint(NamedTuple):
-    """The folder of a checkpoint, and what it is: `best by val accuracy, step 312`."""
+    """The folder of a checkpoint, and its description: `best by val accuracy, step 312`."""
 
     folder: Path
     label: str
@@ -27,32 +27,32 @@ class Checkpoint(NamedTuple):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PartialRun(Run):
-    """A run and what its stages build it from; a saved model is one whose first stages alone were walked."""
+    """A run and the inputs of its stages; a trained model is a run with only the first stages done."""
 
     config: Config
     before: Resolved
-    """What each `auto` became when the run began; empty for a new run."""
+    """The value each `auto` had when the run began; empty for a new run."""
     state: State | None = None
-    """The saved state to resume, or that of a saved model."""
+    """The checkpoint to resume from, or that of a trained model."""
     checkpoint: Checkpoint | None = None
-    """Where a saved model comes from."""
+    """Where a trained model comes from."""
     data: Data | None = None
-    """The splits; None for a saved model, and once the run is built."""
+    """The splits; None for a trained model, and once the run is built."""
     plan: TrainingPlan = field(init=False)
     grouping: Grouping = field(init=False)
     """The config's settings of single parameters."""
     input_type: torch.dtype = torch.float32
-    """That training images are given to the model in."""
+    """The number format of training images as the model receives them."""
     reader_options: ReaderOptions = field(init=False)
-    """How samples are made ready for the model."""
+    """How samples are prepared for the model."""
 
     @property
     def splits(self) -> Data:
-        """The splits, in stages that need them."""
+        """Return the splits, in stages that need them."""
         assert self.data is not None
         return self.data
 
     @property
     def shards_weights(self) -> bool:
-        """True if each rank is going to hold a part of the weights."""
+        """Return True if each rank will have a shard of the weights."""
         return self.config.parallel.strategy == "fsdp" and self.ranks.distributed

@@ -1,4 +1,4 @@
-"""The plan of a run: which samples make up each step, how many steps there are, and what grows."""
+"""The plan of a run: the samples of each step, the number of steps, and the sizes that grow."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from ptfast.techniques.curriculum.growing_sizes import (
 )
 
 MOST_WIDTHS = 4
-"""Lengths compiled one by one: torch gives up after eight shapes, those of short batches included."""
+"""Number of lengths compiled one by one: torch gives up after eight shapes, including short batches."""
 
 
 @dataclass
 class TrainingPlan:
-    """The batches of a run, its steps, and what grows on the way."""
+    """The batches of a run, its steps, and the sizes that grow."""
 
     batches: BatchPlan
-    """Which samples make up each step."""
+    """Selects the samples of each step."""
     total_steps: int
     transforms: list[Transform] = field(default_factory=list)
-    """Applied to each micro-batch, on the device."""
+    """Functions applied to each micro-batch, on the device."""
     notes: list[str] = field(default_factory=list)
-    """A line for each thing that grows, for the panel."""
+    """A line for each size that grows, for the panel."""
     spans_run: bool = False
-    """True if a longer run would begin with other sizes."""
+    """Whether a longer run would begin with other sizes."""
 
     def steps(self, key: str, duration: Duration) -> int:
-        """The steps that `duration`, the value of `key`, takes; C011 for a unit that this data lacks."""
+        """Return the steps in `duration`, the value of `key`; C011 for a unit that this data lacks."""
         try:
             return self.batches.steps(duration, self.total_steps)
         except ValueError as error:
             raise ConfigError("C011", str(error), key=key, value=duration) from error
 
     def every(self, key: str, duration: Duration | Literal["auto"], times: int = 10) -> Sequence[int]:
-        """The steps at which something recurs each `duration`, or if that is open so many `times` a run."""
-        # One epoch, the default, says nothing about data without epochs.
+        """Return the steps that recur each `duration`; if it is open, `times` times per run."""
+        # One epoch, the default, has no meaning for data without epochs.
         if duration == "auto" or (self.batches.size is None and duration == Duration(1, "epochs")):
             duration = Duration(math.ceil(self.total_steps / times), "steps")
         self.steps(key, duration)
@@ -67,9 +67,9 @@ class TrainingPlan:
 def build_plan(
     config: Config, data: Data, model: nn.Module, micro_batches: int, note: Callable[[str], None]
 ) -> TrainingPlan:
-    """Plan a run; if images are to grow, `model`, which is still on the CPU, is tried on small ones.
+    """Plan a run; if images grow, `model`, which is still on the CPU, is tried on small ones.
 
-    `note` is told if `dataloader.last=auto` leaves out the last batch of an epoch.
+    `note` receives a line if `dataloader.last=auto` leaves out the last batch of an epoch.
     """
     check_sequences(model, data)
     curriculum, info = config.curriculum, data.info
@@ -97,10 +97,10 @@ def build_plan(
             what = "each epoch skips its last batch, which would give BatchNorm a single sample"
             note(f"dataloader.last=drop: {what} ({batches.size:,} samples)")
     if config.steps is None and batches.size is None:
-        hint = "Iterable data has no epochs: set steps=1000, say"
-        raise ConfigError("C016", "the number of steps is not known", key="steps", suggestion=hint)
+        hint = "Iterable data has no epochs: set for example steps=1000"
+        raise ConfigError("C016", "the number of steps is unknown", key="steps", suggestion=hint)
     plan = TrainingPlan(batches, config.steps or batches.steps(Duration(config.epochs or 0, "epochs"), None))
-    # All that grows has grown by the same step.
+    # All sizes that grow reach their full size at the same step.
     over_steps = batches.sizes.starts[-1]
     if batches.grows:
         plan.notes.append(describe_growth("batches from {} to {} samples", batches.sizes))
@@ -128,14 +128,14 @@ def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> N
     """Reject, with D006, a micro-batch of a single sample under BatchNorm."""
     if leaves_one(plan, model, micro_batches):
         what = (
-            f"{plan.size:,} samples leave a last micro-batch of 1, and BatchNorm cannot train on one sample"
+            f"{plan.size:,} samples leave a last micro-batch of 1, but BatchNorm cannot train on one sample"
         )
         hint = "Set dataloader.last=drop or another batch_size"
         raise DataError("D006", what, key="batch_size", value=plan.batch_size, suggestion=hint)
 
 
 def pack_or_pad(data: Data, batching: Batching, seed: int) -> Data:
-    """The same data, with its documents packed into windows, or its sequences padded with their batch."""
+    """Return the same data, with documents packed into windows, or sequences padded with their batch."""
     if not batching.pack:
         for source in (data.train, data.val, data.test):
             if source is not None:
@@ -167,7 +167,7 @@ def build_length_plan(config: Config, data: Data, last: str) -> LengthPlan | Non
         raise ConfigError("C011", what, key="batching.buckets", value="true", suggestion=hint)
     budget, longest = batching.batch_tokens, _padding(batching).width(int(lengths.max()), limit)
     if budget is not None and budget < longest:
-        what = f"is too small for the longest text, which takes {longest:,} tokens"
+        what = f"is too small for the longest text, which has {longest:,} tokens"
         hint = f"Use batching.batch_tokens={longest} or more, or lower the data's length limit"
         raise ConfigError("C011", what, key="batching.batch_tokens", value=budget, suggestion=hint)
     return LengthPlan(
@@ -182,7 +182,7 @@ def build_length_plan(config: Config, data: Data, last: str) -> LengthPlan | Non
 
 
 def check_sequences(model: nn.Module, data: Data) -> None:
-    """Refuse sequences longer than the model declares it can take, and packed ones it cannot take."""
+    """Reject sequences longer than the model's stated limit, and packed ones if it does not support them."""
     info = data.info
     if isinstance(data.train, PackedSequences) and not getattr(model, "takes_packed", False):
         what = f"{type(model).__name__} would attend across documents"
@@ -195,14 +195,14 @@ def check_sequences(model: nn.Module, data: Data) -> None:
     if info.kind not in ("text", "tokens") or not isinstance(most, int) or (info.context_length or 0) <= most:
         return
     key = "data.context_length" if info.kind == "tokens" else "data.max_length"
-    what, hint = f"the model takes sequences of {most:,} tokens at most", f"Set {key}={most}"
+    what, hint = f"the model accepts at most {most:,} tokens per sequence", f"Set {key}={most}"
     raise ConfigError("C011", what, key=key, value=info.context_length, suggestion=hint)
 
 
 def describe_padding(
     config: Config, data: Data, plan: BatchPlan, micro_batches: int
 ) -> tuple[str | None, float | None]:
-    """How sequences are brought to one length, for the panel, and the share of padding in the first epoch."""
+    """Describe, for the panel, how sequences get one length; and return the share of padding."""
     batching, seed = config.batching, config.seed
     if isinstance(train := data.train, PackedSequences):
         what = f"{train.num_documents:,} documents packed into {len(train):,} windows"
@@ -220,7 +220,7 @@ def describe_padding(
 
 
 def has_many_lengths(data: Data, batching: Batching) -> bool:
-    """Return True if batches come in too many lengths to compile each of them."""
+    """Return True if batches have too many lengths to compile each of them."""
     lengths, limit = data.train.lengths, data.info.context_length
     if lengths is None or limit is None:
         return data.info.kind == "text"

@@ -266,7 +266,7 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], reason: str, in_tmp: 
             ("batching=tokens", "batching.batch_tokens=20"),
             r"batch_tokens=20: is too small for the longest text",
         ),
-        (("model.context_length=16",), r"data.context_length=32: the model takes sequences of 16 tokens"),
+        (("model.context_length=16",), r"data.context_length=32: the model accepts at most 16 tokens"),
     ],
 )
 def test_a_text_that_is_too_long_is_refused(words: tuple[str, ...], reason: str, in_tmp: Path) -> None:

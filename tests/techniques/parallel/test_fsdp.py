@@ -86,7 +86,7 @@ def test_weights_of_two_types_are_refused(two_ranks: dict[str, Any]) -> None:
 
 
 def test_a_callback_cannot_save_what_every_rank_has_a_part_of(two_ranks: dict[str, Any]) -> None:
-    assert "state_dict gives a DTensor of float32" in two_ranks["kept by a callback"]
+    assert "state_dict returns a DTensor of float32" in two_ranks["kept by a callback"]
 
 
 @pytest.mark.gpu
