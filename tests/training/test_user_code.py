@@ -81,7 +81,8 @@ def test_what_is_no_loss_is_told(run: Run, how: str) -> None:
 def test_what_a_task_of_ones_own_gives_is_told(run: Run, how: str) -> None:
     text = refused(run, task=Task(None, how))
     assert text.startswith("task=misfits.Task: ")
-    assert {"raises": "KeyError (misfits.py:", "float": "returns the float"}.get(how, "loss returns a ") in text
+    said = {"raises": "KeyError (misfits.py:", "float": "returns the float"}
+    assert said.get(how, "loss returns a ") in text
 
 
 def test_a_model_of_ptfasts_that_does_not_fit_the_data_is_told(run: Run) -> None:
@@ -153,14 +154,20 @@ COMMANDS = {
     "an exit": ((*NET, "model.how=leaves"), "forward raises SystemExit (misfits.py:"),
     "evaluation": ((*NET, "'model.how=evaluates otherwise'"), "in evaluation, but Classification"),
     "a float": (("task.loss._target_=misfits.Loss", "task.loss.how=float"), "gives the float"),
-    "an infinite loss": (("task.loss._target_=misfits.Loss", "'task.loss.how=not finite'"), "not finite, although"),
+    "an infinite loss": (
+        ("task.loss._target_=misfits.Loss", "'task.loss.how=not finite'"),
+        "not finite, although",
+    ),
     "one argument": (("task.loss._target_=misfits.of_outputs",), "cannot be called with outputs and targets"),
     "on_start": (("callbacks=[{_target_: misfits.Hooked, how: on_start}]",), "on_start raises KeyError (mis"),
     "on_step": (
         ("callbacks=[{_target_: misfits.Hooked, how: on_step}]",),
         "callbacks.0._target_=misfits.Hoo",
     ),
-    "a state": (("callbacks=[{_target_: misfits.Hooked, how: state_dict}]",), "state_dict returns a PosixPath"),
+    "a state": (
+        ("callbacks=[{_target_: misfits.Hooked, how: state_dict}]",),
+        "state_dict returns a PosixPath",
+    ),
 }
 
 
@@ -213,7 +220,7 @@ LATER = {
         (*NET, "model.how='None'", "model.at=3"),
         "returns None, but Classification needs floats of shape",
     ),
-    "shape": ((*NET, "model.how=fewer classes", "model.at=3"), "(64, 5), and Classification needs floats of"),
+    "shape": ((*NET, "model.how=fewer classes", "model.at=3"), "(64, 5), but Classification needs floats of"),
     "text": ((*NET, "model.how=talks", "model.at=3"), "raises ValueError (misfits.py:", "word word"),
     "no text": ((*NET, "model.how=silent"), "raises SpeechlessError (misfits.py:"),
     "label": (("data=custom", "data._target_=misfits.LateFloat"), "D004", "of float32 (64): RuntimeError"),

@@ -27,7 +27,7 @@ class Backend(Section):
     flush_denormals: bool = True
     """Treat numbers below 1e-38 as 0 on a CPU, where computing with them is many times slower."""
     gc: bool | OrAuto = "auto"
-    """Collect Python's garbage only between steps; `auto` does so if a dataset's code runs in this process."""
+    """Collect Python's garbage only between steps; `auto` does so if a dataset runs in this process."""
 
 
 def repeatable_kernels(backend: Backend) -> PtfastError | None:

@@ -118,7 +118,7 @@ class FirstStep:
         outputs = seen.outputs if isinstance(seen, OutputCheck) else None
         if isinstance(run.task, SupervisedTask) and (chosen := run.task.outputs_of(outputs)) is not outputs:
             if self._fresh:
-                what = f"forward gives {described(outputs)}; the output is {described(chosen)}"
+                what = f"forward returns {described(outputs)}; the output is {described(chosen)}"
                 run.display.note(f"model: {what}; set task=... for a task that uses the rest")
             outputs = chosen
         self._check_loss(given, outputs)
