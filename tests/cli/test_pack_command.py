@@ -65,7 +65,7 @@ def test_the_command(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("pack images of-another", "C011", "holds a pack of"),
         ("pack images file/inside", "E001", "cannot be written: Not a directory"),
         ("pack --verify images", "D001", "contains no pack"),
-        ("pack --verify images --jpeg", "C011", "takes nothing else"),
+        ("pack --verify images --jpeg", "C011", "takes one pack and no other argument"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

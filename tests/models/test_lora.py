@@ -124,7 +124,7 @@ def test_only_the_factors_and_the_head_train_and_are_saved(runs: Path) -> None:
     assert all(
         torch.equal(frozen[f"layers.{n}.base_layer.weight"], base[f"layers.{n}.weight"]) for n in (1, 3)
     )
-    assert "leave out" in json.loads((runs / "a/resolved.json").read_text())["lora"]
+    assert "omit the other" in json.loads((runs / "a/resolved.json").read_text())["lora"]
 
 
 def test_a_killed_run_resumes_to_the_same_bits(runs: Path) -> None:
