@@ -78,7 +78,11 @@ def test_a_folder_that_is_not_shared_is_named(in_tmp: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told", "says"),
     [
-        ("parallel=ddp parallel.nnodes=2", {}, "error[C016]: parallel.nnodes=2 (command line): the machines"),
+        (
+            "parallel=ddp parallel.nnodes=2",
+            {},
+            "error[C016]: parallel.nnodes=2 (command line): no rendezvous endpoint",
+        ),
         ("parallel.rdzv=a:1", {}, "error[C011]: parallel.rdzv=a:1 (command line): one process trains"),
         (
             "parallel=ddp parallel.rdzv=a",
