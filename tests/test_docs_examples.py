@@ -35,6 +35,13 @@ def in_users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def test_every_own_part_takes_steps(in_users_folder: Path) -> None:
+    for shown in shown_commands():
+        if shown.page in OWN_PARTS and shown.words[0] == "train":
+            assert run([*shown.words, "dataloader=plain", "--dry-run"]) == 0, shown
+
+
+@pytest.mark.slow
 def test_every_own_part_trains(in_users_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown_there = [shown for shown in shown_commands() if shown.page in OWN_PARTS]
     commands = [shown for shown in shown_there if shown.words[0] == "train"]
