@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,12 +13,13 @@ from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Callback, DataInfo, Logger, Stateful, StepBatch, Task, hooks
-from ptfast.core.resolved import Progress, Resolved
+from ptfast.core.run_records import AutoChoices, Progress
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ptfast.config.schema import Eval, Saving, Stop
     from ptfast.core.tensors.state_writer import StateWriter
     from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
     from ptfast.data.streams.stream_loaders import Marks
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
     from ptfast.techniques.backend.garbage_collection import Collector
     from ptfast.techniques.compile.compilation import Compilation
     from ptfast.techniques.ema.weight_averages import Average
+    from ptfast.techniques.numerics import Numerics
     from ptfast.techniques.precision.number_formats import NumberFormats
     from ptfast.techniques.schedule.scheduled_run import LrSchedule
 
 
-@dataclass
-class Cadence:
+@dataclass(frozen=True)
+class LoopIntervals:
     """After which optimizer steps, rising, the host looks up from training."""
 
     log_steps: Sequence[int]
@@ -49,9 +51,32 @@ class Cadence:
         return min([total_steps, *(steps[0] for steps in later if steps)])
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """What is settled before training, by the config, the data and the task."""
+
+    total_steps: int
+    intervals: LoopIntervals
+    best_metric: str
+    """The metric that ranks evaluations, as `stop.metric` writes it."""
+    followed: tuple[str, str]
+    """Its split and its name."""
+    best_mode: str
+    batch_size: int
+    """Samples of an optimizer step, over all ranks."""
+    max_time_s: float | None
+    stop: Stop
+    saving: Saving
+    numerics: Numerics
+    debug: str
+    log_norm: bool
+    freezes_statistics: bool
+    """BatchNorm in frozen layers keeps its running statistics."""
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Run:
-    """Everything the loop needs: parts, settings in steps and samples, and how far training is.
+    """Everything the loop needs: parts, the plan, and how far training is.
 
     The stages that `ptfast.training.build.build` walks set the attributes without a default. Callbacks may
     read and set all of them: setting `stop_signal`, for one, ends training after the step.
@@ -63,7 +88,7 @@ class Run:
     clock: Clock = field(default_factory=Clock)
     display: Display = field(default_factory=Display)
     logger: Logger = field(default_factory=Logger)
-    resolved: Resolved = field(default_factory=Resolved)
+    choices: AutoChoices = field(default_factory=AutoChoices)
     """What each `auto` became; each stage adds its own."""
 
     model: nn.Module = field(init=False)
@@ -84,8 +109,6 @@ class Run:
     compilation: Compilation | None = None
     freezing: Freezing | None = None
     """None if the same parameters train throughout."""
-    freezes_statistics: bool = False
-    """BatchNorm in frozen layers keeps its running statistics."""
     collector: Collector = field(init=False)
     train_loader: Loader = field(init=False)
     eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
@@ -109,42 +132,18 @@ class Run:
     """Suggests what makes the model fit the data, for when its first forward pass fails."""
     data_note: str = ""
     """The data in one line, for the panel."""
-    groups_note: str | None = None
-    """The settings of single parameters, for the panel."""
 
     seed: int = field(init=False)
-    total_steps: int = field(init=False)
-    batch_size: int = field(init=False)
-    cadence: Cadence = field(init=False)
-    best_metric: str = field(init=False)
-    followed: tuple[str, str] = field(init=False)
-    best_mode: str = field(init=False)
-    patience: int | None = None
-    """Evaluations without gain after which training stops."""
-    max_time_s: float | None = None
+    evaluation: Eval = field(init=False)
+    plan: RunPlan = field(init=False)
     stateful: dict[str, Stateful] = field(init=False)
     """What checkpoints hold besides the weights, by name."""
     checkpointer: Any = field(init=False)
     """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`)."""
     saver: StateWriter = field(init=False)
     """Writes checkpoints, in the background if it may."""
-    keep_best: int = field(init=False)
-    """States of the best evaluations kept on disk."""
-    keep_states: int = field(init=False)
-    """Newest states kept on disk."""
-    debug: str = "none"
-    """The debugging aid in use."""
-    log_norm: bool = False
-    """Log the norm of the gradients."""
-    checks_steps: bool = False
-    """Steps whose loss or gradients are not finite are left out, up to `skip_limit` in a row."""
-    skip_limit: int = 0
     finite_buffers: Sequence[str] = ()
     """Names of the saved buffers that are finite, which a state must not be without; some are masks."""
-    flip: bool = False
-    """Evaluations average over each image and its mirror image."""
-    shift: int = 0
-    """Evaluations average over images moved by so many pixels; 0 for none."""
 
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""
@@ -167,9 +166,21 @@ class Run:
     """In a wait for data that a signal may end: by this rank's own decision, or by that of all."""
 
     @property
+    def total_steps(self) -> int:
+        return self.plan.total_steps
+
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        self.plan = replace(self.plan, total_steps=steps)
+
+    @property
+    def batch_size(self) -> int:
+        return self.plan.batch_size
+
+    @property
     def micro_batches(self) -> int:
         """Parts of a step's batch, over all ranks."""
-        return self.resolved.micro_batches
+        return self.choices.get("micro_batches")
 
     @property
     def epoch(self) -> float:

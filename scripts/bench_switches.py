@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def child(words: list[str]) -> None:
                 "page_faults": used.ru_minflt - before.ru_minflt,
                 "peak_memory_bytes": peak_memory_bytes(run.device.type),
                 "batch_size": run.batch_size,
-                "resolved": asdict(run.resolved),
+                "choices": run.choices.values(),
             }
             print(json.dumps(facts, default=str), file=answers, flush=True)
 
@@ -173,10 +173,11 @@ def main() -> int:
         row.process.stdin.close()
         row.process.wait(timeout=60)
     table(rows, args.steps)
-    resolved = rows[0].facts["resolved"]
+    choices = rows[0].facts["choices"]
+    threads = choices["backend.threads"]
     print(
         f"\n{' '.join(args.words)}: {args.rounds} rounds of {args.steps} steps, device"
-        f" {resolved['device']}, {resolved['threads']} threads, torch {version_of('torch')}, {machine()}"
+        f" {choices['device']}, {threads} threads, torch {version_of('torch')}, {machine()}"
     )
     for name in left_out:
         print(f"Left out, as it cannot run here: {name}")

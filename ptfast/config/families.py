@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ptfast import models, optim
 from ptfast.core.sections.section import Family
-from ptfast.data import decoding, loaders, sampling, transforms
+from ptfast.data import loaders, sampling, transforms
 from ptfast.techniques import (
     backend,
     checkpointing,
@@ -21,7 +21,7 @@ from ptfast.techniques import (
 )
 
 PARTS = (
-    *(loaders, sampling, decoding, debug, optim, schedule, gradients),
+    *(loaders, sampling, debug, optim, schedule, gradients),
     *(precision, backend, checkpointing, compile, rewrites, transforms, curriculum, ema),
     *(numerics, parallel, models),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError, SavedStateError, name_some
 from ptfast.core.protocols import DataInfo
-from ptfast.core.resolved import checked
+from ptfast.core.run_records import checked
 from ptfast.data.data_fingerprint import Contents, differing
 from ptfast.data.label_checks import differing_names
 from ptfast.data.loaders.shared_memory import Holder

@@ -156,7 +156,8 @@ class RankPart:
         if self.attempt is not None:
             self.attempt.clock = run.clock
             path = self.folder / run_directory.ENVIRONMENT
-            used = {"device": device_name(run), "threads": run.resolved.threads, "ranks": ranks.num_ranks}
+            threads = run.choices.get("backend.threads")
+            used = {"device": device_name(run), "threads": threads, "ranks": ranks.num_ranks}
             run_directory.write_json(path, run_directory.read_json(path) | used)
             self.logger = run.logger = open_loggers(run, loggers, self.attempt)
         return run
@@ -290,7 +291,7 @@ class RankPart:
         if outcome.status in CUT_SHORT and summary.get("steps"):
             summary["resume"] = resume_command(self.folder)
         elif run is not None and not outcome.exit_code and list_states(self.folder / "saved"):
-            summary["next"] = next_commands(self.folder, run.resolved.task)
+            summary["next"] = next_commands(self.folder, run.choices.get("task"))
         return summary
 
 

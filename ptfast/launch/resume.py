@@ -15,7 +15,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
-from ptfast.core.resolved import Environment, Resolved, Summary, read_known
+from ptfast.core.run_records import AutoChoices, Environment, Summary, read_choices, read_known
 from ptfast.core.sections.given import PREFIX
 
 Tree = dict[str, Any]
@@ -143,7 +143,7 @@ def _continue(
     reached = step >= summary.get("steps", 0) and _same_length(before, tree)
     if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
         return Place(folder, state_folder, finished=True)
-    _check_length(facts, Resolved.read(source, facts), before, config)
+    _check_length(facts, AutoChoices(read_choices(source, facts)), before, config)
     return Place(folder, state_folder)
 
 
@@ -156,13 +156,13 @@ def _same_length(before: Tree, tree: Tree) -> bool:
     return all(before.get(key) == tree[key] for key in ("epochs", "steps"))
 
 
-def _check_length(facts: dict[str, Any], resolved: Resolved, before: Tree, config: Config) -> None:
+def _check_length(facts: Tree, choices: AutoChoices, before: Tree, config: Config) -> None:
     """Reject a length that does not fit the saved run, before any of its files is touched (S003)."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.core.tensors.saved_state import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 
-    step, old_steps = int(facts["progress"]["step"]), resolved.total_steps
+    step, old_steps = int(facts["progress"]["step"]), choices.began_with("total_steps", int) or 0
     new_steps, old_epochs = config.steps, before.get("epochs")
     if new_steps is None and isinstance(old_epochs, int) and old_epochs and config.epochs:
         new_steps = old_steps * config.epochs // old_epochs

@@ -81,7 +81,7 @@ class Confirmation:
 def does_as(given: TrialResult | None, measured: TrialResult, plain: TrialResult | None) -> bool:
     """Return True if a technique resolves to the same non-plain values as in the config as given."""
     of_given, own, of_plain = (
-        each.facts.get("resolved", {}) if each else {} for each in (given, measured, plain)
+        each.facts.get("choices", {}) if each else {} for each in (given, measured, plain)
     )
     changes = {name: value for name, value in own.items() if value != of_plain.get(name)}
     return bool(changes) and changes.items() <= of_given.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, Family, Fraction, Positive, Section, TargetSection
 
 
@@ -32,12 +31,11 @@ class Model(TargetSection):
     """Small factors that train in place of the model."""
 
 
-def panel(model: Model, resolved: Resolved) -> dict[str, object]:
-    """What trains and what is left out of it, and what is computed from the data."""
+def panel(model: Model) -> dict[str, object]:
+    """What is left out as the model trains, and what is computed from the data."""
     names = ("drop_path", "drop_path_rate", "stochastic_depth_prob")
     side = model.target.kwargs.get("whitening")
     return {
-        "LoRA": resolved.lora or None,
         "drop path": next(filter(None, map(model.target.kwargs.get, names)), None),
         "whitening": f"patches of {side} x {side} pixels, by filters from the data" if side else None,
     }

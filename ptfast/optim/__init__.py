@@ -143,12 +143,6 @@ def no_schedule_beside_schedule_free(
 
 
 FAMILY = Family(
-    rules=(
-        no_schedule_beside_schedule_free,
-        one_way_of_clipping,
-        keys_that_fit_together,
-        sharded_parameters,
-    ),
+    rules=(no_schedule_beside_schedule_free, one_way_of_clipping, keys_that_fit_together, sharded_parameters),
     unused=(Unused.unless("optimizer.lr_scaling", ("linear", "sqrt"), "optimizer.reference_batch"),),
-    panel=lambda groups_note: {"parameters": groups_note},
 )

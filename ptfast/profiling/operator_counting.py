@@ -142,9 +142,10 @@ class StepCounter:
         self.why_not: str | None = None
         self.compiled = run.compilation is not None
         self.first_counted = run.progress.step + 1
-        self._last = self.first_counted + (MANY_LENGTHS if run.resolved.padding_share is not None else 1)
+        is_padded = run.choices.get("padding_share") is not None
+        self._last = self.first_counted + (MANY_LENGTHS if is_padded else 1)
         self._graphs = num_compiled()
-        if run.resolved.curriculum:
+        if run.choices.get("curriculum"):
             self.why_not = "its batches grow"
 
     def due(self, step: int) -> bool:

@@ -239,7 +239,7 @@ def _format(run: Run, operator: Operator) -> str:
     dtype = next((x.dtype for x in inputs if x.dtype.is_floating_point), torch.float32)
     if (name := next((name for name, each in _TYPES.items() if each == dtype), None)) is not None:
         return name
-    setting, convolves = run.resolved.matmul_precision, "conv" in operator.name
+    setting, convolves = run.precision.matmul, "conv" in operator.name
     if run.device.type == "cuda":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Please use the new API")
@@ -297,7 +297,7 @@ def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
                     raise
             cost["measuring_s"] = peaks.seconds if peaks is not None else 0.0
         if peaks is not None:
-            cost["padding_share"] = run.resolved.padding_share
+            cost["padding_share"] = run.choices.get("padding_share")
             return weigh(work, peaks, seconds, steps) | cost
         step_s, total = train_s / steps, sum(work.flops.values())
         enough = f"{PAYS_AFTER * COST_S:.0f} s"

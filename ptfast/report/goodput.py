@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.clock import Clock
-from ptfast.core.resolved import AttemptFacts
 from ptfast.core.run_directory import open_inside
+from ptfast.core.run_records import AttemptFacts
 from ptfast.report.loggers import read_records
 
 ATTEMPTS_FILE = "attempts.jsonl"

@@ -18,7 +18,7 @@ from typing import Any
 from ptfast.core import run_directory
 from ptfast.core.errors import MachineError, cannot_write, import_extra, one_line, shorten
 from ptfast.core.protocols import Logger
-from ptfast.core.resolved import MetricsLine, checked
+from ptfast.core.run_records import MetricsLine, checked
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"

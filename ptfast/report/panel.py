@@ -6,24 +6,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ptfast import data, models, optim
+from ptfast import data, models
 from ptfast.core import machine
 from ptfast.core.protocols import TASKS
 from ptfast.core.sections.section import call_with
-from ptfast.data import decoding, loaders, sampling, transforms
+from ptfast.data import loaders, sampling, transforms
 from ptfast.run import Run
-from ptfast.techniques import (
-    backend,
-    checkpointing,
-    compile,
-    curriculum,
-    ema,
-    gradients,
-    parallel,
-    precision,
-    rewrites,
-    schedule,
-)
+from ptfast.techniques import backend, checkpointing, gradients, parallel, rewrites, schedule
 
 SKIPPED_NAMES = 5
 """How many files that could not be read are named; the others are counted."""
@@ -36,25 +25,16 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     """
     from ptfast.optim.parameter_groups import reference_lr
 
-    resolved, num_ranks = run.resolved, run.ranks.num_ranks
+    choices, num_ranks = run.choices, run.ranks.num_ranks
+    count = choices.get("backend.threads")
     num_parameters = sum(p.numel() for p in run.model.parameters())
-    layout = ", channels last" if resolved.channels_last else ""
+    layout = ", channels last" if choices.get("rewrites.channels_last") else ""
     processes = f"{num_ranks} ranks" if num_ranks > 1 else "1 process"
-    threads = f"{resolved.threads} thread" + "s" * (resolved.threads > 1) + " each" * (num_ranks > 1)
-    threads += f" ({resolved.threads_reason})" * bool(resolved.threads_reason)
+    threads = f"{count} thread" + "s" * (count > 1) + " each" * (num_ranks > 1)
     rate = f"{reference_lr(run.optimizer, 'initial_lr'):g}"
-    rate += f" ({resolved.lr_scaling})" if resolved.lr_scaling else ""
     # FSDP gives the model a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
-    facts = {
-        **sections,
-        "run": run,
-        "resolved": resolved,
-        "average": run.ema and run.ema.note,
-        "compiled": run.compilation and run.compilation.describe(),
-        "groups_note": run.groups_note,
-        "skips_unreadable": run.unreadable is not None,
-    }
+    facts = {**sections, "choices": choices}
     length = f"epochs={sections['epochs']}"
     if (steps := sections["steps"]) is not None:
         passes = run.train_loader.plan.epoch_at(run.total_steps)
@@ -67,7 +47,7 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         ("precision", run.precision.note),
         ("batch", _batch(run, sections["batching"])),
         ("steps", f"{run.total_steps:,} ({length})"),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {rate}, {resolved.optimizer}"),
+        ("optimizer", f"{type(run.optimizer).__name__}, lr {rate}, {choices.get('optimizer')}"),
     ]
 
     def rows(*families: Any) -> dict[str, object]:
@@ -75,40 +55,40 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         return {name: row for panel in panels for name, row in call_with(panel, facts).items()}
 
     task: dict[str, Any] = sections["task"].options
-    kind, reason = run.train_loader.kind, run.train_loader.reason
+    kind, given = run.train_loader.kind, sections["dataloader"].kind != "auto"
     note = f"; {run.resumed_note}" if run.resumed_note else ""
     switches = {
-        **rows(precision, schedule),
-        "loader": f"{kind} ({reason})" if reason else kind,
-        **rows(parallel, checkpointing, compile, rewrites, gradients, optim, backend, loaders, ema),
+        **rows(schedule),
+        "loader": f"{kind} ({run.train_loader.reason})" if given else None,
+        **rows(parallel, checkpointing, rewrites, gradients, backend, loaders),
         "evaluation": _evaluation(run),
-        **rows(sampling, curriculum),
         **call_with(data.panel, facts),
         **rows(transforms),
         **{name.replace("_", " "): value or None for name, value in task.items() if name != "loss"},
-        **rows(models, decoding),
+        **rows(models),
+        **choices.rows,
         "resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None,
     }
     table += [(name, str(row)) for name, row in switches.items() if row is not None]
+    table += [("auto", str(choice)) for choice in choices.made.values() if choice.reason]
     table.append(("run", str(run.folder)))
     debug = sections["debug"].mode
     loud = [f"debug={debug} is on and slows training down"] if debug != "none" else []
     if run.precision.warning is not None:
         loud.append(run.precision.warning)
-    if resolved.workers > (cores := machine.spare_cores(most=sys.maxsize)):
-        loud.append(f"dataloader.workers={resolved.workers} take turns on {cores} of this machine's cores")
+    if (workers := run.train_loader.workers) > (cores := machine.spare_cores(most=sys.maxsize)):
+        loud.append(f"dataloader.workers={workers} take turns on {cores} of this machine's cores")
     return sections["recipe"] or "train", table, loud
 
 
 def _task(run: Run) -> str:
-    """The task, and the trait of the labels that implies it unless the config names it."""
-    info, name, reason = run.info, run.resolved.task, run.resolved.task_reason
+    """The task, and how many classes, tokens or figures it is of."""
+    info, name = run.info, run.choices.get("task")
     count = info.vocab_size if name == "language_modelling" else info.num_classes
     units = {"language_modelling": "token", "multilabel": "label", "regression": "figure"}
     unit = units.get(name, "class")
     several = f"{unit}{'es' if unit == 'class' else 's'}"
-    words = f"{name} of {count:,} {several if count > 1 else unit}" if count and name in TASKS else name
-    return words + (f" (by the labels: {reason})" if reason else "")
+    return f"{name} of {count:,} {several if count > 1 else unit}" if count and name in TASKS else name
 
 
 def _batch(run: Run, batching: sampling.Batching) -> str:
@@ -129,7 +109,7 @@ def results(run: Run) -> dict[str, Any]:
     """What `summary.json` says of a run itself, finished or not."""
     progress, sets = run.progress, run.figures.keys() - {"train", "val", "test"}
     summary: dict[str, Any] = {
-        "task": run.resolved.task,
+        "task": run.choices.get("task"),
         "steps": progress.step,
         "samples": progress.samples,
         "train_samples_per_s": progress.samples_per_s,
@@ -147,11 +127,11 @@ def results(run: Run) -> dict[str, Any]:
         summary["loss_spikes"] = {"count": progress.loss_spikes, "largest": progress.largest_spike}
     if run.slow_ranks:
         summary["slow_ranks"] = run.slow_ranks
-    if (share := run.resolved.padding_share) is not None:
+    if (share := run.choices.get("padding_share")) is not None:
         summary["padding_share"] = share
     if missing := left_out(run):
         summary["left_out"] = missing
-    summary |= {"best_metric": ".".join(run.followed), "best_mode": run.best_mode}
+    summary |= {"best_metric": ".".join(run.plan.followed), "best_mode": run.plan.best_mode}
     if run.compilation is not None:
         summary["compile"] = run.compilation.report()
     if run.unreadable is not None and (files := run.unreadable()):
@@ -161,7 +141,7 @@ def results(run: Run) -> dict[str, Any]:
     if progress.best_step is not None:
         summary["best"] = {"step": progress.best_step, **run.best_figures}
     if len(progress.best_states) > 1:
-        figure = run.best_metric
+        figure = run.plan.best_metric
         ranked = ({"step": step, figure: value} for value, step in progress.best_states)
         summary["best_states"] = [*ranked]
     return summary
@@ -173,8 +153,8 @@ def left_out(run: Run) -> dict[str, int]:
 
 
 def _evaluation(run: Run) -> str | None:
-    views = ["their mirror images"] * run.flip
-    views += [f"shifts by {run.shift} px"] * bool(run.shift)
+    views = ["their mirror images"] * run.evaluation.flip
+    views += [f"shifts by {shift} px" for shift in [run.evaluation.shift] if shift]
     words = [f"over images and {' and '.join(views)}"] if views else []
     if missing := left_out(run):
         parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())

@@ -14,14 +14,14 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger, hooks, takes_own_steps
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoices, read_choices
 from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.tensors.state_writer import StateWriter
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.build_model import remedy
 from ptfast.profiling.operator_counting import StepCounter
-from ptfast.run import Cadence, Run
+from ptfast.run import LoopIntervals, Run, RunPlan
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.checkpointer import Checkpointer, stateful_parts
 from ptfast.training.loop.updates import OPTIMIZER_NAME
@@ -66,7 +66,7 @@ def build(
     if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
         # What `auto` became in the run whose state is resumed elsewhere.
         begun_in = state_folder.parent.parent
-    before = Resolved.read(begun_in, state.facts if state is not None else None)
+    previous = read_choices(begun_in, state.facts if state is not None else None)
     run = PartialRun(
         folder=folder,
         device=device,
@@ -75,7 +75,7 @@ def build(
         display=display,
         logger=logger or Logger(),
         config=config,
-        before=broadcast_object(before, ranks),
+        choices=AutoChoices(broadcast_object(previous, ranks)),
         state=state,
         data=data,
     )
@@ -87,73 +87,84 @@ def build(
     add_teacher(run)
     seed_everything(config.seed)
     build_plain_model(run)
-    run.plan = build_plan(config, run.splits, run.model, run.micro_batches, display.note)
+    run.training_plan = build_plan(config, run.splits, run.model, run.micro_batches, display.note)
     place_model(run)
     shape_model(run)
     if state is not None:
         run.checkpointer.restore_model(state)
     build_loaders(run)
     add_optimizer(run)
-    check_last_batch(run.plan.batches, run.model, run.micro_batches)
-    add_settings(run)
+    check_last_batch(run.training_plan.batches, run.model, run.micro_batches)
+    add_callbacks(run)
+    run.plan = plan_run(run)
     add_schedule(run)
     add_average(run)
+    run.choices.rows["average"] = run.ema and run.ema.note
     check_own_steps(run)
     run.stateful = stateful_parts(run)
     if state is not None:
-        run.checkpointer.restore(state, run.before.total_steps)
+        run.checkpointer.restore(state, run.choices.began_with("total_steps", int) or 0)
     saved, buffers = run.model.state_dict(), run.model.named_buffers()
     floating = [(name, b) for name, b in buffers if name in saved and b.is_floating_point()]
     run.finite_buffers = [name for name, buffer in floating if bool(buffer.isfinite().all())]
-    run.checks_steps, run.skip_limit = config.numerics.mode == "skip", config.numerics.limit
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
     run.state = run.data = None
     run.counter = StepCounter(run)
     if ranks.is_first:
-        run.resolved.write(folder)
+        run.choices.write(folder)
     return run
 
 
-def add_settings(run: PartialRun) -> None:
-    """Build callbacks; set when the loop looks up, what it follows and keeps, and advice for a misfit."""
-    config, plan, stop = run.config, run.plan, run.config.stop
-    callbacks: list[Any] = run.callbacks
+def add_callbacks(run: PartialRun) -> None:
+    """Build the callbacks, what seeds a step, the writer of checkpoints, and advice for a misfit."""
+    config, callbacks = run.config, list[Any]()
     for index, target in enumerate(config.callbacks):
         with constructing(f"callbacks.{index}", target.path):
             callbacks.append(target.build())
-    counts_epochs = plan.batches.size is not None and hooks(run.callbacks, "on_epoch")
+    run.callbacks += callbacks
     run.seed, run.seed_step = config.seed, build_seeder(run.device)
-    run.total_steps, run.batch_size = plan.total_steps, config.batch_size
     saves_s = config.saving.every.seconds if config.saving.every.unit == "seconds" else None
     run.saver = StateWriter(run.ranks, run.clock, config.saving.background, saves_s)
-    run.cadence = Cadence(
+    run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
+
+
+def plan_run(run: PartialRun) -> RunPlan:
+    """Plan when the loop looks up, and what it follows; C005 for a metric that nothing computes."""
+    config, plan, stop, task = run.config, run.training_plan, run.config.stop, run.task
+    counts_epochs = plan.batches.size is not None and hooks(run.callbacks, "on_epoch")
+    by_time = config.saving.every.unit == "seconds"
+    intervals = LoopIntervals(
         plan.every("log_every", config.log_every, times=CURVE_POINTS),
         plan.every("eval.every", config.eval.every),
-        () if saves_s else plan.every("saving.every", config.saving.every),
+        () if by_time else plan.every("saving.every", config.saving.every),
         switch_steps=run.freezing.switch_steps if run.freezing is not None else (),
         epoch_steps=plan.batches.every(Duration(1, "epochs"), plan.total_steps) if counts_epochs else (),
     )
     default = "train" if run.splits.val is None else "val"
-    run.best_metric = stop.metric or (run.task.metric if default == "val" else "loss")
-    split, _, metric = run.best_metric.rpartition("/")
+    best_metric = stop.metric or (task.metric if default == "val" else "loss")
+    split, _, metric = best_metric.rpartition("/")
     if split not in run.splits.evals:
-        split, metric = default, run.best_metric
-    run.followed, run.best_mode = (split, metric), stop.mode
-    if stop.mode == "auto":
-        run.best_mode = run.task.mode if metric == run.task.metric else better_mode(metric)
-    names = getattr(run.task.metrics(), "keys", None)
+        split, metric = default, best_metric
+    names = getattr(task.metrics(), "keys", None)
     # As far as that is known before an evaluation; callbacks may add figures to it.
     if names is not None and metric != "loss" and not hooks(run.callbacks, "on_evaluation"):
-        figures = {"loss": 0.0} if split == "train" else run.task.figures(0.0, dict.fromkeys(names(), 0.0))
-        if metric not in figures:
-            known = [*figures, *(f"{name}/{figure}" for name in run.splits.evals for figure in figures)]
-            what, hint = "no such figure", f"There are: {name_some(known, 12)}"
-            raise ConfigError("C005", what, key="stop.metric", value=run.best_metric, suggestion=hint)
-    run.patience = stop.patience
-    run.keep_best, run.keep_states = int(config.saving.best), config.saving.keep
-    run.max_time_s = config.run.max_time.seconds if config.run.max_time is not None else None
-    run.debug, run.log_norm = config.debug.mode, config.gradients.log_norm
-    run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
+        known = {"loss": 0.0} if split == "train" else task.figures(0.0, dict.fromkeys(names(), 0.0))
+        if metric not in known:
+            of_sets = (f"{name}/{each}" for name in run.splits.evals for each in known)
+            what, hint = "no such figure", f"There are: {name_some([*known, *of_sets], 12)}"
+            raise ConfigError("C005", what, key="stop.metric", value=best_metric, suggestion=hint)
+    mode = task.mode if metric == task.metric else better_mode(metric)
+    best_mode = mode if stop.mode == "auto" else stop.mode
+    return RunPlan(
+        *(plan.total_steps, intervals, best_metric, (split, metric), best_mode, config.batch_size),
+        max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
+        stop=stop,
+        saving=config.saving,
+        numerics=config.numerics,
+        debug=config.debug.mode,
+        log_norm=config.gradients.log_norm,
+        freezes_statistics=config.optimizer.freeze_backbone_stats,
+    )
 
 
 def check_own_steps(run: PartialRun) -> None:

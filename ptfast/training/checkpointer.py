@@ -15,7 +15,7 @@ from torch import Tensor
 from ptfast.core.distributed import broadcast_object
 from ptfast.core.errors import PtfastError, SavedStateError, summary_of
 from ptfast.core.protocols import Stateful
-from ptfast.core.resolved import Progress
+from ptfast.core.run_records import Progress
 from ptfast.core.tensors.dtensors import local_part, shard_like
 from ptfast.core.tensors.saved_state import (
     ShardedDraft,
@@ -128,7 +128,7 @@ class Checkpointer:
         def mark(folder: Path) -> None:
             if best_steps[:1] == [step]:
                 point(self._saved, "best", folder)
-            prune(self._saved, run.keep_states, best_steps)
+            prune(self._saved, run.plan.saving.keep, best_steps)
 
         if run.sharded:
             draft = ShardedDraft(self._saved, step, state, run.ranks, mark)
@@ -181,15 +181,15 @@ class Checkpointer:
         run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
 
     def _facts(self, best_only: bool) -> dict[str, Any]:
-        """Return the content of `state.json`: progress, metrics, the data, and all resolved values."""
+        """What `state.json` says: progress, metrics, the data, and the automatic choices."""
         run = self.run
         return {
             "progress": asdict(run.progress),
             "best_figures": run.best_figures,
-            "best_metric": ".".join(run.followed),
+            "best_metric": ".".join(run.plan.followed),
             "figures": run.figures,
             "info": asdict(run.info),
-            "resolved": asdict(run.resolved),
+            "choices": run.choices.as_json(),
             "best_only": best_only,
         }
 
@@ -212,7 +212,7 @@ class Checkpointer:
             abandon_after(saved, current)
         known = {step_of(folder) for folder in list_states(saved)}
         best = [(value, step) for value, step in run.progress.best_states if step in known]
-        run.progress.best_states = best[: run.keep_best]
+        run.progress.best_states = best[: int(run.plan.saving.best)]
         # A kill between a checkpoint and the link to it leaves an old link, as does `saving.best=0`.
         if run.progress.best_states:
             point(saved, "best", saved / f"step-{run.progress.best_states[0][1]}")

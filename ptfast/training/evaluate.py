@@ -74,9 +74,10 @@ class ViewAveraged(nn.Module):
         return tree_map(mean, outputs, self.model(flipped))
 
 
-def averaged_over_views(run: Run) -> nn.Module:
-    """Return the run's model, with test-time augmentation if the config sets it."""
-    return ViewAveraged(run.model, flip=run.flip, shift=run.shift) if run.flip or run.shift else run.model
+def averaged_over_views(run: Run, model: nn.Module | None = None) -> nn.Module:
+    """The run's model, or another, averaged over several views of an image if the run is evaluated so."""
+    model, (flip, shift) = model or run.model, (run.evaluation.flip, run.evaluation.shift)
+    return ViewAveraged(model, flip=flip, shift=shift) if flip or shift else model
 
 
 def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:

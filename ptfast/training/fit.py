@@ -83,7 +83,7 @@ def _fit(run: Run) -> StopReason:
             if stop is None and progress.step < run.total_steps:
                 stop = _no_gain(run)
         ends = progress.step >= run.total_steps or stop is not None
-        is_scheduled = ends or run.saver.due or progress.step in run.cadence.save_steps
+        is_scheduled = ends or run.saver.due or progress.step in run.plan.intervals.save_steps
         if is_kept or is_scheduled:
             _save(run, settles=data_comes, ends=ends, best_only=not is_scheduled)
     stop = _test(run, stop or StopReason.LAST_STEP)
@@ -141,7 +141,7 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
     """Train until the next log, evaluation or save is due, for at most `look_steps` steps."""
     progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
     start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
-    stop = min(run.cadence.next_stop(start, run.total_steps), start + look_steps)
+    stop = min(run.plan.intervals.next_stop(start, run.total_steps), start + look_steps)
     # The first step of a process and counted steps do not represent the training speed.
     is_first, aside = start == trainer.first_step, None
     if is_first:
@@ -170,12 +170,12 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
 
 def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
     """Call back at the end of an epoch, note if an evaluation is due, and log or show metrics."""
-    progress, cadence = run.progress, run.cadence
+    progress, intervals = run.progress, run.plan.intervals
     step, took_any = progress.step, segment.steps > 0
-    if took_any and step in cadence.epoch_steps:
+    if took_any and step in intervals.epoch_steps:
         run.call_back("on_epoch", round(run.epoch))
-    progress.evaluation_due = took_any and (step >= run.total_steps or step in cadence.eval_steps)
-    logs = progress.evaluation_due or (took_any and step in cadence.log_steps)
+    progress.evaluation_due = took_any and (step >= run.total_steps or step in intervals.eval_steps)
+    logs = progress.evaluation_due or (took_any and step in intervals.log_steps)
     trainer.window.report(segment.look, logs=logs)
     if logs and run.compilation is not None:
         num_steps = run.total_steps - trainer.first_step
@@ -262,14 +262,14 @@ def _evaluate_and_rank(run: Run) -> bool:
 
 def _rank(run: Run, figures: dict[str, float]) -> bool:
     """Compare an evaluation with the best so far; True if its checkpoint is among those to keep."""
-    progress, metric = run.progress, run.best_metric
+    progress, metric = run.progress, run.plan.best_metric
     if metric not in figures:
         hint = f"There are: {', '.join(figures)}"
         raise ConfigError("C005", "unknown metric", key="stop.metric", value=metric, suggestion=hint)
     value, previous = figures[metric], progress.best_value
     # NaN is never the best, because no value would beat it.
     is_best = not math.isnan(value) and (
-        previous is None or (value > previous if run.best_mode == "max" else value < previous)
+        previous is None or (value > previous if run.plan.best_mode == "max" else value < previous)
     )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
@@ -277,25 +277,25 @@ def _rank(run: Run, figures: dict[str, float]) -> bool:
     else:
         progress.evaluations_without_gain += 1
     for split in (name for name in run.eval_loaders if name != "test"):
-        marked, shown = is_best and split == run.followed[0], run.figures[split]
+        marked, shown = is_best and split == run.plan.followed[0], run.figures[split]
         run.display.evaluation(progress.step, run.epoch, split, shown, marked, **run.evaluated_weights)
     # A longer run would not evaluate at the last step of this one.
-    is_due = progress.step > run.schedule.warmup_steps and progress.step in run.cadence.eval_steps
+    is_due = progress.step > run.schedule.warmup_steps and progress.step in run.plan.intervals.eval_steps
     if run.schedule.on_metric is not None and is_due and (change := run.schedule.on_metric.follow(value)):
         run.display.note(f"schedule: {change} after {metric}={value:g}")
     if math.isnan(value):
         return False
     others = [(found, step) for found, step in progress.best_states if step != progress.step]
     # Among equal ones the first wins.
-    sign = -1 if run.best_mode == "max" else 1
+    sign = -1 if run.plan.best_mode == "max" else 1
     ranked = sorted([*others, (value, progress.step)], key=lambda each: sign * each[0])
-    progress.best_states = ranked[: run.keep_best]
+    progress.best_states = ranked[: int(run.plan.saving.best)]
     return progress.step in [step for _, step in progress.best_states]
 
 
 def _no_gain(run: Run) -> StopReason | None:
     """Return the reason to stop if the last evaluations have not improved."""
-    patience = run.patience
+    patience = run.plan.stop.patience
     if patience is None or run.progress.evaluations_without_gain < patience:
         return None
     run.stop_reason = f"no improvement in {patience} evaluations"

@@ -20,8 +20,8 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, PtfastError, SavedStateError
 from ptfast.core.plain_display import Display
-from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import plain_json
+from ptfast.core.run_records import AutoChoices, read_choices
 from ptfast.core.tensors.saved_state import MANIFEST, config_of, find_checkpoint, name_checkpoint, read_state
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import as_known, check_same_data, read_info
@@ -69,14 +69,14 @@ def load_saved(config: Config, state_folder: Path, student: PartialRun | None = 
         folder=folder,
         device=student.device if student else resolve_device(config.device, Ranks()),
         config=config,
-        before=Resolved.read(folder, state.facts),
+        choices=AutoChoices(read_choices(folder, state.facts)),
         state=state,
         checkpoint=Checkpoint(state_folder, name_checkpoint(state_folder, state.facts)),
     )
     if student is None:
         set_up_machine(run, trains=False)
     else:
-        run.precision, run.resolved = student.precision, Resolved()
+        run.precision = student.precision
     run.progress.step = int(state.facts["progress"]["step"])
     run.info = read_info(state.facts["info"])
     choose_task(run)
@@ -108,13 +108,14 @@ def add_teacher(run: PartialRun) -> None:
         teacher = load_saved(config.model_copy(update={"backend": run.config.backend}), folder, run)
         if teacher.ema is not None:
             teacher.ema.copy_to_model()
-        run.resolved.teacher = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        run.choices.note("teacher", digest)
         theirs, ours = ({**vars(info), **info.extra} for info in (teacher.info, run.info))
         as_known(teacher.info, run.info)
         for fact in ("num_classes", "tokenizer", "normalize"):
             if theirs.get(fact) != ours.get(fact):
                 raise DataError("D004", f"the teacher was trained with a different {fact} than this data's")
-        if run.before.teacher not in ("", run.resolved.teacher):
+        if run.choices.began_with("teacher", str) not in (None, digest):
             raise SavedStateError("S003", "its best checkpoint has changed since this run began")
     except PtfastError as problem:
         raise problem.changed(key="task.teacher", value=task.teacher) from None
@@ -225,7 +226,7 @@ def prepared(saved: PartialRun, inputs: Sequence[Any], **reading: Any) -> Iterat
         saved.info,
         inputs,
         device=saved.device,
-        channels_last=bool(saved.resolved.channels_last),
+        channels_last=bool(saved.choices.get("rewrites.channels_last")),
         normalize=saved.config.data.normalize,
         **reading,
     )

@@ -63,7 +63,9 @@ def build(folder: Path) -> list[Row]:
 
 def row(folder: Path, name: str, num_steps: int, words: tuple[str, ...]) -> Row:
     run, lengths = a_run(folder, *words)
-    return Row(name, training(run, lengths, num_steps), "token", f"{run.resolved.padding_share:.1%} padding")
+    return Row(
+        name, training(run, lengths, num_steps), "token", f"{run.choices.get('padding_share'):.1%} padding"
+    )
 
 
 def a_run(folder: Path, *words: str) -> tuple[Any, np.ndarray]:

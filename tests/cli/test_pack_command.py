@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from running import same_bits, train, weights
 
 from ptfast.cli.command_line import run
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
+from ptfast.core.run_records import read_choices
 from ptfast.data.loaders import PACK_FILES
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images
@@ -152,8 +152,7 @@ def test_training_from_a_pack_is_training_from_the_folder(tree: Path, tmp_path: 
         words = f"dataloader={kind}".split()
         found = trained_on(tmp_path / kind, tmp_path / "pack", *words, *augment)
         assert same_bits(found, expected), kind
-    resolved = json.loads((tmp_path / "auto" / "resolved.json").read_text())
-    assert resolved["dataloader"] == "packed"
+    assert read_choices(tmp_path / "auto")["dataloader.kind"].value == "packed"
     cropped = ("augment=resized_crop", "data.image_size=8", "dataloader=plain")
     jpeg = tmp_path / "jpeg"
     pack(tree, jpeg, jpeg=True)

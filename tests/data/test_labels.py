@@ -176,8 +176,8 @@ def floats(num_samples: int = 40) -> TensorDataset:
 def test_the_panel_says_what_is_trained_for(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("data=custom", "data._target_=test_labels.floats", "model.hidden=[4]", "epochs=1")
     rows = {
-        "task=auto": "task regression of 1 figure (by the labels: floats, all whole numbers; "
-        "task=classification takes them for classes) model",
+        "task=auto": "task=regression because of the labels: floats, all whole numbers; "
+        "task=classification takes them for classes",
         "task=classification": "task classification of 2 classes model",
     }
     for word, row in rows.items():

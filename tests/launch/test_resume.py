@@ -31,7 +31,7 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoice, AutoChoices, read_choices
 from ptfast.core.tensors.saved_state import list_states
 from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import ATTEMPTS_FILE
@@ -324,31 +324,36 @@ def test_lines_beyond_the_state_are_cut(in_tmp: Path) -> None:
 def test_what_auto_became_is_kept_and_what_is_given_is_not_overruled(
     in_tmp: Path, stopped: Path, whole: Path
 ) -> None:
-    resolved = json.loads(Path("a/resolved.json").read_text())
-    assert resolved["dataloader"] == "memory"
+    assert read_choices(Path("a"))["dataloader.kind"].value == "memory"
     assert train(*BASE, "run.dir=a", "dataloader.kind=plain") == 0
-    assert json.loads(Path("a/resolved.json").read_text())["dataloader"] == "plain"
+    assert read_choices(Path("a"))["dataloader.kind"].value == "plain"
     assert_same_run(Path("whole"), Path("a"))
 
 
 def test_a_run_resumed_elsewhere_keeps_what_auto_became(in_tmp: Path, stopped: Path) -> None:
-    resolved = json.loads(Path("a/resolved.json").read_text())
-    Path("a/resolved.json").write_text(json.dumps(resolved | {"dataloader_reason": "as it was begun"}))
+    content = json.loads(Path("a/resolved.json").read_text())
+    (choice,) = (each for each in content["choices"] if each["key"] == "dataloader.kind")
+    choice["reason"] = "as it was begun"
+    Path("a/resolved.json").write_text(json.dumps(content))
     assert train(*BASE, "run.resume=a", "run.dir=b") == 0
-    assert json.loads(Path("b/resolved.json").read_text())["dataloader_reason"] == "as it was begun"
+    assert read_choices(Path("b"))["dataloader.kind"].reason == "as it was begun"
 
 
 def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
     words = (*BASE, "gradients.accumulate=2", "run.dir=a")
     arm("SIGTERM")
     assert train(*words) == 75
-    resolved = json.loads(Path("a/resolved.json").read_text())
-    on_two_ranks = resolved | {"num_ranks": 2, "micro_batches": 4, "threads": 64}
-    Path("a/resolved.json").write_text(json.dumps(on_two_ranks))
+    own, choices = read_choices(Path("a")), AutoChoices()
+    choices.made = own | {"micro_batches": AutoChoice("micro_batches", 4)}
+    choices.choose("num_ranks", 2)
+    choices.choose("backend.threads", 64)
+    choices.write(Path("a"))
     assert train(*words) == 0
-    assert json.loads(Path("a/resolved.json").read_text()) == resolved | {"micro_batches": 4}
+    assert read_choices(Path("a")) == own | {"micro_batches": AutoChoice("micro_batches", 4)}
     others: Any = SimpleNamespace(
-        config=read_config(BASE)[1], ranks=Ranks(num_ranks=3), before=Resolved(micro_batches=4)
+        config=read_config(BASE)[1],
+        ranks=Ranks(num_ranks=3),
+        choices=AutoChoices({"micro_batches": AutoChoice("micro_batches", 4)}),
     )
     with pytest.raises(ConfigError, match=r"micro_batches=4: .* Resume it on 1, 2, 4 ranks: only a new run"):
         cut_batch(others)

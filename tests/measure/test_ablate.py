@@ -78,7 +78,7 @@ class Planted(Laboratory):
         if "preset=plain" not in words:
             speed = self.given_speed
         facts = {"meets": ["images", "convolutions", "batchnorm"], "loss": 2.0, "peak_memory_bytes": 2**30}
-        facts["resolved"] = {"channels_last": not self.resolves.isdisjoint(words)}
+        facts["choices"] = {"rewrites.channels_last": not self.resolves.isdisjoint(words)}
         time = math.log(1e-3 / speed) + self._draws.gauss(0, 0.01)
         return TrialResult(tuple(words), time if request.timed_s else None, "", facts)
 

@@ -66,11 +66,11 @@ class Machine(Laboratory):
             return TrialResult(
                 tuple(words), None, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"}
             )
-        resolved = {"dataloader": loader.kind, "workers": loader.workers}
+        choices = {"dataloader.kind": loader.kind, "dataloader.workers": loader.workers}
         rate = self.rate(loader)
         figures = {"samples_per_s": rate, "waiting": self.waiting, "memory": (self.bytes(loader), "PSS")}
         time = -math.log(rate) + self._draws.gauss(0, self.noise)
-        facts = {"resolved": resolved, "data": self.data, **figures}
+        facts = {"choices": choices, "data": self.data, **figures}
         return TrialResult(tuple(words), time if timed else None, "", facts)
 
 

@@ -16,7 +16,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
-from ptfast.core.resolved import Progress
+from ptfast.core.run_records import Progress
 from ptfast.core.tensors.dtensors import whole
 from ptfast.core.tensors.saved_state import ShardedDraft, State, WholeDraft, read_state
 from ptfast.core.tensors.trees import map_tensors

@@ -185,7 +185,7 @@ def trained(words: Words, plain_words: Words | None = None) -> Trial:
     """
     trial = Trial()
     with a_run(*words) as run:
-        run.cadence.log_steps = range(1, run.total_steps + 1)
+        object.__setattr__(run.plan.intervals, "log_steps", range(1, run.total_steps + 1))
         run.logger = _Losses(trial)
         before = math.nan
         if plain_words is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from ptfast.cli.command_line import run
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
+from ptfast.core.run_records import read_choices
 from ptfast.data.map_source import TensorSource
 from ptfast.tasks import build_task
 from ptfast.tasks.cross_entropy import balanced_weights, read_weights
@@ -106,11 +106,11 @@ def test_labels_that_are_not_known_are_read(monkeypatch: pytest.MonkeyPatch) -> 
 def test_balanced_weights_are_recorded_and_resumed(tmp_path: Path) -> None:
     words = (*CASES["class weights, balanced"].run_words()[:-1], "task.class_weights=balanced")
     built = build_run(tmp_path, *words)
-    recorded = json.loads((tmp_path / "resolved.json").read_text())["class_weights"]
+    recorded = read_choices(tmp_path)["task.class_weights"].value
     assert recorded == pytest.approx([30 / 3 / count for count in (20, 7, 3)])
     assert built.task.class_weights.tolist() == pytest.approx(recorded)  # type: ignore[attr-defined]
-    facts = json.loads((tmp_path / "resolved.json").read_text()) | {"class_weights": [1.0, 2.0, 3.0]}
-    (tmp_path / "resolved.json").write_text(json.dumps(facts))
+    built.choices.choose("task.class_weights", [1.0, 2.0, 3.0])
+    built.choices.write(tmp_path)
     assert build_run(tmp_path, *words).task.class_weights.tolist() == [1, 2, 3]  # type: ignore[attr-defined]
 
 

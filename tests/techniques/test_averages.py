@@ -346,7 +346,7 @@ def test_flip_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
         fit(run)
     assert same_bits(dict(plain.model.state_dict()), dict(flipped.model.state_dict()))
     assert flipped.figures["val"]["loss"] != plain.figures["val"]["loss"]
-    plain.flip = True
+    plain.evaluation = flipped.evaluation
     assert flipped.figures["val"] == evaluated(plain)
 
 

@@ -19,8 +19,7 @@ from torch import nn
 from ptfast.__main__ import WAITING, main
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
-from ptfast.core.resolved import Resolved
-from ptfast.core.run_directory import read_json
+from ptfast.core.run_records import AutoChoice, AutoChoices, read_choices
 from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.profiling.debugging import debugging
 from ptfast.techniques.backend import Backend, torch_settings
@@ -75,15 +74,15 @@ def test_threads_leave_cores_to_who_keeps_them_busy(restore_backend, monkeypatch
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch_settings, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch_settings, "others_cores", lambda ranks: busy)
-    found = apply_backend(Backend(), device=CPU)
-    assert found["threads"] == threads
-    assert says in found["threads_reason"]
-    assert bool(found["threads_reason"]) == bool(says)
+    apply_backend(Backend(), device=CPU, choices=(choices := AutoChoices()))
+    found = choices.made["backend.threads"]
+    assert found.value == torch.get_num_threads() == threads
+    assert says in found.reason
+    assert bool(found.reason) == bool(says)
     # Whatever the load is by then, a resumed run keeps its number.
     monkeypatch.setattr(torch_settings, "others_cores", lambda ranks: 0.0)
-    before = Resolved(device="cpu", **found)
-    again = apply_backend(Backend(), device=CPU, before=before)
-    assert (again["threads"], again["threads_reason"]) == (threads, found["threads_reason"])
+    apply_backend(Backend(), device=CPU, choices=(again := AutoChoices(choices.made)))
+    assert again.made["backend.threads"] == found
 
 
 @pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
@@ -132,14 +131,10 @@ print(as_it_is, faults())
 @pytest.mark.usefixtures("restore_backend")
 class TestBackend:
     def test_threads_are_set_and_recorded(self):
-        resolved = apply_backend(Backend(threads=2, cudnn_benchmark=True, deterministic=False), device=CPU)
-        assert torch.get_num_threads() == resolved["threads"] == 2
-        assert resolved["deterministic"] is False
-        assert resolved["cudnn_benchmark"] is False
-        again = apply_backend(
-            Backend(threads=resolved["threads"], cudnn_benchmark=True, deterministic=False), device=CPU
-        )
-        assert again == resolved
+        choices, backend = AutoChoices(), Backend(threads=2, cudnn_benchmark=True, deterministic=False)
+        apply_backend(backend, device=CPU, choices=choices)
+        assert torch.get_num_threads() == choices.get("backend.threads") == 2
+        assert choices.get("backend.cudnn_benchmark") is False
 
     @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU has no such mode")
     def test_denormals_are_flushed_on_a_cpu_as_when_the_run_began(self):
@@ -147,13 +142,14 @@ class TestBackend:
         for backend, device, before, flushes in (
             (on, CPU, None, True),
             (off, CPU, None, False),
-            (on, CPU, Resolved(device="cpu"), False),
-            (off, CPU, Resolved(device="cpu", flushes_denormals=True), True),
-            (on, CPU, Resolved(device="cuda"), True),
+            (on, CPU, {"device": "cpu"}, False),
+            (off, CPU, {"device": "cpu", "backend.flush_denormals": True}, True),
+            (on, CPU, {"device": "cuda"}, True),
             (on, torch.device("meta"), None, False),
         ):
-            resolved = apply_backend(backend, device=device, before=before)
-            assert resolved["flushes_denormals"] is flushes
+            choices = AutoChoices({key: AutoChoice(key, value) for key, value in (before or {}).items()})
+            apply_backend(backend, device=device, choices=choices)
+            assert choices.get("backend.flush_denormals") is flushes
             assert bool((tiny * 1).any()) is not flushes
 
     def test_the_users_own_number_wins_but_not_torchruns(self, monkeypatch):
@@ -189,11 +185,9 @@ class TestBackend:
         ],
     )
     def test_cudnn_searches_on_a_gpu_alone(self, wanted, deterministic, device, expected):
-        where = torch.device(device)
-        resolved = apply_backend(
-            Backend(threads=1, cudnn_benchmark=wanted, deterministic=deterministic), device=where
-        )
-        assert resolved["cudnn_benchmark"] is torch.backends.cudnn.benchmark is expected
+        backend = Backend(threads=1, cudnn_benchmark=wanted, deterministic=deterministic)
+        apply_backend(backend, device=torch.device(device), choices=(choices := AutoChoices()))
+        assert choices.get("backend.cudnn_benchmark") is torch.backends.cudnn.benchmark is expected
 
 
 def batches_of(*shapes: tuple[int, ...]) -> Iterator[StepBatch]:
@@ -220,7 +214,8 @@ class TestShapes:
         """On a GPU; here the switch is a stand-in's."""
 
         def as_on_cuda(backend, **kwargs):
-            return {**apply_backend(backend, **kwargs), "cudnn_benchmark": bool(backend.cudnn_benchmark)}
+            apply_backend(backend, **kwargs)
+            kwargs["choices"].choose("backend.cudnn_benchmark", bool(backend.cudnn_benchmark))
 
         monkeypatch.setattr(machine_stage, "apply_backend", as_on_cuda)
         monkeypatch.setattr(machine_stage, "MOST_SHAPES", 1)
@@ -231,15 +226,16 @@ class TestShapes:
         notes = []
         monkeypatch.setattr(run.display, "note", notes.append)
         assert fit(run) == "finished"
-        assert notes == ["cudnn_benchmark is off from step 3: inputs of more than 1 shapes"]
-        assert read_json(tmp_path / "resolved.json")["cudnn_benchmark"] is False
+        line = "backend.cudnn_benchmark=false because inputs have more than 1 shapes"
+        assert notes == [f"{line}, from step 3 on"]
+        assert str(read_choices(tmp_path)["backend.cudnn_benchmark"]) == line
         assert build_run(tmp_path / "off", *words, "backend.cudnn_benchmark=true").watch_batches is None
 
     def test_a_resumed_run_does_not_search_again(self, tmp_path, monkeypatch):
         """On a GPU; a run that comes from a CPU had not tried."""
 
         def as_on_cuda(backend, **kwargs):
-            return apply_backend(backend, **{**kwargs, "device": torch.device("cuda")})
+            apply_backend(backend, **{**kwargs, "device": torch.device("cuda")})
 
         monkeypatch.setattr(machine_stage, "apply_backend", as_on_cuda)
         found = []
@@ -247,7 +243,9 @@ class TestShapes:
             (tmp_path / "resolved.json").write_text(
                 json.dumps({"device": device, "cudnn_benchmark": False, "num_ranks": 1})
             )
-            found.append(build_run(tmp_path, "model.hidden=[8]", "steps=1").resolved.cudnn_benchmark)
+            found.append(
+                build_run(tmp_path, "model.hidden=[8]", "steps=1").choices.get("backend.cudnn_benchmark")
+            )
         assert found == [False, True]
 
 
@@ -289,12 +287,10 @@ class TestSeeding:
 
 
 def channels_last(setting, model, kind, device):
-    resolved, device = Resolved(), torch.device(device)
-    rewrites, before = Rewrites(channels_last=setting), Resolved()
-    apply_rewrites(
-        model, rewrites, kind=kind, device=device, cancelled_biases=None, before=before, resolved=resolved
-    )
-    return resolved.channels_last
+    choices, rewrites = AutoChoices(), Rewrites(channels_last=setting)
+    device = torch.device(device)
+    apply_rewrites(model, rewrites, kind=kind, device=device, cancelled_biases=None, choices=choices)
+    return choices.get("rewrites.channels_last")
 
 
 class TestChannelsLast:
@@ -341,11 +337,13 @@ def test_segments_grow_where_lengths_vary(
         monkeypatch.delenv(name, raising=False)
     facts = {"many_lengths": many_lengths, "captures": captures}
     backend = Backend(expandable_segments=wanted)
-    assert expand_segments(backend, torch.device("cuda"), **facts) is expected
+    expand_segments(backend, torch.device("cuda"), choices := AutoChoices(), **facts)
+    assert choices.get("backend.expandable_segments") is expected
     assert given == [f"expandable_segments:{expected}"]
-    assert not expand_segments(backend, CPU, **facts)
+    expand_segments(backend, CPU, choices := AutoChoices(), **facts)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    assert not expand_segments(backend, torch.device("cuda"), **facts)
+    expand_segments(backend, torch.device("cuda"), choices, **facts)
+    assert choices.made == {}
     assert len(given) == 1
 
 
@@ -356,9 +354,11 @@ def test_segments_grow_where_lengths_vary(
 def test_cudnn_plans_no_attention_where_lengths_vary(wanted: Any, many_lengths: bool, expected: bool) -> None:
     before, backend = torch.backends.cuda.cudnn_sdp_enabled(), Backend(cudnn_attention=wanted)
     try:
-        given = allow_cudnn_attention(backend, torch.device("cuda"), many_lengths=many_lengths)
+        allow_cudnn_attention(backend, CPU, choices := AutoChoices(), many_lengths=many_lengths)
+        assert choices.made == {}
+        allow_cudnn_attention(backend, torch.device("cuda"), choices, many_lengths=many_lengths)
+        given = choices.get("backend.cudnn_attention")
         assert given is torch.backends.cuda.cudnn_sdp_enabled() is expected
-        assert allow_cudnn_attention(backend, CPU, many_lengths=many_lengths) is None
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
@@ -372,7 +372,8 @@ def test_new_segments_of_a_gpu_grow(monkeypatch: pytest.MonkeyPatch, expands: bo
     torch.cuda.empty_cache()
     before = {segment["address"] for segment in torch.cuda.memory_snapshot()}
     try:
-        expand_segments(Backend(expandable_segments=expands), device, many_lengths=False, captures=False)
+        facts = {"many_lengths": False, "captures": False}
+        expand_segments(Backend(expandable_segments=expands), device, AutoChoices(), **facts)
         kept = torch.empty(64 << 20, dtype=torch.uint8, device=device)
         made = [s for s in torch.cuda.memory_snapshot() if s["address"] not in before]
         assert [segment["is_expandable"] for segment in made] == [expands]

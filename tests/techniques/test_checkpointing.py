@@ -224,14 +224,14 @@ def test_a_run_trains_and_resumes_to_the_same_bits(in_tmp: Path) -> None:
 def test_what_was_found_is_written_and_shown(tmp_path: Path) -> None:
     words = ("model=resnet_digits", "model.depth=14", "checkpointing=every_n")
     run = build_run(tmp_path, *words)
-    assert run.resolved.checkpointed == ["blocks.0", "blocks.2", "blocks.4"]
+    assert run.choices.get("checkpointed") == ["blocks.0", "blocks.2", "blocks.4"]
     again = build_run(tmp_path, *words)
-    assert again.resolved.checkpointed == ["blocks.0", "blocks.2", "blocks.4"]
+    assert again.choices.get("checkpointed") == ["blocks.0", "blocks.2", "blocks.4"]
     config = check(checkpointing={"mode": "every_n", "every": 2}).checkpointing
-    row = panel(config, run.resolved)["checkpointing"]
-    assert row == "all in 3 blocks recomputed (blocks.0 to blocks.4, 1 in 2)"
+    row = panel(config, run.choices)["checkpointing"]
+    assert row == "all in 3 blocks computed again (blocks.0 to blocks.4, 1 in 2)"
     off = check(checkpointing={"mode": "none"}).checkpointing
-    assert panel(off, run.resolved)["checkpointing"] is None
+    assert panel(off, run.choices)["checkpointing"] is None
 
 
 @pytest.mark.parametrize(

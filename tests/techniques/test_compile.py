@@ -182,8 +182,8 @@ class TestRun:
     def test_what_is_variable_in_length_is_compiled_for_any(self, tmp_path: Path) -> None:
         (tmp_path / "train.tsv").write_text("".join(f"{'a ' * n}\t{n % 2}\n" for n in range(1, 41)))
         text = ("data=text_tsv", f"data.path={tmp_path / 'train.tsv'}", "model=text_encoder", "compile=model")
-        assert build_run(tmp_path / "run", *text).resolved.compile_dynamic is True
-        assert build_run(tmp_path / "digits", *RUN).resolved.compile_dynamic is False
+        assert build_run(tmp_path / "run", *text).choices.get("compile.dynamic") is True
+        assert build_run(tmp_path / "digits", *RUN).choices.get("compile.dynamic") is False
 
 
 @pytest.mark.usefixtures("chains_as_they_are")

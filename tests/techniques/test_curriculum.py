@@ -61,7 +61,7 @@ def test_images_are_small_at_first_and_whole_at_the_end(tmp_path: Path) -> None:
         expected = full if side == 8 else F.interpolate(full, (side, side), mode="bilinear", antialias=True)
         torch.testing.assert_close(images, expected)
         assert torch.equal(labels, full_labels)
-    assert run.resolved.curriculum == ["images from 4 to 8 pixels in 3 stages over 12 steps"]
+    assert run.choices.get("curriculum") == ["images from 4 to 8 pixels in 3 stages over 12 steps"]
     held_out = next(iter(run.eval_loaders["val"])).data[0]
     assert held_out.shape[-2:] == (8, 8)
 

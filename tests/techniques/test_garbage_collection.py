@@ -126,4 +126,4 @@ def test_auto_goes_by_whose_code_reads_samples_in_this_process(
 ) -> None:
     run = build_run(tmp_path, *words)
     run.close()
-    assert run.resolved.collects_between is waits
+    assert run.choices.get("backend.gc") is waits

@@ -14,7 +14,7 @@ from torch import nn
 from ptfast.config.read import read_config
 from ptfast.core import devices
 from ptfast.core.errors import MachineError
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoices
 from ptfast.techniques.precision import Precision as Section
 from ptfast.techniques.precision import number_formats as precision_module
 from ptfast.techniques.precision.number_formats import build_precision, kept_conversions, try_matmuls
@@ -88,16 +88,19 @@ def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, na
 )
 def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     cpu(text)
-    precision = build_precision(Section(mode="amp"), CPU)
+    choices = AutoChoices()
+    precision = build_precision(Section(mode="amp"), CPU, choices=choices)
     assert (precision.half_type is not None) is has_bf16
     assert precision.warning is None
-    fp32 = "fp32 (amp: bf16 is no faster on this CPU)"
-    assert precision.note == ("bf16 autocast (amp on cpu)" if has_bf16 else fp32)
+    assert precision.note == ("bf16 autocast" if has_bf16 else "fp32")
+    fp32 = "precision.mode=fp32 because amp is on, and bf16 is no faster on this CPU"
+    bf16 = "precision.mode=bf16 because amp is on, and this CPU multiplies bf16"
+    assert str(choices.made["precision.mode"]) == (bf16 if has_bf16 else fp32)
     cpu("flags\t\t: avx2\n" if has_bf16 else "flags\t\t: avx512_bf16\n")
-    before = Resolved(device="cpu", precision=precision.note)
-    resumed = build_precision(Section(mode="amp"), CPU, before=before)
-    assert resumed.half_type is precision.half_type
-    assert ("as the run began" in resumed.note) is not has_bf16
+    choices.choose("device", "cpu")
+    resumed = AutoChoices(choices.made)
+    assert build_precision(Section(mode="amp"), CPU, choices=resumed).half_type is precision.half_type
+    assert resumed.made["precision.mode"] == choices.made["precision.mode"]
 
 
 @pytest.mark.parametrize("text", [None, "", "flags\t\t:\n", "\0\xff: :\n:\n", "no colon at all"])
@@ -162,7 +165,7 @@ def test_amp_on_cuda_is_bf16_where_the_gpu_multiplies_it(monkeypatch, native, dt
     assert precision.half_type is dtype
     assert precision.scaler == (None if native else "cuda")
     name = "bf16 autocast" if native else "fp16 autocast with gradient scaling"
-    assert precision.note == f"{name} (amp on cuda)"
+    assert precision.note == name
 
 
 @pytest.mark.parametrize("emulates", [True, False])
@@ -206,10 +209,12 @@ def test_auto_takes_the_quickest_products_that_are_as_exact_as_fp32(hardware):
         r"fp32, high matmuls: 1\.5x at relative error \de-07, as exact as fp32", precision.note
     )
     hardware["high"] = 2.9
-    stays = build_precision(Section(mode="fp32", matmul_precision="auto"), CPU)
+    choices = AutoChoices()
+    stays = build_precision(Section(mode="fp32", matmul_precision="auto"), CPU, choices=choices)
     assert stays.matmul == torch.get_float32_matmul_precision() == "highest"
-    assert stays.note.startswith("fp32, highest matmuls (high: 1.0x at relative error")
-    assert stays.note.endswith("coarser than fp32)")
+    reason = choices.made["precision.matmul_precision"].reason
+    assert reason.startswith("high: 1.0x at relative error")
+    assert reason.endswith("coarser than fp32")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -253,10 +258,10 @@ def test_the_error_is_that_of_the_product():
 def test_a_resumed_run_keeps_its_products(tmp_path, hardware):
     words = ("model.hidden=[8]", "steps=1", "precision.matmul_precision=auto")
     run = build_run(tmp_path, *words)
-    assert run.resolved.matmul_precision == "high"
+    assert run.precision.matmul == "high"
     hardware["high"] = 9.0
-    assert build_run(tmp_path, *words).resolved.matmul_precision == "high"
-    assert build_run(tmp_path / "new", *words).resolved.matmul_precision == "highest"
+    assert build_run(tmp_path, *words).precision.matmul == "high"
+    assert build_run(tmp_path / "new", *words).precision.matmul == "highest"
 
 
 @pytest.mark.gpu("TF32")

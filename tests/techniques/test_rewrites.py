@@ -231,7 +231,7 @@ class TestRun:
         self, in_tmp: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert train(*self.on, "run.dir=whole") == 0
-        assert "2 biases before a BatchNorm dropped" in capsys.readouterr().out
+        assert "dropped biases  2 before a BatchNorm" in capsys.readouterr().out
         assert train(*self.on, "run.dir=rest", "run.resume=whole/saved/step-3") == 0
         assert same_bits(weights(Path("whole")), weights(Path("rest")))
         assert same_bits(training_state(Path("whole")), training_state(Path("rest")))
@@ -251,7 +251,7 @@ class TestRun:
 
     def test_iterable_data_is_not_looked_at(self, tmp_path: Path) -> None:
         data = "data=custom", "data._target_=test_iterable.Noise", "data.val=0"
-        assert build_run(tmp_path, *self.on, *data).resolved.dropped_biases == {}
+        assert build_run(tmp_path, *self.on, *data).choices.get("dropped_biases") == {}
 
 
 class CenteredNorm(RmsNorm):

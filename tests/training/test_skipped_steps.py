@@ -16,7 +16,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import StepBatch
-from ptfast.core.resolved import Progress
+from ptfast.core.run_records import Progress
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.optim.build_optimizer import apply_lr
 from ptfast.run import Run
@@ -118,7 +118,8 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(
 def checked_update(optimizer: torch.optim.Optimizer, ranks: Ranks) -> updates.CheckedUpdate:
     """A `CheckedUpdate` of nothing but an optimizer."""
     run: Any = SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"), ranks=ranks, clip=None)
-    run.progress, run.skip_limit, run.display, run.model = Progress(), 10, Display(), torch.nn.Module()
+    run.progress, run.display, run.model = Progress(), Display(), torch.nn.Module()
+    run.plan = SimpleNamespace(numerics=SimpleNamespace(limit=10))
     window: Any = SimpleNamespace(loss_sum=torch.ones(()))
     return updates.CheckedUpdate(run, window, OneRank())
 

@@ -79,7 +79,7 @@ def test_the_best_is_the_largest_or_the_smallest(
     figures = iter([{"loss": 2, "accuracy": 0.1}, {"loss": 3, "accuracy": 0.9}, {"loss": 1, "accuracy": 0.2}])
     run.task.figures = lambda loss, values: next(figures)  # type: ignore[method-assign]
     fit(run)
-    assert (run.best_mode, run.progress.best_step) == (mode, best_step)
+    assert (run.plan.best_mode, run.progress.best_step) == (mode, best_step)
 
 
 def test_the_time_given_is_kept_and_the_run_goes_on_later(in_tmp: Path) -> None:

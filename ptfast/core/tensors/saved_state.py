@@ -23,8 +23,8 @@ from torch import Tensor
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import ConfigError, SavedStateError, cannot_write, shorten
 from ptfast.core.protocols import DataInfo
-from ptfast.core.resolved import InputFacts, Manifest, Progress, StateFacts, checked
 from ptfast.core.run_directory import CONFIG, read_json
+from ptfast.core.run_records import InputFacts, Manifest, Progress, StateFacts, checked
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 FORMAT = 1
@@ -60,7 +60,7 @@ class State:
     Args:
         model: the plain model's state dict; what several ranks have written has a `SavedTensor` for a tensor.
         training: optimizer, gradient scaler and averaged weights, by name; tensors and plain values only.
-        facts: JSON: progress, the data's facts, what the run resolved to.
+        facts: JSON: progress, the data's facts, the automatic choices.
     """
 
     model: dict[str, Any]

@@ -93,8 +93,8 @@ FAMILY = Family(
         ),
     ),
     free_keys=tuple(f"dataloader.{name}" for name in ("kind", "workers", "prefetch", "pin", "fused")),
-    panel=lambda resolved: {
-        "images": "gathered, changed and normalised in one kernel" if resolved.fused_images else None,
-        "transfers": "on a side stream, one batch ahead" if resolved.side_stream else None,
+    panel=lambda choices: {
+        "images": "changed and normalized in one kernel" if choices.get("dataloader.fused") else None,
+        "transfers": "on a side stream, one batch ahead" if choices.get("dataloader.side_stream") else None,
     },
 )

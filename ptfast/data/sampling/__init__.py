@@ -108,5 +108,4 @@ FAMILY = Family(
             "batching=buckets",
         ),
     ),
-    panel=lambda resolved: {"sampling": resolved.sampling, "padding": resolved.padding},
 )

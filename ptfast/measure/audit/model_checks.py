@@ -30,7 +30,7 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
     yield from _check_biases(context)
     yield from _check_widths(context)
     yield from _check_formulas(context)
-    if norms := context.run.resolved.fused_norms or [*find_rms_norms(context.run.model)]:
+    if norms := context.run.choices.get("fused_norms") or [*find_rms_norms(context.run.model)]:
         what, where = f"{counted(len(norms), 'RMS norm')} in single operators", name_some(norms, NAMED)
         mend, overrides = "torch.nn.RMSNorm", ("rewrites.fused_rms_norm=true",)
         handled = context.config.rewrites.fused_rms_norm
@@ -71,7 +71,7 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:
     run, kept = context.run, context.config.rewrites.bias_before_norm
-    found = [*(run.resolved.dropped_biases or ())]
+    found = [*(run.choices.get("dropped_biases") or ())]
     if kept and not takes_own_steps(run.task):
 
         def forward() -> object:

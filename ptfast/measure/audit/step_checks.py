@@ -96,7 +96,8 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
 
 
 def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
-    batching, kind, share = context.config.batching, context.run.info.kind, context.run.resolved.padding_share
+    batching, kind, run = context.config.batching, context.run.info.kind, context.run
+    share = run.choices.get("padding_share")
     if share is None:
         tokens = next((t for t in tensors_in(context.batch) if t.dim() == 2 and t.dtype == torch.int64), None)
         if tokens is None or kind not in ("text", "tokens"):
@@ -189,7 +190,7 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
     if (lack := devices.lack_of_compiler(context.device_type)) is not None:
         mend = lack.remedy.partition(", or ")[0]
         yield Finding("compiler missing", lack.what, "this machine", mend, kind="reordered")
-    ahead = max(context.run.resolved.workers, 1) * (config.dataloader.prefetch + 1)
+    ahead = max(context.run.train_loader.workers, 1) * (config.dataloader.prefetch + 1)
     needed, there = ahead * sum(tensor.nbytes for tensor in tensors_in(context.batch)), shared_memory()
     if config.dataloader.kind not in ("memory", "device") and there < needed:
         what = f"{num_bytes(there)} of shared memory, but prefetched batches take {num_bytes(needed)}"

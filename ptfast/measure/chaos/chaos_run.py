@@ -17,8 +17,8 @@ from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import parse, quoted
 from ptfast.config.schema import Config
 from ptfast.core.errors import COMMAND_LINE, ConfigError, ReportedError, SavedStateError
-from ptfast.core.resolved import Resolved
 from ptfast.core.run_directory import SUMMARY, read_json, write_json
+from ptfast.core.run_records import read_choices
 from ptfast.core.tensors.dtensors import whole
 from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
@@ -109,7 +109,7 @@ class ChaosTest:
     def train_under_kills(self) -> None:
         """Resume until the run finishes, an attempt hangs, or an attempt fails without a kill."""
         # A run on a busy machine may choose fewer threads, which changes the order of sums.
-        words = [f"backend.threads={Resolved.read(self.whole).threads}", "run.resume=auto"]
+        words = [f"backend.threads={read_choices(self.whole)['backend.threads'].value}", "run.resume=auto"]
         limit_s, total, left_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * self.whole_s), len(self.kills), None
         while self.failure is None:
             number, done = len(self.attempts) + 1, len(self.strikes)

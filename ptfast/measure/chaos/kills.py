@@ -161,9 +161,9 @@ def install(strikes: Strikes, folder: Path) -> None:
         run.debug_aids.append(strikes)
         if run.ranks.is_first and not (folder / SHAPE).exists():
             last, launched = run.total_steps, "TORCHELASTIC_RUN_ID" in os.environ
-            saves = [*run.cadence.save_steps, last]
-            evals = [*run.cadence.eval_steps, last] if "val" in run.eval_loaders else []
-            parts = run.ranks.num_ranks, launched, run.resolved.workers, run.sharded
+            saves = [*run.plan.intervals.save_steps, last]
+            evals = [*run.plan.intervals.eval_steps, last] if "val" in run.eval_loaders else []
+            parts = run.ranks.num_ranks, launched, run.train_loader.workers, run.sharded
             write_json(folder / SHAPE, asdict(RunShape(last, saves, evals, *parts)))
         strikes.at("start-up", point="built")
         return run

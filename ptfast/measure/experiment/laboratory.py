@@ -33,7 +33,7 @@ class TrialResult:
     why: str = ""
     """The reason there is no time."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts about the run: `loss`, `peak_memory_bytes`, `resolved`, `times` of each turn, ..."""
+    """Of the run: `loss`, `peak_memory_bytes`, `choices`, `times` of each turn, ..."""
 
     @property
     def gave_out(self) -> bool:
@@ -47,7 +47,7 @@ class TrialResult:
             raise ReportedError(line, self.facts.get("exit_code", EXIT_BUG))
 
     def receipt(self) -> dict[str, Any]:
-        facts = {name: value for name, value in self.facts.items() if name not in ("environment", "resolved")}
+        facts = {name: value for name, value in self.facts.items() if name not in ("environment", "choices")}
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
 
 

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -156,7 +155,7 @@ class Segments:
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may be prefetched already when a segment begins.
         per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
-        self._prefetched_steps = -(-run.resolved.workers * config.dataloader.prefetch // per_rank)
+        self._prefetched_steps = -(-run.train_loader.workers * config.dataloader.prefetch // per_rank)
         kinds = [type(module) for module in run.model.modules()]
         needs: dict[Need, bool] = {
             "images": run.info.kind == "image",
@@ -167,7 +166,7 @@ class Segments:
         }
         self.facts = {
             "environment": run_directory.environment([]),
-            "resolved": asdict(run.resolved),
+            "choices": run.choices.values(),
             "batch_size": run.batch_size,
             "num_train": run.info.num_train,
             "meets": [need for need, is_met in needs.items() if is_met],

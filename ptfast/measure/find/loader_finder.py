@@ -139,8 +139,8 @@ class LoaderSearch:
         self.most = self.most or max(LEAST_LIMIT, 4 * self.cores_per_rank)
         self.most = min(self.most, self.data["num_shards"] or self.most)
         for name, measured in zip(("auto", "configured"), others, strict=True):
-            if (resolved := measured.facts.get("resolved")) is not None:
-                kind, count = resolved["dataloader"], resolved["workers"]
+            if (choices := measured.facts.get("choices")) is not None:
+                kind, count = choices["dataloader.kind"], choices["dataloader.workers"]
                 reads = kind in ("plain", "workers")
                 self.named[name] = self.workers(count) if reads else LoaderSetup(kind)
         if self.config.dataloader.kind == "auto":

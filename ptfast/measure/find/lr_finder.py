@@ -153,7 +153,7 @@ def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> Ra
 def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     """Train one step at each learning rate until the loss diverges, then restore the run."""
     # Inputs that grow during training have their full size in the last steps.
-    first = max(run.total_steps - len(lrs), 0) if run.resolved.curriculum else 0
+    first = max(run.total_steps - len(lrs), 0) if run.choices.get("curriculum") else 0
     taken, losses, means = list[float](), list[float](), list[float]()
     total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest rate"
     with preserving_state(run):

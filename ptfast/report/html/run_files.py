@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.core.errors import PtfastError
-from ptfast.core.resolved import Environment, Examples, Summary, read_known
 from ptfast.core.run_directory import CONFIG, ENVIRONMENT, EXAMPLES, SUMMARY
+from ptfast.core.run_records import Environment, Examples, Summary, read_known
 from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, USAGE, Record, read_records
 
 Points = list[tuple[float, float]]

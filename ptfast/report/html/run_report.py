@@ -12,8 +12,8 @@ from typing import Any
 
 from ptfast.core.clock import CAUSES, label
 from ptfast.core.plain_display import spike
-from ptfast.core.resolved import Lines, Tables, checked
 from ptfast.core.run_directory import METRICS, read_json, write_text
+from ptfast.core.run_records import Lines, Tables, checked
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.goodput import PARTS
 from ptfast.report.html.html_page import header, html_table, page

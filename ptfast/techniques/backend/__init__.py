@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Count, Family, OrAuto, Section
 
 
@@ -39,22 +38,11 @@ def repeatable_kernels(backend: Backend) -> PtfastError | None:
     return ConfigError("C011", what, key="backend.cudnn_benchmark", value=True, suggestion=hint)
 
 
-def panel(backend: Backend, resolved: Resolved) -> dict[str, object]:
-    """Describe how kernels are chosen, if there is a choice, and how freed memory is handled."""
-    until = ", while inputs have few shapes" if backend.cudnn_benchmark == "auto" else ""
-    searched = f"cuDNN times kernels and uses the fastest{until}" if resolved.cudnn_benchmark else None
-    held = "freed blocks are kept for the next step" if resolved.holds_memory else None
-    unplanned = "not by cuDNN, which makes a new plan for every length"
-    return {
-        "kernels": "deterministic" if resolved.deterministic else searched,
-        "attention": unplanned if resolved.cudnn_attention is False else None,
-        "memory": "in segments that grow" if resolved.expands_segments else held,
-        "garbage collection": "between steps only" if resolved.collects_between else None,
-    }
-
-
 FAMILY = Family(
     rules=(repeatable_kernels,),
     free_keys=("backend.hold_memory", "backend.expandable_segments", "backend.gc"),
-    panel=panel,
+    panel=lambda backend, choices: {
+        "kernels": "deterministic" if backend.deterministic else None,
+        "memory": "freed blocks are kept for the next step" if choices.get("backend.hold_memory") else None,
+    },
 )

@@ -14,7 +14,7 @@ from ptfast.core.devices import cannot_run, device_type, lack_of_device
 from ptfast.core.distributed import Ranks
 from ptfast.core.machine import others_cores, usable_cores
 from ptfast.core.protocols import StepBatch
-from ptfast.core.resolved import Resolved, resolved_or
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.world import THREADS_VARIABLE, under_torchrun
@@ -29,9 +29,9 @@ def apply_backend(
     *,
     device: torch.device,
     num_local_ranks: int = 1,
-    before: Resolved | None = None,
-) -> dict[str, Any]:
-    """Set torch's process-wide switches, before anything runs on the device; return fields of `Resolved`.
+    choices: AutoChoices | None = None,
+) -> None:
+    """Set torch's process-wide switches, before anything runs on the device.
 
     `threads=auto` takes an equal share of the usable cores for each local rank, without those that other
     processes keep busy: a thread that waits for a core delays all others. Their number
@@ -39,22 +39,21 @@ def apply_backend(
     until `watch_shapes` has seen too many shapes.
 
     Args:
-        before: values that `auto` had when the run began; None for a new run.
+        choices: take what `auto` becomes.
     """
-    before = before or Resolved()
-    threads, deterministic = resolved_or(backend.threads, before.threads), backend.deterministic
-    reason = before.threads_reason if before.threads else ""
-    if threads == "auto":
+    choices, deterministic = choices or AutoChoices(), backend.deterministic
+
+    def choose_threads() -> tuple[int, str]:
         busy = others_cores(num_local_ranks) if device.type == "cpu" else 0.0
-        num_threads = resolve_threads(num_local_ranks, busy)
-        if num_threads < resolve_threads(num_local_ranks):
-            reason = f"others keep {busy:.1f} of {usable_cores()} cores busy"
-    else:
-        num_threads = threads
+        count = resolve_threads(num_local_ranks, busy)
+        crowded = count < resolve_threads(num_local_ranks)
+        return count, f"others keep {busy:.1f} of {usable_cores()} cores busy" if crowded else ""
+
+    torch.set_num_threads(choices.resolve("backend.threads", backend.threads, int, choose_threads))
     # On a GPU there were already too many shapes.
-    had_many = (before.device, before.cudnn_benchmark) == ("cuda", False)
+    began_on = choices.began_with("device", str)
+    had_many = began_on == "cuda" and choices.began_with("backend.cudnn_benchmark", bool) is False
     benchmark = not had_many if backend.cudnn_benchmark == "auto" else backend.cudnn_benchmark
-    torch.set_num_threads(num_threads)
     if deterministic:
         # cuBLAS reads this when it first makes a handle.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -64,18 +63,13 @@ def apply_backend(
     torch.backends.cudnn.deterministic = deterministic
     # Kernels chosen by timing differ from run to run.
     torch.backends.cudnn.benchmark = benchmark and not deterministic and device.type == "cuda"
-    wanted = before.flushes_denormals if before.device == device.type else backend.flush_denormals
-    flush = wanted and device.type == "cpu"
-    can_flush = torch.set_flush_denormal(flush)
-    return {
-        "threads": num_threads,
-        "threads_reason": reason,
-        "interop_threads": torch.get_num_interop_threads(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "deterministic": deterministic,
-        "holds_memory": backend.hold_memory and device.type == "cpu" and hold_memory(),
-        "flushes_denormals": flush and can_flush,
-    }
+    searches = backend.cudnn_benchmark == "auto" and torch.backends.cudnn.benchmark
+    reason = "inputs have had few shapes so far" if searches else ""
+    choices.choose("backend.cudnn_benchmark", torch.backends.cudnn.benchmark, reason)
+    before = bool(choices.began_with("backend.flush_denormals", bool))
+    flush = device.type == "cpu" and (before if began_on == "cpu" else backend.flush_denormals)
+    choices.choose("backend.flush_denormals", torch.set_flush_denormal(flush) and flush)
+    choices.choose("backend.hold_memory", backend.hold_memory and device.type == "cpu" and hold_memory())
 
 
 def watch_shapes(
@@ -120,8 +114,10 @@ def resolve_device(name: str, ranks: Ranks) -> torch.device:
     return torch.device(name)
 
 
-def expand_segments(backend: Backend, device: torch.device, *, many_lengths: bool, captures: bool) -> bool:
-    """Switch growing segments of GPU memory on or off; return True if they are on.
+def expand_segments(
+    backend: Backend, device: torch.device, choices: AutoChoices, *, many_lengths: bool, captures: bool
+) -> None:
+    """Switch growing segments of GPU memory on or off.
 
     Batches of many lengths need blocks of new sizes all the time, which do not fit into fixed segments. With
     `auto`, a run that `captures` CUDA graphs keeps fixed ones. A user's PYTORCH_ALLOC_CONF is not changed.
@@ -130,23 +126,25 @@ def expand_segments(backend: Backend, device: torch.device, *, many_lengths: boo
     """
     has_own = any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")))
     if device.type != "cuda" or sys.platform != "linux" or torch.version.hip is not None or has_own:
-        return False
-    expands = backend.expandable_segments
-    expands = many_lengths and not captures if expands == "auto" else expands
+        return
+    pays, key = many_lengths and not captures, "backend.expandable_segments"
+    reason = "batches come in many lengths" if pays else ""
+    expands = choices.resolve(key, backend.expandable_segments, bool, lambda: (pays, reason))
     set_allocator(f"expandable_segments:{expands}")
-    return expands
 
 
-def allow_cudnn_attention(backend: Backend, device: torch.device, *, many_lengths: bool) -> bool | None:
-    """Allow or forbid cuDNN's attention; return True if it is allowed, None without a GPU.
+def allow_cudnn_attention(
+    backend: Backend, device: torch.device, choices: AutoChoices, *, many_lengths: bool
+) -> None:
+    """Allow or forbid cuDNN's attention on a GPU.
 
     On new GPUs torch prefers cuDNN's attention, which plans for every new shape: a tenth of a second each.
     """
     if device.type != "cuda":
-        return None
-    may = not many_lengths if backend.cudnn_attention == "auto" else backend.cudnn_attention
+        return
+    reason, key = "cuDNN plans anew for every length" if many_lengths else "", "backend.cudnn_attention"
+    may = choices.resolve(key, backend.cudnn_attention, bool, lambda: (not many_lengths, reason))
     torch.backends.cuda.enable_cudnn_sdp(may)
-    return may
 
 
 def hold_memory() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.section import Count, Family, Section, Share, Unused
 from ptfast.techniques.compile import Compile
 
@@ -37,13 +37,13 @@ def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> Ptfas
     return None
 
 
-def panel(checkpointing: Checkpointing, resolved: Resolved) -> dict[str, object]:
+def panel(checkpointing: Checkpointing, choices: AutoChoices) -> dict[str, object]:
     """Describe the activations that the backward pass recomputes."""
     if checkpointing.mode == "none":
         return {"checkpointing": None}
     if checkpointing.mode == "budget":
         return {"checkpointing": f"the compiler keeps {checkpointing.memory_budget:.0%} of the activations"}
-    blocks = resolved.checkpointed
+    blocks = choices.get("checkpointed")
     what = "cheap operations" if checkpointing.mode == "selective" else "all"
     which = f"{blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else blocks[0]
     every = f", 1 in {checkpointing.every}" if checkpointing.mode == "every_n" else ""

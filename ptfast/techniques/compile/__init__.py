@@ -69,5 +69,4 @@ FAMILY = Family(
         ),
     ),
     free_keys=("compile.keep",),
-    panel=lambda compile, compiled: {"compile": compiled and compiled + "; code is cached" * compile.keep},
 )

@@ -46,5 +46,4 @@ FAMILY = Family(
         Unused.without("curriculum.image_size_from", "auto", "curriculum.image_size_multiple"),
         Unused.without("curriculum.length_from", "auto", "curriculum.length_multiple"),
     ),
-    panel=lambda resolved: {"curriculum": "; ".join(resolved.curriculum) or None},
 )

@@ -37,5 +37,4 @@ FAMILY = Family(
         Unused.without("ema.swa_start", "75%", "ema.swa_every"),
         Unused.without("ema.decay", "0.999", "ema.warmup"),
     ),
-    panel=lambda average: {"average": average},
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.coerce import Range
 from ptfast.core.sections.section import Count, Family, OrAuto, Positive, Section, Unused, WallTime
 from ptfast.core.world import world
@@ -181,14 +181,14 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
     return ConfigError("C012", what, key="parallel.nproc", value=parallel.nproc, suggestion=hint)
 
 
-def panel(parallel: Parallel, resolved: Resolved) -> dict[str, object]:
+def panel(parallel: Parallel, choices: AutoChoices) -> dict[str, object]:
     """Describe how the ranks train together; no row for one process."""
-    if resolved.num_ranks == 1 and not parallel.wrap_one_rank:
+    if choices.get("num_ranks") == 1 and not parallel.wrap_one_rank:
         asked = parallel.strategy
         alone = f"one process: {asked} has no effect"
         return {"parallel": None if asked == "single" else alone}
     if parallel.strategy == "fsdp":
-        num_parts = len(resolved.shards) + 1
+        num_parts = len(choices.get("shards")) + 1
         words = [f"fsdp, weights in {num_parts} part{'s' * (num_parts > 1)}"]
         words += [f"{parallel.prefetch} prefetched"] * (parallel.prefetch > 1)
         words += ["float8 weights gathered"] * parallel.float8_gather

@@ -44,10 +44,4 @@ def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastE
             yield problem
 
 
-FAMILY = Family(
-    rules=(float8_under_bf16,),
-    machine_rules=(formats_of_the_device,),
-    panel=lambda resolved: {
-        "float8": f"products of {len(resolved.float8)} layers" if resolved.float8 else None
-    },
-)
+FAMILY = Family(rules=(float8_under_bf16,), machine_rules=(formats_of_the_device,))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptfast.core.devices import cannot_run, lack_of_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
-from ptfast.core.resolved import Resolved, resolved_or
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.tensors.torch_internals import BatchNorm, DispatchMode
 from ptfast.core.tensors.trees import map_tensors, tree_leaves
 from ptfast.techniques.precision import Precision
@@ -52,51 +52,62 @@ class NumberFormats:
 
 
 def build_precision(
-    section: Precision, device: torch.device, ranks: Ranks | None = None, *, before: Resolved | None = None
+    section: Precision, device: torch.device, ranks: Ranks | None = None, choices: AutoChoices | None = None
 ) -> NumberFormats:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
     Half-precision types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU with
     matrix units, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    `amp` is `bf16` if it is faster on the device, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
-    `matmul_precision` except `highest` is tried, on the first rank, and the note reports its error.
+    `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
+    `matmul_precision` but `highest` is tried, on the first rank, and the note states its error. Both become
+    `choices`.
     """
-    mode, ranks, before = section.mode, ranks or Ranks(), before or Resolved()
+    mode, ranks, choices = section.mode, ranks or Ranks(), choices or AutoChoices()
     lack = lack_of_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
         raise problem
-    matmul = resolved_or(section.matmul_precision, before.matmul_precision)
-    if matmul == "auto" and mode == "tf32":
-        matmul = "high"
-    elif matmul == "auto" and mode != "fp32":
+    if device.type != "cpu" or choices.began_with("device", str) != "cpu":
+        choices.previous.pop("precision.mode", None)
+    wanted = "auto" if mode == "amp" else mode
+    kind = choices.resolve("precision.mode", wanted, str, lambda: _choose_amp(device.type))
+
+    def choose_matmul() -> tuple[Matmul, str]:
+        if mode == "fp32":
+            return on_first_rank(lambda: _quickest_exact(device), ranks)
         # Autocast and bf16 weights leave hardly any float32 products.
-        matmul = "highest"
-    chosen, note = on_first_rank(lambda: _choose_matmul(matmul, device), ranks)
-    set_float32(chosen, tf32_convolutions=section.tf32_convolutions)
-    half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(mode)
-    text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(mode, "")
+        return "high" if mode == "tf32" else "highest", ""
+
+    matmul: Matmul = choices.resolve(
+        "precision.matmul_precision", section.matmul_precision, Matmul, choose_matmul
+    )
+    tried = ""
+    if matmul != "highest":
+        trial = on_first_rank(lambda: try_matmuls((matmul,), device)[matmul], ranks)
+        tried = f", {matmul} matmuls: {trial}"
+    set_float32(matmul, tf32_convolutions=section.tf32_convolutions)
+    text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(kind, "")
     if mode == "fp32" and section.tf32_convolutions and lack_of_precision("tf32", device.type) is None:
         text += " with TF32 convolutions, torch's default"
-    if mode == "amp":
-        half = torch.float16 if device.type == "cuda" else None
-        gains, why = multiplies_bf16(device.type), f"bf16 is no faster on this {device.type.upper()}"
-        if before.precision and before.device == device.type == "cpu":
-            gains, why = before.precision.startswith("bf16"), "as the run began"
-        half = torch.bfloat16 if gains else half
-        text = "" if half else f"fp32 (amp: {why})"
+    half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(kind)
     context: AbstractContextManager[object] = nullcontext()
-    scaler = None
     if half is not None:
         context = torch.autocast(device.type, dtype=half)
         text = "bf16 autocast" if half == torch.bfloat16 else "fp16 autocast with gradient scaling"
-        text += f" (amp on {device.type})" if mode == "amp" else ""
-        scaler = torch.amp.GradScaler(device.type) if half == torch.float16 else None
+    scaler = torch.amp.GradScaler(device.type) if half == torch.float16 else None
     warning = None
     if lack is not None:
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
-    return NumberFormats(context, half, scaler, text + note, mode == "bf16_true", chosen, warning)
+    return NumberFormats(context, half, scaler, text + tried, mode == "bf16_true", matmul, warning)
+
+
+def _choose_amp(device_type: str) -> tuple[str, str]:
+    """What `precision=amp` becomes on a device, and why."""
+    if multiplies_bf16(device_type):
+        return "bf16", f"amp is on, and this {device_type.upper()} multiplies bf16"
+    mode = "amp_fp16" if device_type == "cuda" else "fp32"
+    return mode, f"amp is on, and bf16 is no faster on this {device_type.upper()}"
 
 
 @contextmanager
@@ -180,19 +191,14 @@ def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tup
     return result, time.perf_counter() - start
 
 
-def _choose_matmul(wanted: Literal["auto"] | Matmul, device: torch.device) -> tuple[Matmul, str]:
-    """Return the setting to use, and text for the note."""
-    if wanted == "highest":
-        return wanted, ""
-    if wanted != "auto":
-        return wanted, f", {wanted} matmuls: {try_matmuls((wanted,), device)[wanted]}"
+def _quickest_exact(device: torch.device) -> tuple[Matmul, str]:
+    """The quickest setting that is as exact as fp32, and why."""
     trials = try_matmuls(("high", "medium"), device)
     good = [trial for trial in trials.values() if trial.error <= FP32_GRADE]
     best = max(good, key=lambda trial: trial.speedup, default=None)
     if best is not None and best.speedup >= WORTH:
-        return best.setting, f", {best.setting} matmuls: {best}"
-    tried = "; ".join(f"{name}: {trial}" for name, trial in trials.items())
-    return "highest", f", highest matmuls ({tried})"
+        return best.setting, "it is as exact as fp32, and quicker"
+    return "highest", "; ".join(f"{name}: {trial}" for name, trial in trials.items())
 
 
 def set_float32(matmul: str, *, tf32_convolutions: bool | None = None) -> None:

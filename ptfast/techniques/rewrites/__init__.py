@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ptfast.core.resolved import Resolved
 from ptfast.core.sections.section import Family, OrAuto, Section
 
 
@@ -19,16 +18,6 @@ class Rewrites(Section):
     """Compute RMS norms written in single operators by torch's kernel."""
 
 
-def panel(rewrites: Rewrites, resolved: Resolved) -> dict[str, object]:
-    """Describe the rewrites that took place; the memory format is shown with the model."""
-    dropped = len(resolved.dropped_biases or ())
-    return {
-        "rewrites": f"{dropped} biases before a BatchNorm dropped" if dropped else None,
-        "loss": "with the last layer, chunk by chunk" if rewrites.chunked_loss else None,
-        "norms": f"{len(resolved.fused_norms)} RMS norms by torch's kernel"
-        if rewrites.fused_rms_norm
-        else None,
-    }
-
-
-FAMILY = Family(panel=panel)
+FAMILY = Family(
+    panel=lambda rewrites: {"loss": "with the last layer, chunk by chunk" if rewrites.chunked_loss else None}
+)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import LinearLogits
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.tensors.dtensors import local_part
 from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.torch_internals import DispatchMode
@@ -41,32 +41,35 @@ def apply_rewrites(
     cancelled_biases: Callable[[], dict[str, str]] | None,
     task: Any = None,
     sharded: bool = False,
-    before: Resolved,
-    resolved: Resolved,
+    choices: AutoChoices,
 ) -> None:
-    """Rewrite `model`, which has no loaded weights yet, in place; record the changes in `resolved`.
+    """Rewrite `model`, which has no saved weights yet, in place; note what was done in `choices`.
 
-    `cancelled_biases` finds biases that a BatchNorm subtracts, if `before` does not list them; with None only
-    those of `before` are dropped. `sharded` weights are cut by rows, which must be contiguous.
+    `cancelled_biases` finds biases that a BatchNorm subtracts, if a run that began before does not list them;
+    with None only those of the list are dropped. `sharded` weights are cut by rows, which must be contiguous.
     """
-    resolved.channels_last = False if sharded else before.channels_last
-    if resolved.channels_last is None:
-        resolved.channels_last = rewrites.channels_last is True
-        if rewrites.channels_last == "auto" and kind == "image" and device.type in ("cpu", "cuda"):
-            # It usually pays if most convolutions are ungrouped.
-            ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
-            resolved.channels_last = 2 * sum(ungrouped) > len(ungrouped)
-    if resolved.channels_last:
+
+    def choose_layout() -> tuple[bool, str]:
+        ungrouped = [module.groups == 1 for module in model.modules() if isinstance(module, nn.Conv2d)]
+        # It usually pays if most convolutions are ungrouped.
+        if kind != "image" or device.type not in ("cpu", "cuda") or 2 * sum(ungrouped) <= len(ungrouped):
+            return False, ""
+        return True, f"{sum(ungrouped)} of {len(ungrouped)} convolutions have one group"
+
+    wanted = False if sharded else rewrites.channels_last
+    if choices.resolve("rewrites.channels_last", wanted, bool, choose_layout):
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    dropped = before.dropped_biases
+    dropped = choices.began_with("dropped_biases", dict[str, str])
     if dropped is None and cancelled_biases is not None and not rewrites.bias_before_norm:
         dropped = cancelled_biases()
-    resolved.dropped_biases = dropped or {}
-    drop_biases(model, resolved.dropped_biases)
+    dropped = dropped or {}
+    choices.note("dropped_biases", dropped, f"{len(dropped)} before a BatchNorm" if dropped else None)
+    drop_biases(model, dropped)
     if rewrites.chunked_loss:
         apply_chunked_head(model, task)
     if rewrites.fused_rms_norm:
-        resolved.fused_norms = apply_fused_rms_norm(model)
+        names = apply_fused_rms_norm(model)
+        choices.note("fused_norms", names, f"{len(names)} RMS norms by torch's kernel")
 
 
 def find_cancelled_biases(model: nn.Module, forward: Callable[[], object]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.resolved import Resolved
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.section import Family, TargetSection, longer_than_run
 
@@ -33,7 +33,7 @@ def durations_that_fit(schedule: Schedule, epochs: int | None, steps: int | None
         yield ConfigError("C011", what, key="schedule.milestones", value=values)
 
 
-def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
+def panel(schedule: Schedule, choices: AutoChoices) -> dict[str, object]:
     """Describe the schedule, how it differs from others of its name, and the warm-up."""
     words = [schedule.target.path.rsplit(".", 1)[-1]]
     if (rise := schedule.target.kwargs.get("rise")) is not None:
@@ -44,7 +44,7 @@ def panel(schedule: Schedule, resolved: Resolved) -> dict[str, object]:
         words.append(f"patience {patience}")
     if schedule.warmup.value:
         words.append(f"warm-up {schedule.warmup}")
-    momentum = resolved.momentum
+    momentum = choices.get("momentum")
     return {"schedule": ", ".join(words + ([f"momentum {momentum}"] if momentum else []))}
 
 

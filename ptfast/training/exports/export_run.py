@@ -37,7 +37,7 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.models.lora import merged
 from ptfast.profiling.first_outputs import unsteadiness
 from ptfast.tasks.supervised import output_of
-from ptfast.training.evaluate import ViewAveraged, averaged_over_views
+from ptfast.training.evaluate import averaged_over_views
 from ptfast.training.exports.hub_layout import model_card, write_hub
 from ptfast.training.exports.load_script import load_script
 from ptfast.training.stages.data_stage import load_data, reader_options
@@ -142,9 +142,7 @@ def export_run(
                 raise NumericsError("N003", what, key=key, value=path, suggestion=hint)
 
     def from_raw(model: nn.Module) -> RawModel:
-        if saved.flip or saved.shift:
-            model = ViewAveraged(model, flip=saved.flip, shift=saved.shift)
-        return RawModel(model, prepare.statistics, images=images).eval()
+        return RawModel(averaged_over_views(saved, model), prepare.statistics, images=images).eval()
 
     def check(name: str, model: Callable[[Tensor], Tensor]) -> None:
         if not batches:
@@ -174,7 +172,7 @@ def export_run(
     with _drafted(out) as draft:
         # Shared weights are written once per layer: the format rejects memory that overlaps.
         tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
-        if saved.resolved.lora:
+        if saved.choices.get("LoRA"):
             tensors = merged(saved.model, tensors)
         write_tensors(draft / WEIGHTS, tensors)
         facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}

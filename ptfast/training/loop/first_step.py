@@ -92,7 +92,7 @@ class FirstStep:
         self._run, self._fresh = run, run.progress.step == 0
         theirs = not name_of(run.model).startswith("ptfast.")
         checks = getattr(run.task, "misfit", None) is not None
-        self._follows = run.followed[1] not in (run.task.metric, "loss")
+        self._follows = run.plan.followed[1] not in (run.task.metric, "loss")
         self._measures = self._follows or getattr(run.task, "adds_metrics", False)
         looks = (theirs and checks) or self._measures
         self._evaluates = self._fresh and looks and bool(run.eval_loaders)
@@ -157,11 +157,11 @@ class FirstStep:
                     given = with_tables(metrics) if self._follows else {}
             else:
                 run.task.loss(seen, data)
-        if isinstance(table := given.get(run.followed[1]), MetricTable):
+        if isinstance(table := given.get(run.plan.followed[1]), MetricTable):
             what = f"is not a single number: {table.kind} returns {described(table.value)}"
             numbers = [name for name, value in given.items() if not isinstance(value, MetricTable)]
             hint = f"Follow {' or '.join(['loss', *numbers])}, or make the metric average"
-            raise ConfigError("C005", what, key="stop.metric", value=run.best_metric, suggestion=hint)
+            raise ConfigError("C005", what, key="stop.metric", value=run.plan.best_metric, suggestion=hint)
         run.forward.train()
 
     def not_finite(self) -> PtfastError | None:
@@ -238,7 +238,7 @@ class SlowSwitches:
         """Warn once about each aid that is on now; `place` is where, if known. Cost: two calls."""
         for debug in names:
             what, is_on, _, pattern = SWITCHES[debug]
-            if debug in self.found or debug == self.run.debug or not is_on():
+            if debug in self.found or debug == self.run.plan.debug or not is_on():
                 continue
             self.found[debug] = [place] if place is not None else _places_of(pattern, self.run)
             at = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""

@@ -167,7 +167,7 @@ class LossWindow:
             return
         if run.ranks.distributed:
             run.forward.check_gradients()
-        if run.log_norm:
+        if run.plan.log_norm:
             norm = global_norm([p.grad for p in self._parameters if p.grad is not None])
             self._norm = self.update.unscaled(norm)
         if not self._named_unreached:
@@ -251,8 +251,8 @@ class LossWindow:
         if logs and run.ranks.is_first:
             look.resources |= self._usage.look()
             look.resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
-            if run.resolved.padding_share is not None:
-                look.resources["padding_share"] = run.resolved.padding_share
+            if (share := run.choices.get("padding_share")) is not None:
+                look.resources["padding_share"] = share
         if look.loss is not None:
             self.settle()
         if logs:

@@ -51,7 +51,7 @@ class Trainer:
         """
         run, progress = self.run, self.run.progress
         run.forward.train()
-        if run.freezes_statistics:
+        if run.plan.freezes_statistics:
             keep_frozen_statistics(run.model)
         self.on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         self.update_average = run.ema.update if run.ema is not None else _nothing
@@ -126,7 +126,7 @@ class Trainer:
             return batches
         sums = window.sums()
         run.forward.train()
-        if run.freezes_statistics:
+        if run.plan.freezes_statistics:
             keep_frozen_statistics(run.model)
         try:
             with buffers_kept(run.model):

@@ -125,7 +125,7 @@ class CheckedUpdate(SkippingUpdate):
     def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
         optimizer, device = run.optimizer, run.device
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._ranks, self.limit = run.ranks, run.skip_limit
+        self._ranks, self.limit = run.ranks, run.plan.numerics.limit
         at_once = device.type in READ_AT_ONCE
         self._special = any(is_sharded(each) or each.is_complex() for each in self._parameters)
         # On CUDA the kernel of `_check` rejects bfloat16: PyTorch issue 127176.
@@ -227,7 +227,7 @@ def build_update(run: Run, window: LossWindow, exchange: OneRank) -> PlainUpdate
         return TaskUpdate(run, window)
     if run.precision.scaler is not None:
         return ScaledUpdate(run, window, exchange)
-    return CheckedUpdate(run, window, exchange) if run.checks_steps else PlainUpdate(run)
+    return CheckedUpdate(run, window, exchange) if run.plan.numerics.mode == "skip" else PlainUpdate(run)
 
 
 def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

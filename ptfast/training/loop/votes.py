@@ -77,7 +77,8 @@ class SentVotes:
 
 def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
     """Return the message of this rank after a step."""
-    late = run.max_time_s is not None and run.clock.elapsed_s() > run.max_time_s
+    limit_s = run.plan.max_time_s
+    late = limit_s is not None and run.clock.elapsed_s() > limit_s
     late = late and run.progress.step < run.total_steps
     due = run.saver.is_due and run.ranks.is_first
     return Vote(run.stop_signal or 0, late, due, run.saver.is_written, step_s, phases_s)
@@ -120,11 +121,11 @@ class Votes:
             defers: whether the host may use the votes of this look later.
         """
         run, step = self._run, self._run.progress.step
-        logs = run.ranks.distributed and step in run.cadence.log_steps
+        logs = run.ranks.distributed and step in run.plan.intervals.log_steps
         vote = own_vote(run, step_s, self._stragglers.own() if logs else [])
         if run.ranks.distributed:
             # One rank cannot end a sharded evaluation, so all agree before it.
-            evaluates = run.sharded and step in run.cadence.eval_steps
+            evaluates = run.sharded and step in run.plan.intervals.eval_steps
             waits = step >= run.total_steps or evaluates or not defers
             sent, before = vote.send(run), self._sent
             self._sent = sent

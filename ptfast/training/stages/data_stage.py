@@ -17,7 +17,7 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import ConfigError, DataError, PtfastError, name_some, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
-from ptfast.core.resolved import Resolved, resolved_or
+from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.given import is_ours
 from ptfast.core.sections.targets import Target, built, keywords, signature, takes
 from ptfast.data import SPLIT_KEYS
@@ -123,10 +123,11 @@ def load_splits(run: PartialRun) -> None:
     info = read_info(run.state.facts["info"]) if run.state is not None else None
     if run.data is None:
         with run.display.status("loading the data"):
-            choice = build_choice(run.config, run.micro_batches, run.device, run.before, run.ranks.num_ranks)
+            choice = build_choice(run.config, run.micro_batches, run.device, run.choices, run.ranks.num_ranks)
             run.data = load_data(run.config, run.ranks, choice, trained=info)
     run.data = add_evals(run.config, run.data, run.ranks, run.display.note)
     run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
+    run.choices.rows["corrupt files"] = "skipped" if run.unreadable is not None else None
     _warn_of_missing_classes(run, run.data)
     if run.data.warning:
         run.display.warn(f"data: {run.data.warning}")
@@ -173,28 +174,28 @@ def choose_task(run: PartialRun) -> None:
     """Build the task of the config, or else the data's own, and check that evaluations fit it."""
     config, info = run.config, run.info
     named = config.task.name != "auto"
-    run.resolved.task = config.task.name if named else info.task
-    run.resolved.task_reason = "" if named else info.task_reason
+    reason = f"of the labels: {info.task_reason}" if info.task_reason and not named else ""
+    run.choices.choose("task", config.task.name if named else info.task, reason)
     name, options = config.task.name, on_device(built(config.task.options), run.device)
     if not named and not options and (by_position := _computes_loss(config.model.target, info)) is not None:
         name, options = "hf", {"by_position": by_position}
-        reason = "by the model's own loss, because its forward takes labels"
-        run.resolved.task_reason = f"{reason}; task={info.task} uses ptfast's"
+        reason = f"the model's forward takes labels, and it has a loss; task={info.task} takes ptfast's"
+        run.choices.choose("task", info.task, reason)
     task = build_task(name, info, **options)
     if isinstance(task, CrossEntropyTask) and task.class_weights == "balanced":
-        run.resolved.class_weights = _balanced_weights(run, task)
-        task.class_weights = torch.tensor(run.resolved.class_weights)
+        weights = run.choices.choose("task.class_weights", _balanced_weights(run, task))
+        task.class_weights = torch.tensor(weights)
     for name, value in vars(task).items() if isinstance(task, SupervisedTask) else ():
         vars(task)[name] = value.to(run.device) if isinstance(value, torch.Tensor) else value
     run.task = add_metrics(task, config.metrics, info)
-    run.flip, run.shift = config.eval.flip, config.eval.shift
-    check_views(run.flip, run.shift, info, run.task, targets=config.augment.targets)
+    run.evaluation = config.eval
+    check_views(config.eval.flip, config.eval.shift, info, run.task, targets=config.augment.targets)
 
 
 def _balanced_weights(run: PartialRun, task: CrossEntropyTask) -> list[float]:
-    """Return weights that balance the classes; a resumed run uses the weights it began with."""
-    if run.before.class_weights is not None:
-        return run.before.class_weights
+    """The weights by which each class counts the same; of a run that is not new, those that it began with."""
+    if (before := run.choices.began_with("task.class_weights", list[float])) is not None:
+        return before
     if run.data is None or not isinstance(source := run.data.train, MapSource):
         what, hint = "the classes of the training data cannot be counted", "Set a weight for each class"
         raise ConfigError("C011", what, key="task.class_weights", value="balanced", suggestion=hint)
@@ -230,21 +231,23 @@ def build_choice(
     config: Config,
     micro_batches: int,
     device: torch.device,
-    before: Resolved | None = None,
+    choices: AutoChoices | None = None,
     num_ranks: int = 1,
 ) -> Callable[..., Choice]:
-    """Return the function that chooses the loader, for `load_data`."""
-    before = before or Resolved()
+    """The function that chooses the loader, for `load_data`; a resumed run keeps that of `choices`."""
+    choices = choices or AutoChoices()
+    kind, workers = choices.began_with("dataloader.kind", str), choices.began_with("dataloader.workers", int)
     loader, augment = config.dataloader, Augment(**config.augment.model_dump(exclude={"mixup", "cutmix"}))
+    keeps = loader.kind == "auto" and kind is not None
     return partial(
         choose,
-        kind=resolved_or(loader.kind, before.dataloader),
-        # Loaders without workers have not resolved a number of workers.
-        workers=resolved_or(loader.workers, before.workers),
+        kind=(keeps and kind) or loader.kind,
+        # The number of loaders without workers is 0.
+        workers=(loader.workers == "auto" and workers) or loader.workers,
         micro_batch_size=config.batch_size // micro_batches,
         num_samples=None if config.steps is None else config.steps * config.batch_size,
         prefetch=loader.prefetch,
-        before=(before.dataloader_reason or None) if loader.kind == "auto" else None,
+        before=choices.previous["dataloader.kind"].reason or None if keeps else None,
         augments=bool(augment),
         crops=augment.resized_crop is not None,
         device=device,
@@ -297,7 +300,7 @@ def eval_batch_size(run: PartialRun) -> int:
 
 def build_loaders(run: PartialRun) -> None:
     """Build the loaders of the training data and of the splits that are evaluated."""
-    config, resolved, loader, plan = run.config, run.resolved, run.config.dataloader, run.plan
+    config, choices, loader, plan = run.config, run.choices, run.config.dataloader, run.training_plan
     choice: Choice = run.splits.choice
     run.reader_options = reader_options(
         run,
@@ -311,7 +314,8 @@ def build_loaders(run: PartialRun) -> None:
     )
     side = open_side_stream(run.device) if loader.side_stream else None
     data = replace(run.splits, order=build_order(config.sampling, run.splits, config.seed))
-    resolved.sampling = describe_sampling(config.sampling, data)
+    sampling = describe_sampling(config.sampling, data)
+    choices.note("sampling", sampling, sampling)
     augment = build_augment(
         config.augment.model_dump(exclude={"mixup", "cutmix"}),
         data.info,
@@ -332,18 +336,19 @@ def build_loaders(run: PartialRun) -> None:
     )
     run.marks = getattr(run.train_loader.batches, "marks", None)
     build_eval_loaders(run, data if config.eval.test else replace(data, test=None), side)
-    resolved.dataloader, resolved.dataloader_reason = choice.kind, choice.reason
-    resolved.workers = run.train_loader.workers
-    runs_theirs = not resolved.workers and isinstance(data.train, (DatasetSource, IterableSource))
-    resolved.collects_between = runs_theirs if config.backend.gc == "auto" else config.backend.gc
-    run.collector = Collector(resolved.collects_between)
-    resolved.worker_threads = config.backend.worker_threads
-    resolved.side_stream = side is not None
-    resolved.fused_images = getattr(run.train_loader.batches, "fused", False)
-    if why := getattr(run.train_loader.batches, "unfused", ""):
-        run.display.note(f"dataloader.fused: batches of images use single operators, not one kernel: {why}")
-    padding = describe_padding(config, data, plan.batches, run.micro_batches)
-    resolved.padding, resolved.padding_share = padding
+    choices.choose("dataloader.kind", choice.kind, choice.reason if loader.kind == "auto" else "")
+    choices.choose("dataloader.workers", run.train_loader.workers)
+    # Their code may make many Python objects for each sample; ours makes few.
+    theirs = not run.train_loader.workers and isinstance(data.train, (DatasetSource, IterableSource))
+    reason = "the dataset's own code makes Python objects" if theirs else ""
+    run.collector = Collector(
+        choices.resolve("backend.gc", config.backend.gc, bool, lambda: (theirs, reason))
+    )
+    choices.choose("dataloader.side_stream", side is not None)
+    batches = run.train_loader.batches
+    choices.choose("dataloader.fused", getattr(batches, "fused", False), getattr(batches, "unfused", ""))
+    words, share = describe_padding(config, data, plan.batches, run.micro_batches)
+    choices.note("padding_share", share, words)
     size, batch_size = plan.batches.size, plan.batches.batch_size
     if size is not None and batch_size > size:
         run.display.warn(
@@ -353,4 +358,6 @@ def build_loaders(run: PartialRun) -> None:
 
 def reader_options(run: PartialRun, **how: Any) -> ReaderOptions:
     """Return the options for preparing samples; `how` sets who reads them, otherwise this process."""
-    return ReaderOptions(run.device, run.config.data.normalize, bool(run.resolved.channels_last), **how)
+    return ReaderOptions(
+        run.device, run.config.data.normalize, bool(run.choices.get("rewrites.channels_last")), **how
+    )

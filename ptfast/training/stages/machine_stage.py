@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from ptfast.config.checks.rules import check_batch
 from ptfast.core.errors import ConfigError, name_some
-from ptfast.core.resolved import Resolved
 from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, apply_backend, watch_shapes
 from ptfast.techniques.parallel import ruled_out_by_ranks
@@ -22,50 +20,47 @@ from ptfast.training.stages.partial_run import PartialRun
 
 def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
     """Set torch's process-wide switches, before anything runs on the device."""
-    config, device, ranks = run.config, run.device, run.ranks
+    config, device, ranks, choices = run.config, run.device, run.ranks, run.choices
     elastic = config.determinism == "elastic"
-    if trains and not elastic and run.before.num_ranks != ranks.num_ranks:
+    if trains and not elastic and choices.began_with("num_ranks", int) != ranks.num_ranks:
         # On other ranks the bits differ anyway, and one rank's threads and workers would crowd several ranks.
-        run.before = replace(run.before, threads=0, threads_reason="", workers=0)
-    switches = apply_backend(
+        for key in ("backend.threads", "dataloader.workers"):
+            choices.previous.pop(key, None)
+    choices.choose("device", device.type)
+    choices.note("num_ranks", ranks.num_ranks)
+    apply_backend(
         # A single evaluation does not repay cuDNN's search for kernels.
         config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False}),
         device=device,
         # Assume as many ranks as possible: the number of threads changes the order of sums.
         num_local_ranks=config.micro_batches or 1 if elastic else ranks.num_local_ranks,
-        before=run.before,
+        choices=choices,
     )
-    run.precision = build_precision(config.precision, device, ranks, before=run.before)
-    run.resolved = Resolved(
-        device=device.type,
-        num_ranks=ranks.num_ranks,
-        micro_batches=run.before.micro_batches or config.micro_batches or config.gradients.accumulate,
-        precision=run.precision.note,
-        matmul_precision=run.precision.matmul,
-        **switches,
-    )
-    if config.backend.cudnn_benchmark == "auto" and run.resolved.cudnn_benchmark:
+    run.precision = build_precision(config.precision, device, ranks, choices)
+    before = choices.began_with("micro_batches", int)
+    choices.choose("micro_batches", before or config.micro_batches or config.gradients.accumulate)
+    if config.backend.cudnn_benchmark == "auto" and choices.get("backend.cudnn_benchmark"):
         run.watch_batches = partial(watch_shapes, turn_off=partial(_stop_searching, run))
 
 
 def _stop_searching(run: PartialRun) -> None:
-    torch.backends.cudnn.benchmark = run.resolved.cudnn_benchmark = False
-    run.display.note(
-        f"cudnn_benchmark is off from step {run.progress.step}: inputs of more than {MOST_SHAPES} shapes"
-    )
+    torch.backends.cudnn.benchmark = False
+    reason = f"inputs have more than {MOST_SHAPES} shapes"
+    run.choices.choose("backend.cudnn_benchmark", False, reason)
+    run.display.note(f"{run.choices.made['backend.cudnn_benchmark']}, from step {run.progress.step} on")
     if run.ranks.is_first:
-        run.resolved.write(run.folder)
+        run.choices.write(run.folder)
 
 
 def cut_batch(run: PartialRun) -> None:
     """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would choose now."""
-    config, ranks, known = run.config, run.ranks, run.before.micro_batches
+    config, ranks, known = run.config, run.ranks, run.choices.began_with("micro_batches", int) or 0
     if known % ranks.num_ranks:
         what = f"the saved run has this many, which {ranks.num_ranks} ranks cannot share evenly"
         fitting = [str(number) for number in range(1, known + 1) if known % number == 0]
         hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches differently"
         raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
-    run.resolved.micro_batches = check_batch(config, ranks.num_ranks, known)
+    run.choices.choose("micro_batches", check_batch(config, ranks.num_ranks, known))
     for problem in ruled_out_by_ranks(
         config.parallel,
         alone=not ranks.distributed,

@@ -62,7 +62,7 @@ def build_plain_model(run: PartialRun) -> None:
     section, fresh, info = run.config.model, run.state is None, run.info
     # Exports have merged weights.
     adapts = section.lora.rank is not None and not (run.state and "export" in run.state.facts)
-    loads = fresh or (adapts and run.before.base_digest != "")
+    loads = fresh or (adapts and run.choices.began_with("base_digest", str) is not None)
     target = section.target
     status = run.display.status("building the model")
     with status, constructing("model", target.path), _fetching(section), _finding_room(target, "cpu"):
@@ -89,14 +89,16 @@ def _adapt(run: PartialRun) -> None:
     # A language model's last layer is a part of the base.
     layers = add_adapters(model, section.lora, trains_head=run.info.task != "language_modelling")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    run.resolved.lora = f"rank {section.lora.rank} in {len(layers)} layers; {trained:,} parameters train"
+    words, digest = f"rank {section.lora.rank} in {len(layers)} layers; {trained:,} parameters train", None
     if section.weights:
         frozen = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         content = (parameter.detach().reshape(-1).view(torch.uint8).numpy() for parameter in frozen.values())
-        run.left_out, run.resolved.base_digest = [*frozen], describe_part(len(frozen), "", *content)[2]
+        run.left_out, digest = [*frozen], describe_part(len(frozen), "", *content)[2]
         size = num_bytes(sum(parameter.nbytes for parameter in {*frozen.values()}))
-        run.resolved.lora += f", and checkpoints omit the other {size}"
-    if run.before.base_digest not in ("", run.resolved.base_digest):
+        words += f", and checkpoints leave out the other {size}"
+    run.choices.note("LoRA", len(layers), words)
+    run.choices.note("base_digest", digest)
+    if run.choices.began_with("base_digest", str) not in (None, digest):
         what, hint = "not the weights that the adapters were trained with", "Set those"
         raise SavedStateError("S002", what, key="model.weights", value=section.weights, suggestion=hint)
 
@@ -192,9 +194,8 @@ def place_model(run: PartialRun) -> None:
     backend, device = run.config.backend, run.device
     many_lengths = has_data and has_many_lengths(run.splits, run.config.batching)
     captures = run.config.compile.mode in ("reduce_overhead", "max_autotune")
-    expands = expand_segments(backend, device, many_lengths=many_lengths, captures=captures)
-    run.resolved.expands_segments = expands
-    run.resolved.cudnn_attention = allow_cudnn_attention(backend, device, many_lengths=many_lengths)
+    expand_segments(backend, device, run.choices, many_lengths=many_lengths, captures=captures)
+    allow_cudnn_attention(backend, device, run.choices, many_lengths=many_lengths)
     if run.precision.half_weights:
         apply_half_weights(model)
     if not run.shards_weights:
@@ -203,8 +204,8 @@ def place_model(run: PartialRun) -> None:
             model.to(run.device)
     if run.config.precision.float8:
         gathers = {"enable_fsdp_float8_all_gather": True} if run.config.parallel.float8_gather else {}
-        run.resolved.float8 = apply_float8(model, **gathers)
-
+        layers = apply_float8(model, **gathers)
+        run.choices.note("float8", layers, f"products of {len(layers)} layers")
     apply_rewrites(
         model,
         run.config.rewrites,
@@ -217,8 +218,7 @@ def place_model(run: PartialRun) -> None:
         task=run.task,
         # FSDP splits weights into contiguous rows.
         sharded=run.shards_weights,
-        before=run.before,
-        resolved=run.resolved,
+        choices=run.choices,
     )
     fresh = run.state is None and not run.config.model.weights
     if fresh and has_data and hasattr(model, "init_from_data"):
@@ -244,24 +244,30 @@ def _init_from_data(run: PartialRun, model: Any) -> None:
 
 def shape_model(run: PartialRun) -> None:
     """Prepare a placed model for training, in place; wrapping for ranks comes last."""
-    config, resolved, before, ranks = run.config, run.resolved, run.before, run.ranks
+    config, choices, ranks = run.config, run.choices, run.ranks
     model = run.model
     if config.parallel.sync_batchnorm:
         apply_sync_batchnorm(model)
-    dropped = [f"{name}.bias" for name in resolved.dropped_biases or ()]
+    dropped = [f"{name}.bias" for name in choices.get("dropped_biases") or ()]
     run.grouping = Grouping(model, config.optimizer, dropped)
     run.grouping.freeze()
-    blocks = apply_checkpointing(model, config.checkpointing, known=before.checkpointed)
-    dynamic = config.compile.dynamic
-    if dynamic == "auto":
-        known = before.compile_dynamic
-        dynamic = has_many_lengths(run.splits, config.batching) if known is None else known
+    known = choices.began_with("checkpointed", list[str])
+    blocks = apply_checkpointing(model, config.checkpointing, known=known)
+    dynamic = choices.resolve(
+        "compile.dynamic",
+        config.compile.dynamic,
+        bool,
+        lambda: (has_many_lengths(run.splits, config.batching), ""),
+    )
     accumulates = run.micro_batches > ranks.num_ranks
     run.compilation = apply_compile(
         model, config.compile, run.device, dynamic=dynamic, accumulates=accumulates
     )
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
-    resolved.checkpointed, resolved.compile_dynamic, resolved.shards = list(blocks), dynamic, list(shards)
+    if run.compilation is not None:
+        choices.rows["compile"] = run.compilation.describe() + "; code is cached" * config.compile.keep
+    choices.note("checkpointed", list(blocks))
+    choices.note("shards", list(shards))
 
     def wrap() -> Any:
         if config.determinism == "elastic":
@@ -293,7 +299,7 @@ def _find_input_type(run: PartialRun) -> torch.dtype:
     half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
     ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
     known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
-    seen = run.plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
+    seen = run.training_plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
     # Fused like casts: kernels may sum in another order if images begin within a cache line.
     aligned = run.info.input_shape is not None and math.prod(run.info.input_shape) % 32 == 0
     if half is None or not (ours and known and aligned and run.splits.train.images) or seen:
@@ -320,8 +326,6 @@ def _cancelled_biases(run: PartialRun) -> dict[str, str]:
     try:
         return find_cancelled_biases(model, forward)
     except Exception as error:
-        # Training reports what is wrong with the model or the data; iterable data cannot be sampled, and a
-        # user's task may have no loss in evaluation.
-        if name_of(task).startswith("ptfast."):
-            run.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
+        # Training reports what is wrong with the model or the data; iterable data cannot be sampled.
+        run.display.note(f"biases before a BatchNorm are kept: {type(error).__name__}: {error}")
         return {}

@@ -29,25 +29,24 @@ STATISTICS_SAMPLES = 4096
 
 def add_optimizer(run: PartialRun) -> None:
     """Build the optimizer, with learning rates scaled for the batch, clipping and freezing."""
-    section, resolved, grouping = run.config.optimizer, run.resolved, run.grouping
+    section, choices, grouping = run.config.optimizer, run.choices, run.grouping
     _check_gradients(run)
-    run.optimizer, resolved.optimizer = build_optimizer(
-        section.target, run.model, run.device, grouping.parts()
-    )
-    resolved.lr_scaling = scale_for_batch(run.optimizer, section, run.config.batch_size)
+    run.optimizer, kernels = build_optimizer(section.target, run.model, run.device, grouping.parts())
+    choices.note("optimizer", kernels)
+    scaled = scale_for_batch(run.optimizer, section, run.config.batch_size)
+    choices.note("lr_scaling", scaled, scaled)
     on_device = run.device.type != "cpu" and run.config.numerics.mode != "stop"
     if run.precision.scaler is not None or on_device:
         start_momentum(run.optimizer)
     run.clip = build_clipper(
         run.config.gradients, run.model.parameters(), head=head_of(run.model), by_group=grouping.clip_norms()
     )
-    run.freezes_statistics = section.freeze_backbone_stats
-    run.freezing = grouping.freezing(run.plan.steps, run.plan.total_steps)
+    run.freezing = grouping.freezing(run.training_plan.steps, run.training_plan.total_steps)
     freezes = run.freezing is not None or not all(p.requires_grad for p in run.model.parameters())
     if section.freeze_backbone_stats and not freezes:
         what = "changes nothing, because no layer is frozen. Set optimizer.freeze_backbone=1epochs"
         run.display.warn(f"optimizer.freeze_backbone_stats=true {what}")
-    run.groups_note = grouping.note
+    choices.rows["parameters"] = grouping.note
 
 
 def _check_gradients(run: PartialRun) -> None:
@@ -69,8 +68,8 @@ def _check_gradients(run: PartialRun) -> None:
 
 def add_schedule(run: PartialRun) -> None:
     """Build the learning rate of every step."""
-    section, resolved, plan = run.config.schedule, run.resolved, run.plan
-    shape = build_shape(section.target, reference_lr(run.optimizer), run.best_mode)
+    section, choices, plan = run.config.schedule, run.choices, run.training_plan
+    shape = build_shape(section.target, reference_lr(run.optimizer), run.plan.best_mode)
     if isinstance(shape, TorchScheduler) and (step := shape.lowest_from(plan.total_steps)) is not None:
         name, per_epoch = section.target.path.rpartition(".")[2], plan.batches.steps_per_epoch
         what = f"{name} counts steps, and is at its lowest from step {step + 1:,} of {plan.total_steps:,}"
@@ -86,13 +85,14 @@ def add_schedule(run: PartialRun) -> None:
     )
     if run.schedule.on_metric is not None:
         _check_evaluations(run)
-    resolved.momentum, resolved.total_steps = run.schedule.momentum_note, plan.total_steps
-    resolved.curriculum = plan.notes
+    choices.note("momentum", run.schedule.momentum_note)
+    choices.note("total_steps", plan.total_steps)
+    choices.note("curriculum", plan.notes, "; ".join(plan.notes) or None)
 
 
 def _check_evaluations(run: PartialRun) -> None:
     """Reject a schedule that steps on a metric if nothing is evaluated."""
-    name, steps = run.config.schedule.target.path.rpartition(".")[2], run.cadence.eval_steps
+    name, steps = run.config.schedule.target.path.rpartition(".")[2], run.plan.intervals.eval_steps
     if run.splits.val is None:
         what = "steps on an evaluation metric, but no samples are held out for evaluation"
         hint = "Set data.val=10%, or use schedule=multistep"
@@ -105,7 +105,7 @@ def _check_evaluations(run: PartialRun) -> None:
 
 def add_average(run: PartialRun) -> None:
     """Build the average of the weights that is evaluated in their place, if any."""
-    section, model, plan, optimizer = run.config.ema, run.model, run.plan, run.optimizer
+    section, model, plan, optimizer = run.config.ema, run.model, run.training_plan, run.optimizer
     if section.decay is not None:
         run.ema = MovingAverage(model, section.decay, warmup=section.warmup)
         reach, total = 1 / (1 - section.decay), plan.total_steps

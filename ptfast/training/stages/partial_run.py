@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from ptfast.config.schema import Config
-from ptfast.core.resolved import Resolved
 from ptfast.core.tensors.saved_state import State
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import ReaderOptions
@@ -29,16 +28,14 @@ class Checkpoint(NamedTuple):
 class PartialRun(Run):
     """A run and the inputs of its stages; a trained model is a run with only the first stages done."""
 
-    config: Config
-    before: Resolved
-    """The value each `auto` had when the run began; empty for a new run."""
     state: State | None = None
     """The checkpoint to resume from, or that of a trained model."""
     checkpoint: Checkpoint | None = None
     """Where a trained model comes from."""
     data: Data | None = None
     """The splits; None for a trained model, and once the run is built."""
-    plan: TrainingPlan = field(init=False)
+    config: Config
+    training_plan: TrainingPlan = field(init=False)
     grouping: Grouping = field(init=False)
     """The config's settings of single parameters."""
     input_type: torch.dtype = torch.float32

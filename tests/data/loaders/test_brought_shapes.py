@@ -293,7 +293,7 @@ TRAINS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "one-hot whole numbers": (
         lambda: Made(lambda i: (POINTS[i], F.one_hot(LABELS[i], 3))),
         "Net",
-        "multilabel of 3 labels (by the labels: a single 1 each",
+        "task=multilabel because of the labels: a single 1 each",
     ),
     "rows of 0 and 1": (
         lambda: Made(lambda i: (POINTS[i], [label(i) > 0, True, i % 2])),

@@ -21,6 +21,7 @@ from test_loaders import BOTH, NONE, REFLECTED, colour, loader, same
 
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
+from ptfast.core.run_records import read_choices
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.data.build_data import Data
 from ptfast.data.loaders import device_loader, step_batches
@@ -218,7 +219,7 @@ def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
 def test_it_is_shown_and_remembered(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*SMALL[:2], "steps=2", "dataloader=device", "run.dir=run") == 0
     assert "device (as the config says)" in " ".join(capsys.readouterr().out.split())
-    assert '"dataloader": "device"' in (in_tmp / "run" / "resolved.json").read_text()
+    assert read_choices(in_tmp / "run")["dataloader.kind"].value == "device"
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from running import build_run, same_bits, train, weights
 from torch.utils.data import Dataset
 
 from ptfast.core.errors import ConfigError, MachineError
+from ptfast.core.run_records import read_choices
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import Choice, SampleCost, choose, count_workers, time_samples
 from ptfast.data.map_source import MapSource, TensorSource
@@ -223,10 +223,9 @@ def test_the_choice_is_written_down_with_its_reason_and_kept(
     in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(*WORDS, "run.dir=a", "dataloader=auto") == 0
-    assert "memory (17 KiB, decoded once)" in capsys.readouterr().out
-    resolved = json.loads((in_tmp / "a" / "resolved.json").read_text())
-    assert resolved["dataloader"] == "memory"
-    assert resolved["dataloader_reason"] == "17 KiB, decoded once"
+    line = "dataloader.kind=memory because 17 KiB, decoded once"
+    assert capsys.readouterr().out.count(line) == 1
+    assert str(read_choices(in_tmp / "a")["dataloader.kind"]) == line
 
     def costs(source: MapSource) -> SampleCost:
         raise AssertionError("looked at again")
@@ -244,7 +243,7 @@ def test_a_run_goes_on_with_another_loader_as_if_nothing_was(in_tmp: Path) -> No
     more = ("dataloader=workers", "dataloader.workers=1", "run.resume=auto")
     assert train(*words, "run.dir=parts", "epochs=2", *more) == 0
     assert same_bits(weights(in_tmp / "parts"), weights(in_tmp / "whole"))
-    assert json.loads((in_tmp / "parts" / "resolved.json").read_text())["dataloader"] == "workers"
+    assert read_choices(in_tmp / "parts")["dataloader.kind"].value == "workers"
 
 
 @pytest.mark.usefixtures("folder")

@@ -107,7 +107,7 @@ def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(data_stage, "open_side_stream", lambda device: Recorder())
     run = build_run(tmp_path, *ALL, "dataloader.side_stream=false")
     assert run.train_loader.side is None  # pyright: ignore[reportAttributeAccessIssue]
-    assert run.resolved.side_stream is False
+    assert run.choices.get("dataloader.side_stream") is False
 
 
 def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,9 @@ def test_the_panel_shows_what_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert warnings == []
     run.precision = dataclasses.replace(run.precision, warning="it is slow here")
     assert build_panel(dict(config), run)[2] == ["it is slow here"]
-    run.resolved.cudnn_benchmark = True
-    kernels = dict(build_panel(dict(config), run)[1])["kernels"]
-    assert kernels == "cuDNN times kernels and uses the fastest, while inputs have few shapes"
+    run.choices.choose("backend.cudnn_benchmark", True, "inputs have had few shapes so far")
+    row = ("auto", "backend.cudnn_benchmark=true because inputs have had few shapes so far")
+    assert row in build_panel(dict(config), run)[1]
 
 
 def test_a_cpu_has_no_side_stream() -> None:

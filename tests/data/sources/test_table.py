@@ -18,7 +18,7 @@ from running import train
 from ptfast.cli import command_line
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
-from ptfast.core.resolved import InputFacts, checked
+from ptfast.core.run_records import InputFacts, checked
 from ptfast.data.build_data import build_data
 from ptfast.data.dataset import read_info
 from ptfast.data.new_inputs import read_inputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import tarfile
@@ -23,6 +22,7 @@ from torch import Tensor
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
+from ptfast.core.run_records import read_choices
 from ptfast.data.build_data import build_data
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.sources.webdataset_shards import Members, WebDataset, expand, nearby
@@ -313,4 +313,4 @@ def test_a_run_trains_and_resumes_at_once(capsys: Capture) -> None:
     assert train(*words, "run.dir=parts", "run.resume=auto") == 0
     assert same_bits(weights(Path("parts")), weights(Path("whole")))
     assert summary(Path("whole"))["steps"] == 12
-    assert json.loads(Path("whole/resolved.json").read_text())["dataloader"] == "plain"
+    assert read_choices(Path("whole"))["dataloader.kind"].value == "plain"

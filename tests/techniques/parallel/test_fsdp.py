@@ -16,7 +16,6 @@ from test_ddp import a_run
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.protocols import DataInfo
-from ptfast.core.resolved import Resolved
 from ptfast.tasks.classification import Classification
 from ptfast.techniques.parallel.fsdp import _prefetch
 from ptfast.training.evaluate import evaluate
@@ -115,7 +114,6 @@ def test_the_whole_model_stays_on_the_host() -> None:
         folder=Path(),
         device=torch.device("cuda", 0),
         config=config,
-        before=Resolved(),
     )
     set_up_machine(run, trains=False)
     run.ranks = Ranks(0, 0, 8, 8)

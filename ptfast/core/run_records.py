@@ -1,10 +1,10 @@
-"""What a run writes about itself as JSON: what `auto` became, how far it is, and the types of its files."""
+"""What a run writes about itself as JSON: its automatic choices, its progress, and the types of its files."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,95 +22,127 @@ LEAST_STEPS, LEAST_S = 5, 2.0
 """Fewer steps or seconds after the warm-up give no throughput: a neighbour's burst would make it."""
 
 
-@dataclass(kw_only=True)
-class Resolved:
-    """The content of `resolved.json`: what `auto` became, and other facts for a resumed run and the panel.
+@dataclass(frozen=True)
+class AutoChoice:
+    """The value that a key of the config came to have."""
 
-    Resolved once, by the first rank, and taken from the file when the run is resumed. A field at its default
-    is not resolved yet.
-    """
+    key: str
+    value: Any
+    reason: str = ""
+    """Why ptfast chose it; empty if the config gives it, or nothing else was possible."""
 
-    task: str = ""
-    task_reason: str = ""
-    """The labels' trait that implies it; empty if the config names the task."""
-    class_weights: list[float] | None = None
-    teacher: str = ""
-    device: str = ""
-    """Its type."""
-    num_ranks: int = 0
-    micro_batches: int = 0
-    threads: int = 0
-    threads_reason: str = ""
-    """Why `auto` took fewer threads than there are cores; empty if it did not."""
-    interop_threads: int = 0
-    cudnn_benchmark: bool | None = None
-    deterministic: bool = False
-    holds_memory: bool = False
-    """Memory that the CPU frees is kept for the next step."""
-    expands_segments: bool = False
-    """Segments of the GPU's memory grow."""
-    cudnn_attention: bool | None = None
-    """cuDNN may compute attention; None without a GPU."""
-    flushes_denormals: bool = False
-    """The CPU takes numbers below 1e-38 for 0."""
-    collects_between: bool = False
-    """Python's garbage is collected between steps only."""
-    precision: str = ""
-    matmul_precision: str = ""
-    float8: list[str] = field(default_factory=list)
-    """Layers that multiply in float8."""
-    channels_last: bool | None = None
-    dropped_biases: dict[str, str] | None = None
-    """Layers whose bias was dropped, and the BatchNorm that subtracts it."""
-    lora: str = ""
-    """The layers with LoRA and what trains, in words; empty without it."""
-    base_digest: str = ""
-    """That of the frozen weights that states leave out; empty if they hold the whole model."""
-    fused_norms: list[str] = field(default_factory=list)
-    """RMS norms that torch's kernel computes."""
-    checkpointed: list[str] = field(default_factory=list)
-    compile_dynamic: bool | None = None
-    shards: list[str] = field(default_factory=list)
-    dataloader: str = ""
-    dataloader_reason: str = ""
-    workers: int = 0
-    worker_threads: int = 0
-    side_stream: bool = False
-    fused_images: bool = False
-    sampling: str | None = None
-    """How samples are drawn, in words; None if each comes once in an epoch."""
-    padding: str | None = None
-    padding_share: float | None = None
-    """Of the tokens of an epoch, in [0, 1]; None if nothing is padded."""
-    optimizer: str = ""
-    """Which kernels take its step."""
-    lr_scaling: str | None = None
-    momentum: str | None = None
-    """Its treatment by the schedule, in words."""
-    curriculum: list[str] = field(default_factory=list)
-    """A line for each thing that grows."""
-    total_steps: int = 0
+    def __str__(self) -> str:
+        value = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return f"{self.key}={value} because {self.reason}"
 
-    @classmethod
-    def read(cls, folder: Path, facts: Mapping[str, Any] | None = None) -> Resolved:
-        """Read from a run directory, or from the `facts` of a state if the file is gone; S001 if damaged."""
-        path = folder / run_directory.RESOLVED
+
+class AutoChoices:
+    """The automatic choices of a run, and facts that no key says; the first rank writes `resolved.json`."""
+
+    def __init__(self, previous: dict[str, AutoChoice] | None = None) -> None:
+        self.previous = previous or {}
+        """What a resumed run chose and noted when it began."""
+        self.made: dict[str, AutoChoice] = {}
+        self.facts: dict[str, Any] = {}
+        self.rows: dict[str, str | None] = {}
+
+    def choose(self, key: str, value: Any, reason: str = "") -> Any:
+        """Record the value of a key; return it."""
+        self.made[key] = AutoChoice(key, value, reason)
+        return value
+
+    def note(self, name: str, value: Any, row: str | None = None) -> None:
+        """Record a fact, with its row in the panel if it has one."""
+        self.facts[name], self.rows[name.replace("_", " ")] = value, row
+
+    def resolve(self, key: str, wanted: Any, kind: Any, decide: Callable[[], tuple[Any, str]]) -> Any:
+        """Record and return the value of a key: that of the config if it is not `auto`.
+
+        Otherwise the value that the run began with, of type `kind`, or else what `decide` returns with its
+        reason.
+        """
+        if wanted != "auto":
+            return self.choose(key, wanted)
+        before = self.began_with(key, kind)
+        return self.choose(key, *(decide() if before is None else (before, self.previous[key].reason)))
+
+    def get(self, name: str) -> Any:
+        """The value of a key or a fact; None if it is not recorded."""
+        return self.made[name].value if name in self.made else self.facts.get(name)
+
+    def began_with(self, name: str, kind: Any) -> Any:
+        """The value when the run began, None for a new run; S001 if it is not of type `kind`."""
+        found = self.previous.get(name)
         try:
-            return checked(
-                cls, json.dumps(run_directory.read_json(path) or (facts or {}).get("resolved", {}))
-            )
-        except ValueError as error:
-            hint = "Remove the file: the saved state holds the same facts"
-            raise SavedStateError("S001", str(error), key=str(path), suggestion=hint) from None
+            return found and _adapter(kind | None).validate_python(found.value, strict=True)
+        except ValidationError as error:
+            raise _damaged(f"{name}: {error.errors(include_url=False)[0]['msg']}") from None
+
+    def values(self) -> dict[str, Any]:
+        """All values, by key or name."""
+        return {key: choice.value for key, choice in self.made.items()} | self.facts
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of `resolved.json`."""
+        return {"choices": [*map(asdict, self.made.values())], "facts": self.facts}
 
     def write(self, folder: Path) -> None:
-        """Keep it in a run directory; called on the first rank."""
-        run_directory.write_json(folder / run_directory.RESOLVED, asdict(self))
+        """Keep them in a run directory; called on the first rank."""
+        run_directory.write_json(folder / run_directory.RESOLVED, self.as_json())
 
 
-def resolved_or(wanted: Any, before: Any) -> Any:
-    """The value in the config, or what its `auto` was resolved to before."""
-    return before or wanted if wanted == "auto" else wanted
+class SavedChoices(TypedDict):
+    """`resolved.json`."""
+
+    choices: list[AutoChoice]
+    facts: dict[str, Any]
+
+
+_KEYS_OF_0_1 = {
+    "class_weights": "task.class_weights",
+    "threads": "backend.threads",
+    "cudnn_benchmark": "backend.cudnn_benchmark",
+    "flushes_denormals": "backend.flush_denormals",
+    "matmul_precision": "precision.matmul_precision",
+    "channels_last": "rewrites.channels_last",
+    "compile_dynamic": "compile.dynamic",
+    "dataloader": "dataloader.kind",
+    "workers": "dataloader.workers",
+}
+
+
+def _of_version_0_1(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`resolved.json` of version 0.1, which had a field for each choice and fact, as it is today."""
+    # A number or text of 0 or "" was not decided yet.
+    decided = {name: value for name, value in tree.items() if value or isinstance(value, (bool, dict))}
+    choices = [
+        {"key": _KEYS_OF_0_1.get(name, name), "value": value, "reason": tree.get(f"{name}_reason", "")}
+        for name, value in decided.items()
+    ]
+    if isinstance(note := decided.get("precision"), str):
+        mode = {"bf16": "bf16", "fp16": "amp_fp16"}.get(note.partition(" ")[0], "fp32")
+        choices.append({"key": "precision.mode", "value": mode, "reason": "the run began with it"})
+    return {"choices": choices, "facts": {}}
+
+
+def read_choices(folder: Path, facts: Mapping[str, Any] | None = None) -> dict[str, AutoChoice]:
+    """What a run chose and noted: from its directory, or from the `facts` of a state if the file is gone.
+
+    S001 if the file is damaged.
+    """
+    facts, path = facts or {}, folder / run_directory.RESOLVED
+    tree = run_directory.read_json(path) or facts.get("choices") or facts.get("resolved") or {}
+    try:
+        saved = checked(SavedChoices, json.dumps(tree if "choices" in tree else _of_version_0_1(tree)))
+    except ValueError as error:
+        raise _damaged(str(error), path) from None
+    noted = (AutoChoice(name, value) for name, value in saved["facts"].items())
+    return {record.key: record for record in (*saved["choices"], *noted)}
+
+
+def _damaged(what: str, path: str | Path = run_directory.RESOLVED) -> SavedStateError:
+    hint = "Remove the file: the saved state holds the same facts"
+    return SavedStateError("S001", what, key=str(path), suggestion=hint)
 
 
 @dataclass
@@ -222,7 +254,7 @@ class StateFacts(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
     progress: Progress
     info: DataInfo
-    resolved: NotRequired[Resolved]
+    choices: NotRequired[SavedChoices]
     figures: dict[str, Figures]
     best_figures: Figures
 
