@@ -155,7 +155,7 @@ def test_a_failed_run_is_unfinished(in_tmp: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_finished_run_is_left_alone(in_tmp: Path, capsys: pytest.CaptureFixture[str], whole: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     assert train(*BASE, "run.dir=whole") == 0
-    assert "finished already" in capsys.readouterr().out
+    assert "is already finished: nothing to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
