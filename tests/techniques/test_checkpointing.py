@@ -229,7 +229,7 @@ def test_what_was_found_is_written_and_shown(tmp_path: Path) -> None:
     assert again.choices.get("checkpointed") == ["blocks.0", "blocks.2", "blocks.4"]
     config = check(checkpointing={"mode": "every_n", "every": 2}).checkpointing
     row = panel(config, run.choices)["checkpointing"]
-    assert row == "all in 3 blocks computed again (blocks.0 to blocks.4, 1 in 2)"
+    assert row == "all in 3 blocks recomputed (blocks.0 to blocks.4, 1 in 2)"
     off = check(checkpointing={"mode": "none"}).checkpointing
     assert panel(off, run.choices)["checkpointing"] is None
 
