@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ptfast.techniques.compile.compilation import Compilation
     from ptfast.techniques.ema.weight_averages import Average
     from ptfast.techniques.numerics import Numerics
-    from ptfast.techniques.precision.number_formats import NumberFormats
-    from ptfast.techniques.schedule.scheduled_run import LrSchedule
+    from ptfast.techniques.precision.mixed_precision import MixedPrecision
+    from ptfast.techniques.schedule.scheduled_run import RunSchedule
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Run:
     task: Task = field(init=False)
     info: DataInfo = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
-    schedule: LrSchedule = field(init=False)
-    precision: NumberFormats = field(init=False)
+    schedule: RunSchedule = field(init=False)
+    precision: MixedPrecision = field(init=False)
     clip: Callable[[], Any] | None = None
     ema: Average | None = None
     compilation: Compilation | None = None
@@ -126,7 +126,7 @@ class Run:
     """Looks at the training batches as they pass."""
     counter: Any = None
     """Counts the operators of a step (`ptfast.profiling.operator_counting.StepCounter`)."""
-    settle: Callable[[], None] = lambda: None
+    flush: Callable[[], None] = lambda: None
     """Reads and logs training figures that are still on their way from the device; N001 as the loop does."""
     remedy: Callable[[], str | None] = lambda: None
     """Suggests what makes the model fit the data, for when its first forward pass fails."""
@@ -147,9 +147,9 @@ class Run:
 
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """The newest figures of each split."""
-    best_figures: dict[str, float] = field(default_factory=dict)
+    best_metrics: dict[str, float] = field(default_factory=dict)
     outputs_checked: bool = False
     """The outputs of an evaluation were looked at, once a process."""
     slow_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)

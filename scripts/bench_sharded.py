@@ -73,8 +73,8 @@ def measure(width: int, depth: int) -> None:
     from ptfast.training.build import build
     from ptfast.training.fit import fit
 
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks = Ranks(rank, rank, num_ranks, num_ranks)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ranks = Ranks(rank, rank, world_size, world_size)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     folder = Path(broadcast_object(tempfile.mkdtemp() if ranks.is_first else None, ranks))
@@ -82,9 +82,9 @@ def measure(width: int, depth: int) -> None:
     if ranks.is_first:
         text.write_text("so it goes, and on it goes. " * 200)
     barrier(ranks)
-    words = ("data=text_file", f"data.path={text}", "data.context_length=16", f"batch_size={num_ranks}")
+    words = ("data=text_file", f"data.path={text}", "data.context_length=16", f"batch_size={world_size}")
     words = (*words, "model=gpt", f"model.width={width}", f"model.depth={depth}", "model.heads=8", "ema=ema")
-    words = (*words, "optimizer=adamw", "parallel=fsdp", f"parallel.nproc={num_ranks}", "device=cpu")
+    words = (*words, "optimizer=adamw", "parallel=fsdp", f"parallel.nproc={world_size}", "device=cpu")
     words = (*words, "steps=1")
     run = build(read_config(words)[1], ranks=ranks, folder=folder, display=Display())
     fit(run)
@@ -109,10 +109,10 @@ def measure(width: int, depth: int) -> None:
     run.optimizer.state.clear()
     loading = rise_bytes(load)
     [file] = (folder / "saved" / "last").glob(f"shard-{rank + 1:05}-*")
-    rows = on_all_ranks((share, file.stat().st_size, saving, loading, gathering), num_ranks)
+    rows = on_all_ranks((share, file.stat().st_size, saving, loading, gathering), world_size)
     if ranks.is_first:
         weights = sum(parameter.numel() for parameter in run.model.parameters())
-        print(f"{weights / 1e6:.1f} million weights, AdamW, EMA, {num_ranks} ranks, gloo; MB")
+        print(f"{weights / 1e6:.1f} million weights, AdamW, EMA, {world_size} ranks, gloo; MB")
         print("rank   share  written  rise saving  rise loading  rise where the first gathers all")
         for number, row in enumerate(rows):
             held, written, *rises = (value / MB for value in row)

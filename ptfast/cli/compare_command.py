@@ -58,7 +58,7 @@ def compare(args: Namespace) -> int:
     ranking = rank_runs(run_dirs, metric, args.mode)
     if all(value is None for value in ranking.values) and metric != "auto":
         figures = {
-            f"{split}.{name}" for run in ranking.runs for split in SPLITS for name in run.figures(split)
+            f"{split}.{name}" for run in ranking.runs for split in SPLITS for name in run.metrics(split)
         }
         figures |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
         known = sorted(name for name in figures - {"exit_code"} if not name.endswith(".step"))

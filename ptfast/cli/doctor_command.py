@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ptfast.core import machine
-from ptfast.core.devices import cpu_facts, lack_of_compiler, multiplies_bf16
+from ptfast.core.devices import check_compiler, cpu_facts, multiplies_bf16
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import num_bytes
 from ptfast.core.world import STARTERS, WORLD
@@ -155,7 +155,7 @@ def _compilers() -> Iterator[Finding]:
     import torch
 
     device = "cuda" if torch.cuda.device_count() else "cpu"
-    lack = lack_of_compiler(device)
+    lack = check_compiler(device)
     found = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), "none")
     yield Finding("compiler", found, f"torch.compile cannot run here. {lack.remedy}" if lack else "")
 

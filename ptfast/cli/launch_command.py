@@ -60,7 +60,7 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
     from ptfast.core.run_directory import new_folder
 
     composed = compose(args.words)
-    num_ranks = args.nodes * (num_gpus or 1)
+    world_size = args.nodes * (num_gpus or 1)
     try:
         config = validate(composed.tree, composed.place)
     except PtfastError as error:
@@ -71,10 +71,10 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
         if (num_nodes := config.parallel.nnodes) > 1:
             what, hint = "is for commands started manually", f"Use --nodes {num_nodes}"
             raise ConfigError("C011", what, key="parallel.nnodes", value=num_nodes, suggestion=hint)
-        check_batch(config, num_ranks)
+        check_batch(config, world_size)
     parallel, run = composed.tree["parallel"], composed.tree["run"]
     words, alone = [*args.words], parallel["strategy"] == "single"
-    if num_ranks > 1 and alone:
+    if world_size > 1 and alone:
         words.append("parallel=ddp")
     if num_gpus and num_gpus > 1 and args.kind == "slurm" and (alone or parallel["nproc"] == "auto"):
         words.append(f"parallel.nproc={num_gpus}")

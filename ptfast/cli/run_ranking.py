@@ -92,7 +92,7 @@ def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto"
     if metric == "auto":
         followed = (run.summary.get("best_metric") for run in runs)
         logged = (
-            f"{split}.{name}" for split in SPLITS for run in runs if (name := headline(run.figures(split)))
+            f"{split}.{name}" for split in SPLITS for run in runs if (name := headline(run.metrics(split)))
         )
         metric = str(next(filter(None, followed), None) or next(logged, "best.loss"))
     if mode == "auto":
@@ -127,9 +127,9 @@ def figure_of(run: RunFiles, metric: str) -> float | None:
     """Return a run's metric by its name with or without a split, or by a key of summary.json."""
     split, dot, name = metric.partition(".")
     if dot:
-        candidates = [run.figures(split).get(name)]
+        candidates = [run.metrics(split).get(name)]
     else:
-        candidates = [run.summary.get(metric), *(run.figures(split).get(metric) for split in SPLITS)]
+        candidates = [run.summary.get(metric), *(run.metrics(split).get(metric) for split in SPLITS)]
     return next((float(value) for value in candidates if is_finite(value)), None)
 
 

@@ -108,9 +108,9 @@ class ThisMachine:
             fast = fast or (need != "fp16" and devices.multiplies_bf16(device))
             return None if fast else f"{types[need]} no faster on this {name}"
         if need == "nvidia_tf32":
-            lack = devices.lack_of_precision("tf32", device)
+            lack = devices.check_precision("tf32", device)
         else:
-            lack = devices.lack_of_float8(device) if need == "float8" else devices.lack_of_compiler(device)
+            lack = devices.check_float8(device) if need == "float8" else devices.check_compiler(device)
         return lack.what if lack else None
 
 

@@ -66,10 +66,10 @@ def device_type(name: str) -> str:
 
 def usable_type(name: str) -> str:
     """As `device_type`, but `cpu` if there is no such device, which another check reports."""
-    return device_type(name) if lack_of_device(name) is None else "cpu"
+    return device_type(name) if check_device(name) is None else "cpu"
 
 
-def lack_of_device(name: str) -> Unsupported | None:
+def check_device(name: str) -> Unsupported | None:
     """Return the reason why there is no device `name` (`cuda`, `mps`; any other is there)."""
     if name not in ("cuda", "mps"):
         return None
@@ -80,7 +80,7 @@ def lack_of_device(name: str) -> Unsupported | None:
     return Unsupported(f"no {'CUDA device' if name == 'cuda' else 'Apple GPU'} is visible", "Use device=cpu")
 
 
-def lack_of_precision(mode: str, device: str) -> Unsupported | None:
+def check_precision(mode: str, device: str) -> Unsupported | None:
     """Return what such a device lacks for a precision's `mode`; None if it supports it natively."""
     if mode == "tf32":
         return _lack_on_gpu("TF32", device, (8, 0), "Use precision=fp32, or precision=amp")
@@ -95,7 +95,7 @@ def lack_of_precision(mode: str, device: str) -> Unsupported | None:
     return None
 
 
-def lack_of_compiler(device: str) -> Unsupported | None:
+def check_compiler(device: str) -> Unsupported | None:
     """Return the reason why torch.compile cannot make code for a device of that type."""
     words = os.environ.get("CXX", "").split()
     if device != "mps" and not any(shutil.which(name) for name in (*words[:1], *COMPILERS)):
@@ -108,7 +108,7 @@ def lack_of_compiler(device: str) -> Unsupported | None:
     return None
 
 
-def lack_of_float8(device: str) -> Unsupported | None:
+def check_float8(device: str) -> Unsupported | None:
     """Return the reason why a device of that type cannot multiply float8."""
     return _lack_on_gpu("float8", device, (8, 9), "Use precision=bf16 alone", on_amd=True)
 

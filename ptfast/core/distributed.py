@@ -31,8 +31,8 @@ class Ranks:
 
     rank: int = 0
     local_rank: int = 0
-    num_ranks: int = 1
-    num_local_ranks: int = 1
+    world_size: int = 1
+    local_world_size: int = 1
     grouped: bool = False
     """A process group is made even for one rank."""
 
@@ -44,7 +44,7 @@ class Ranks:
     @property
     def distributed(self) -> bool:
         """True if ranks exchange data: there is more than one, or a group of one was asked for."""
-        return self.num_ranks > 1 or self.grouped
+        return self.world_size > 1 or self.grouped
 
 
 def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> None:
@@ -56,15 +56,15 @@ def init_process_group(device: torch.device, ranks: Ranks, timeout_s: float) -> 
     if device.type != "cuda":
         dist.init_process_group("gloo", timeout=timeout)
         return
-    if ranks.num_local_ranks > torch.cuda.device_count():
+    if ranks.local_world_size > torch.cuda.device_count():
         # Each rank sees only some of this machine's GPUs: compare them by way of the store.
         first = ranks.rank - ranks.local_rank
         with _meeting(timeout_s) as store:
             store.set(_place(f"gpu/{ranks.rank}"), str(torch.cuda.get_device_properties(device).uuid))
-            places = [_place(f"gpu/{first + number}") for number in range(ranks.num_local_ranks)]
+            places = [_place(f"gpu/{first + number}") for number in range(ranks.local_world_size)]
             num_gpus = len({store.get(place) for place in places})
-        if num_gpus < ranks.num_local_ranks:
-            what = f"{ranks.num_local_ranks} ranks need as many GPUs, and they see {num_gpus}"
+        if num_gpus < ranks.local_world_size:
+            what = f"{ranks.local_world_size} ranks need as many GPUs, and they see {num_gpus}"
             hint = f"Use parallel.nproc={num_gpus}"
             raise ConfigError("C012", what, key="parallel.nproc", suggestion=hint)
     torch.cuda.set_device(device)
@@ -112,23 +112,23 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
-def gathered(own: Tensor, num_ranks: int) -> Tensor:
-    """Gather the flat tensor `own` of each rank on every rank: (num_ranks, values)."""
+def gathered(own: Tensor, world_size: int) -> Tensor:
+    """Gather the flat tensor `own` of each rank on every rank: (world_size, values)."""
     import torch.distributed as dist
 
     # torch 2.14 renames this function and deprecates the old name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    of_all = own.new_empty(num_ranks * len(own))
+    of_all = own.new_empty(world_size * len(own))
     gather(of_all, own)
-    return of_all.view(num_ranks, -1)
+    return of_all.view(world_size, -1)
 
 
-def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
+def host_sums(world_size: int) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
     """Return a function that starts to sum numbers over the ranks and returns one that waits for the sums.
 
     All ranks call this at once: they open a channel of their own, which involves no device.
     """
-    if num_ranks == 1:
+    if world_size == 1:
         return lambda numbers: lambda: list(numbers)
     import torch
     import torch.distributed as dist
@@ -148,13 +148,13 @@ def host_sums(num_ranks: int) -> Callable[[Sequence[int]], Callable[[], list[int
     return begin
 
 
-def on_all_ranks(value: T, num_ranks: int) -> list[T]:
+def on_all_ranks(value: T, world_size: int) -> list[T]:
     """The `value` of each rank, on every rank. Waits for all; without a process group, this one's alone."""
     import torch.distributed as dist
 
-    if num_ranks == 1 or not joined():
+    if world_size == 1 or not joined():
         return [value]
-    found: list[Any] = [None] * num_ranks
+    found: list[Any] = [None] * world_size
     dist.all_gather_object(found, value)
     return found
 
@@ -191,7 +191,7 @@ def once_per_machine(compute: Callable[[], T]) -> T:
 
 def once_per_rank(compute: Callable[[], T], ranks: Ranks) -> list[T]:
     """The result of `compute` on each rank, on every rank; an error of one is raised on all. It waits."""
-    answers = on_all_ranks(_attempt(compute), ranks.num_ranks)
+    answers = on_all_ranks(_attempt(compute), ranks.world_size)
     for _, error in answers:
         if error is not None:
             raise error
@@ -213,7 +213,7 @@ def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
     if word is not None and not ranks.distributed:
         return word
     place = _place(name)
-    heard = [f"{place}/heard/{rank}" for rank in range(ranks.num_ranks)]
+    heard = [f"{place}/heard/{rank}" for rank in range(ranks.world_size)]
     with _meeting() as store:
         if not ranks.is_first:
             heard_word: str = store.get(place).decode()
@@ -236,7 +236,7 @@ def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
         store.set(f"{place}/{ranks.rank}", word)
         if not ranks.is_first:
             return []
-        return [store.get(f"{place}/{rank}").decode() for rank in range(ranks.num_ranks)]
+        return [store.get(f"{place}/{rank}").decode() for rank in range(ranks.world_size)]
 
 
 def count_neighbours(ranks: Ranks) -> Ranks:
@@ -246,10 +246,10 @@ def count_neighbours(ranks: Ranks) -> Ranks:
     mine = socket.gethostname()
     with _meeting() as store:
         store.set(f"ptfast/host/{ranks.rank}", mine)
-        hosts = [store.get(f"ptfast/host/{rank}").decode() for rank in range(ranks.num_ranks)]
+        hosts = [store.get(f"ptfast/host/{rank}").decode() for rank in range(ranks.world_size)]
     # Read wherever the machine is divided among ranks.
     os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(mine))
-    return replace(ranks, num_local_ranks=hosts.count(mine))
+    return replace(ranks, local_world_size=hosts.count(mine))
 
 
 @contextlib.contextmanager
@@ -284,7 +284,7 @@ def all_come_to(place: str, ranks: Ranks, timeout_s: float) -> bool:
     import torch.distributed as dist
 
     store: Any = dist.distributed_c10d._get_default_store()
-    keys = [f"ptfast/{place}/{rank}" for rank in range(ranks.num_ranks)]
+    keys = [f"ptfast/{place}/{rank}" for rank in range(ranks.world_size)]
     store.set(keys[ranks.rank], "")
     try:
         store.wait(keys, timedelta(seconds=timeout_s))

@@ -141,7 +141,7 @@ def peak_memory_bytes(device_type: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def held_memory_bytes(device_type: str) -> int:
+def reserved_memory_bytes(device_type: str) -> int:
     """Memory in use now: by torch on the GPU, or by this process on the host (0 if unknown)."""
     if device_type == "cuda":
         import torch
@@ -184,14 +184,14 @@ def watch_others() -> None:
     _watched = time.perf_counter(), machine_times()[0], processor_time_s()
 
 
-def others_cores(num_local_ranks: int = 1) -> float:
+def others_cores(local_world_size: int = 1) -> float:
     """Cores that others have kept busy since `watch_others`, beside this run's own ranks; 0 if unknown."""
     start_s, busy_before_s, own_before_s = _watched
     busy_s, elapsed_s = machine_times()[0], time.perf_counter() - start_s
     if busy_s is None or busy_before_s is None or elapsed_s < _LEAST_WATCHED_S:
         return 0.0
     others_s = busy_s - busy_before_s - (processor_time_s() - own_before_s)
-    return max(others_s / elapsed_s - (num_local_ranks - 1), 0.0)
+    return max(others_s / elapsed_s - (local_world_size - 1), 0.0)
 
 
 def _kilobytes(pid: int, name: str, row: str) -> int:

@@ -17,7 +17,7 @@ TASKS = {
     "semantic_segmentation": "ptfast.tasks.semantic_segmentation.SemanticSegmentation",
     "token_classification": "ptfast.tasks.token_classification.TokenClassification",
     "language_modelling": "ptfast.tasks.language_modelling.LanguageModelling",
-    "hf": "ptfast.tasks.own_loss.OwnLoss",
+    "hf": "ptfast.tasks.model_loss.ModelLossTask",
 }
 """Built-in tasks by name."""
 IGNORE_INDEX = -100
@@ -201,7 +201,7 @@ class Callback:
         """After the last step of epoch `epoch` (the first is 1), before evaluation; not for endless data."""
 
     def on_step(self, run: Any, step: int) -> None:
-        """After optimizer step `step` (the first is 1). On CUDA `run.figures` is then a log line behind."""
+        """After optimizer step `step` (the first is 1). On CUDA `run.metrics` is then a log line behind."""
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
         """After an evaluation of `split`, before it is logged: numbers added to `figures` are logged too."""

@@ -29,13 +29,13 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that the launcher passes on to the ranks."""
 
 
-def on_several_machines(num_ranks: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
+def on_several_machines(world_size: int, num_nodes: int, rdzv: str | None, timeout_s: float) -> list[str]:
     """Return torchrun's options for this machine's ranks; the rest is left to its variables (`PET_*`).
 
     The machines meet at `rdzv` (HOST:PORT) and wait there for each other for `timeout_s`.
     """
     waits = ",".join(f"{name}={int(timeout_s)}" for name in ("timeout", "join_timeout", "read_timeout"))
-    options = [f"--nproc-per-node={num_ranks}", f"--rdzv-conf={waits}"]
+    options = [f"--nproc-per-node={world_size}", f"--rdzv-conf={waits}"]
     if num_nodes > 1:
         options.append(f"--nnodes={num_nodes}")
     if rdzv is not None:

@@ -34,7 +34,7 @@ from ptfast.core.errors import (
 from ptfast.core.machine import on_main_thread
 from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.core.world import world
-from ptfast.techniques.precision.number_formats import set_float32
+from ptfast.techniques.precision.mixed_precision import set_float32
 
 _busy = threading.Lock()
 _forked = False
@@ -91,7 +91,7 @@ def _told(error: PtfastError, function: str) -> PtfastError:
 def check_processes(config: Config, names: Sequence[str]) -> None:
     """Reject configs that need other processes; `names` are of objects that exist only in this one."""
     if (ranks := world(meets=True)) is not None and ranks.distributed:
-        what = f"{ranks.num_ranks} processes were started, each of which would train the whole run"
+        what = f"{ranks.world_size} processes were started, each of which would train the whole run"
         hint = "Start one process and set parallel=ddp, or use torchrun -m ptfast train"
         raise ParallelError("P002", what, key="train", suggestion=hint)
     if config.parallel.nnodes > 1:

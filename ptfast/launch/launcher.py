@@ -70,8 +70,8 @@ def start(composed: Composed, config: Config, words: Sequence[str] = ()) -> int:
 
 def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
     """Train on this machine; return the run directory and the exit code."""
-    num_ranks = resolve_num_ranks(config)
-    check_batch(config, num_ranks)
+    world_size = resolve_world_size(config)
+    check_batch(config, world_size)
     launched = config.parallel.strategy != "single"
     if launched:
         check_no_secrets(composed)
@@ -81,20 +81,20 @@ def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
         return place.folder, EXIT_OK
     with _prepared(place, composed):
         if launched:
-            return place.folder, _run_ranks(place, composed, num_ranks, config.parallel.max_restarts)
+            return place.folder, _run_ranks(place, composed, world_size, config.parallel.max_restarts)
         from ptfast.launch import rank_main
 
         code = rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
         return place.folder, code
 
 
-def _run_ranks(place: Place, composed: Composed, num_ranks: int, max_restarts: int) -> int:
+def _run_ranks(place: Place, composed: Composed, world_size: int, max_restarts: int) -> int:
     """Train as ranks of this machine; restart them up to `max_restarts` times without a new checkpoint."""
     from ptfast.core.tensors.saved_state import list_states
 
     # Use this machine alone, whatever torchrun's variables (`PET_*`) say.
     options = [
-        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--max-restarts=0"),
+        *("--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
         f"--rdzv-id=ptfast-{os.getpid()}",
     ]
@@ -136,7 +136,7 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
         # A killed launcher would leave its ranks running.
         die_with_parent()
     ranks = count_neighbours(ranks)
-    several = ranks.num_local_ranks < ranks.num_ranks
+    several = ranks.local_world_size < ranks.world_size
     nodes = gather_texts(describe_node(words), ranks, "node") if several else []
     if not ranks.is_first:
         word = json.loads(broadcast_text(None, ranks))
@@ -240,7 +240,7 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
                 run_directory.discard(place.folder, made)
 
 
-def resolve_num_ranks(config: Config) -> int:
+def resolve_world_size(config: Config) -> int:
     """Return the ranks of a run on this machine: `parallel.nproc`, torchrun's variable, or one per GPU."""
     if config.parallel.nnodes > 1:
         what, hint = "only this machine can be measured", "Leave it out"
@@ -265,15 +265,15 @@ def _resolve_local_ranks(config: Config) -> int:
 def _check_started(config: Config, ranks: Ranks) -> None:
     """Reject a config that contradicts the ranks that were started."""
     if config.parallel.strategy == "single" and ranks.distributed:
-        what = f"{ranks.num_ranks} processes were started, all of which would train the same run"
+        what = f"{ranks.world_size} processes were started, all of which would train the same run"
         raise ConfigError("C011", what, key="parallel", value="single", suggestion="Add parallel=ddp")
-    started = {"nproc": ranks.num_local_ranks, "nnodes": ranks.num_ranks // ranks.num_local_ranks}
+    started = {"nproc": ranks.local_world_size, "nnodes": ranks.world_size // ranks.local_world_size}
     for name, number in started.items():
         asked = getattr(config.parallel, name)
         if asked not in ("auto", 1, number):
             what, hint = f"{number} were started", "Leave it out: the launcher decides"
             raise ConfigError("C011", what, key=f"parallel.{name}", value=asked, suggestion=hint)
-    check_batch(config, ranks.num_ranks)
+    check_batch(config, ranks.world_size)
 
 
 def _launch_node(config: Config, words: Sequence[str]) -> int:
@@ -291,8 +291,8 @@ def _launch_node(config: Config, words: Sequence[str]) -> int:
         raise ConfigError("C016", what, key="parallel.nnodes", value=parallel.nnodes, suggestion=hint)
     # The ranks' time counts from their own start, because they may be restarted.
     os.environ.pop(STARTED_VARIABLE, None)
-    num_ranks, timeout_s = _resolve_local_ranks(config), parallel.timeout.seconds
-    options = on_several_machines(num_ranks, parallel.nnodes, parallel.rdzv, timeout_s)
+    world_size, timeout_s = _resolve_local_ranks(config), parallel.timeout.seconds
+    options = on_several_machines(world_size, parallel.nnodes, parallel.rdzv, timeout_s)
     ended = run_elastic("ptfast", ["train", *words], options)
     if ended.received is not None:
         return EXIT_INTERRUPTED if ended.received == signal.SIGINT else EXIT_PREEMPTED

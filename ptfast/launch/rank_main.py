@@ -157,7 +157,7 @@ class RankPart:
             self.attempt.clock = run.clock
             path = self.folder / run_directory.ENVIRONMENT
             threads = run.choices.get("backend.threads")
-            used = {"device": device_name(run), "threads": threads, "ranks": ranks.num_ranks}
+            used = {"device": device_name(run), "threads": threads, "ranks": ranks.world_size}
             run_directory.write_json(path, run_directory.read_json(path) | used)
             self.logger = run.logger = open_loggers(run, loggers, self.attempt)
         return run

@@ -42,7 +42,9 @@ class FirstOutputs:
         run.outputs_checked = True
         given = copied((args, keywords))
         outputs = self.forward(*args, **keywords)
-        half = run.precision.half_type is not None or any(p.itemsize == 2 for p in run.model.parameters())
+        half = run.precision.autocast_dtype is not None or any(
+            p.itemsize == 2 for p in run.model.parameters()
+        )
         choose = getattr(run.task, "outputs_of", lambda given: given)
         with contextlib.suppress(Exception):  # some models take only batches of one size
             factor = 10.0 if half else 1.0

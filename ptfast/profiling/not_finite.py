@@ -40,7 +40,7 @@ def explain(run: Run, step: int, batch: StepBatch | None) -> None:
         if cause.rows is not None and len(cause.rows) == len(own):
             numbers = [own[cause.rows.cpu().numpy()]]
     mine = None if cause is None else cause.place, [int(number) for own in numbers for number in own]
-    found = on_all_ranks(mine, run.ranks.num_ranks)
+    found = on_all_ranks(mine, run.ranks.world_size)
     places = [place for place, _ in found if place is not None]
     samples = sorted({n for place, own in found for n in own if place is not None or not places})
     what = f"step {step + 1} was skipped: its loss or gradients are not finite"
@@ -75,7 +75,7 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
 
     for name, module in model.named_modules():
         module.register_forward_hook(partial(look, name))
-    first = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
+    first = run.ranks.rank * (run.micro_batches // run.ranks.world_size)
     for index, (data, num_samples) in enumerate(micro_batches):
         if not num_samples:
             continue

@@ -25,7 +25,7 @@ from ptfast.core.tensors.trees import tree_leaves
 from ptfast.core.units import short_time
 from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, TensorMeta, flops
 from ptfast.run import Run
-from ptfast.techniques.precision.number_formats import set_float32
+from ptfast.techniques.precision.mixed_precision import set_float32
 
 TRY_S = 0.15
 """Seconds per rate. Attempts are short, so that some run undisturbed even next to a busy neighbor."""

@@ -22,7 +22,7 @@ class Stragglers:
 
     def __init__(self, run: Run) -> None:
         self._run, self._before = run, dict(run.clock.seconds)
-        self._sums = [0.0] * (run.ranks.num_ranks * len(STEP))
+        self._sums = [0.0] * (run.ranks.world_size * len(STEP))
 
     def own(self) -> list[float]:
         """Return the seconds per step by cause since the last call, in the order of `STEP`."""
@@ -31,7 +31,7 @@ class Stragglers:
 
     def receive(self, figures: Sequence[float]) -> None:
         """Compare the `own` of all ranks, given in order; warn about one that makes steps `SLOWER`."""
-        if self._run.ranks.num_ranks == 1:
+        if self._run.ranks.world_size == 1:
             return
         self._sums = [old + new for old, new in zip(self._sums, figures, strict=True)]
         size, run = len(STEP), self._run

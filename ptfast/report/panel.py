@@ -25,12 +25,12 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     """
     from ptfast.optim.parameter_groups import reference_lr
 
-    choices, num_ranks = run.choices, run.ranks.num_ranks
+    choices, world_size = run.choices, run.ranks.world_size
     count = choices.get("backend.threads")
     num_parameters = sum(p.numel() for p in run.model.parameters())
     layout = ", channels last" if choices.get("rewrites.channels_last") else ""
-    processes = f"{num_ranks} ranks" if num_ranks > 1 else "1 process"
-    threads = f"{count} thread" + "s" * (count > 1) + " each" * (num_ranks > 1)
+    processes = f"{world_size} ranks" if world_size > 1 else "1 process"
+    threads = f"{count} thread" + "s" * (count > 1) + " each" * (world_size > 1)
     rate = f"{reference_lr(run.optimizer, 'initial_lr'):g}"
     # FSDP gives the model a class of torch's own making.
     model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
@@ -97,17 +97,17 @@ def _batch(run: Run, batching: sampling.Batching) -> str:
         sizes = run.train_loader.plan.all_sizes()
         return f"up to {budget:,} tokens: {min(sizes):,} to {max(sizes):,} samples"
     batch_size, micro_batches = run.batch_size, run.micro_batches
-    num_ranks = run.ranks.num_ranks
+    world_size = run.ranks.world_size
     if micro_batches == 1:
         return str(batch_size)
-    per_rank = micro_batches // num_ranks
-    parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{per_rank} micro-batches"] * (per_rank > 1)
+    per_rank = micro_batches // world_size
+    parts = [f"{world_size} ranks"] * (world_size > 1) + [f"{per_rank} micro-batches"] * (per_rank > 1)
     return f"{batch_size} = " + " x ".join([*parts, f"{batch_size // micro_batches} samples"])
 
 
 def results(run: Run) -> dict[str, Any]:
     """What `summary.json` says of a run itself, finished or not."""
-    progress, sets = run.progress, run.figures.keys() - {"train", "val", "test"}
+    progress, sets = run.progress, run.metrics.keys() - {"train", "val", "test"}
     summary: dict[str, Any] = {
         "task": run.choices.get("task"),
         "steps": progress.step,
@@ -115,10 +115,10 @@ def results(run: Run) -> dict[str, Any]:
         "train_samples_per_s": progress.samples_per_s,
         "peak_memory_bytes": machine.peak_memory_bytes(run.device.type),
         **run.evaluated_weights,
-        **{split: found for split, found in run.figures.items() if split not in sets},
+        **{split: found for split, found in run.metrics.items() if split not in sets},
     }
     if sets:
-        summary["evals"] = {name: found for name, found in run.figures.items() if name in sets}
+        summary["evals"] = {name: found for name, found in run.metrics.items() if name in sets}
     if run.stop_reason is not None:
         summary["reason"] = run.stop_reason
     if progress.skipped_steps:
@@ -139,7 +139,7 @@ def results(run: Run) -> dict[str, Any]:
     if run.saver.states:
         summary["saving"] = run.saver.figures()
     if progress.best_step is not None:
-        summary["best"] = {"step": progress.best_step, **run.best_figures}
+        summary["best"] = {"step": progress.best_step, **run.best_metrics}
     if len(progress.best_states) > 1:
         figure = run.plan.best_metric
         ranked = ({"step": step, figure: value} for value, step in progress.best_states)

@@ -161,9 +161,9 @@ class Checkpointer:
                 # Another precision may have had no scaler, and other data no position.
                 if name in parts or name not in ("scaler", "stream"):
                     part.load_state_dict(parts[name])
-            run.best_figures = state.facts["best_figures"]
+            run.best_metrics = state.facts["best_figures"]
             figures = state.facts["figures"].items()
-            run.figures = {split: values for split, values in figures if split != "test"}
+            run.metrics = {split: values for split, values in figures if split != "test"}
         except PtfastError:
             raise
         except Exception as error:
@@ -185,9 +185,9 @@ class Checkpointer:
         run = self.run
         return {
             "progress": asdict(run.progress),
-            "best_figures": run.best_figures,
+            "best_figures": run.best_metrics,
             "best_metric": ".".join(run.plan.followed),
-            "figures": run.figures,
+            "figures": run.metrics,
             "info": asdict(run.info),
             "choices": run.choices.as_json(),
             "best_only": best_only,

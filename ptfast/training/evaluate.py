@@ -17,7 +17,7 @@ from ptfast.core import devices
 from ptfast.core.distributed import broadcast_buffers
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
-from ptfast.core.tensors.arrivals import Arrival, scalars
+from ptfast.core.tensors.async_host_copy import AsyncHostCopy, scalars
 from ptfast.core.tensors.trees import tree_map
 from ptfast.data.loaders.build_loaders import EvaluationLoader
 from ptfast.profiling.first_outputs import checking_outputs
@@ -25,7 +25,7 @@ from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
 from ptfast.tasks.ratios import placed, take_kinds
 from ptfast.training.loop.first_step import with_output_check
-from ptfast.training.loop.loss_window import begin_sums
+from ptfast.training.loop.loss_accumulator import begin_sums
 from ptfast.training.stopping import Stopped, interruptible
 
 
@@ -89,7 +89,7 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
         what = f"only images can be flipped or shifted, but this is {info.kind} data"
     elif info.target_kind == "unknown" and targets == "auto":
         what = "targets that may be coordinates, such as boxes or points, differ between views of an image"
-    elif type(task).__name__ == "OwnLoss":
+    elif type(task).__name__ == "ModelLossTask":
         what = "a model that returns its own loss has no outputs to average"
     if what is not None:
         key, value, off = ("eval.flip", "true", "false") if flip else ("eval.shift", shift, 0)
@@ -187,7 +187,7 @@ def evaluate(
         on_device = {n: v.reshape(()) for n, v in values.items() if isinstance(v, Tensor) and v.is_cuda}
         if on_device:
             # All values arrive together, after one wait.
-            figures = Arrival(scalars(on_device.values(), device, loss_sum.dtype))
+            figures = AsyncHostCopy(scalars(on_device.values(), device, loss_sum.dtype))
             values |= zip(on_device, figures.read(), strict=True)
         total_loss, total_items, _ = sums.read()
         values = {name: float(value) for name, value in values.items()}
@@ -197,7 +197,7 @@ def evaluate(
         if run.ema is None:
             return figures_of_weights(keep)
         try:
-            run.ema.settle(partial(interruptible, run))
+            run.ema.finalize(partial(interruptible, run))
         except Stopped:
             raise Abandoned from None
         if not run.ema.ready:

@@ -15,7 +15,7 @@ from ptfast.core.protocols import StepBatch, hooks
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, write_tables
 from ptfast.training.evaluate import Abandoned, evaluate
-from ptfast.training.loop.loss_window import Look
+from ptfast.training.loop.loss_accumulator import PendingLog
 from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.votes import StopReason, Votes, agree_to_stop
 from ptfast.training.stopping import Stopped, interruptible
@@ -49,13 +49,13 @@ def _fit_or_stop(run: Run) -> StopReason:
     except Stopped:
         # It hung outside of a step.
         reason = agree_to_stop(run)
-        _save(run, settles=False, ends=True)
+        _save(run, finalizes=False, ends=True)
         return reason or StopReason.LAST_STEP
     except Exception:
         if not run.ranks.distributed:
             # Log the last line before the error; if its loss is not finite, that is the cause.
             with suppress(RuntimeError):  # raised by a device that has failed
-                run.settle()
+                run.flush()
         raise
 
 
@@ -85,7 +85,7 @@ def _fit(run: Run) -> StopReason:
         ends = progress.step >= run.total_steps or stop is not None
         is_scheduled = ends or run.saver.due or progress.step in run.plan.intervals.save_steps
         if is_kept or is_scheduled:
-            _save(run, settles=data_comes, ends=ends, best_only=not is_scheduled)
+            _save(run, finalizes=data_comes, ends=ends, best_only=not is_scheduled)
     stop = _test(run, stop or StopReason.LAST_STEP)
     run.call_back("on_end", stop.value)
     return stop
@@ -94,7 +94,7 @@ def _fit(run: Run) -> StopReason:
 def _test(run: Run, stop: StopReason) -> StopReason:
     """Evaluate `test` at the end of a run that was not stopped by a signal; a signal can stop it now."""
     by_signal = stop in (StopReason.SIGNAL, StopReason.CTRL_C)
-    if not by_signal and "test" in run.eval_loaders and "test" not in run.figures:
+    if not by_signal and "test" in run.eval_loaders and "test" not in run.metrics:
         try:
             evaluate_splits(run, ["test"])
         except Abandoned:
@@ -130,7 +130,7 @@ class Segment(NamedTuple):
     """Consecutive steps between two looks."""
 
     steps: int
-    look: Look
+    look: PendingLog
     """The metrics since the last log line."""
     step_s: float
     data_comes: bool
@@ -154,7 +154,7 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
         except Stopped:
             data_comes = False
         look, steps = window.look(), progress.step - start
-        window.settle()
+        window.flush()
         window.unread = look
         if aside is not None or not window.defers:
             window.receive(look)
@@ -183,15 +183,15 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
             run.display.warn(advice)
 
 
-def _save(run: Run, *, settles: bool, ends: bool, best_only: bool = False) -> None:
-    """Save a checkpoint; `settles` finalizes averages first, and a run that `ends` waits for the disk."""
-    run.settle()
+def _save(run: Run, *, finalizes: bool, ends: bool, best_only: bool = False) -> None:
+    """Save a checkpoint; `finalizes` finalizes averages first, and a run that `ends` waits for the disk."""
+    run.flush()
     booked = run.clock.seconds
     run.clock.to("saving")
     before_s, step = booked["saving"], run.progress.step
-    if run.ema is not None and settles:
+    if run.ema is not None and finalizes:
         with run.uncompiled(), suppress(Stopped):
-            run.ema.settle(partial(interruptible, run))
+            run.ema.finalize(partial(interruptible, run))
 
     def tell(folder: Path) -> None:
         with suppress(Stopped):
@@ -220,14 +220,14 @@ def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
         clock.to("evaluation")
         tables: dict[str, MetricTable] = {}
         found[split] = evaluate(run, run.eval_loaders[split], keep=tables.update), tables
-    run.settle()  # the device has finished the training before it
+    run.flush()  # the device has finished the training before it
     for split, (figures, tables) in found.items():
         # Metrics may differ between ranks in their last bits, but ranks must not disagree.
         figures = broadcast_object(figures, run.ranks)
         if hooks(run.callbacks, "on_evaluation"):
             run.call_back("on_evaluation", step, split, figures)
             figures = broadcast_object(check_figures(figures, run), run.ranks)
-        run.figures[split] = figures
+        run.metrics[split] = figures
         clock.to("logging")
         place = {"step": step, "epoch": round(run.epoch, 4), "split": split}
         run.logger.log({**place, **run.evaluated_weights, **figures})
@@ -245,9 +245,9 @@ def _evaluate_and_rank(run: Run) -> bool:
     progress, splits = run.progress, [split for split in run.eval_loaders if split != "test"]
     try:
         evaluate_splits(run, splits)
-        sets = [(split, item) for split in splits if split != "val" for item in run.figures[split].items()]
+        sets = [(split, item) for split in splits if split != "val" for item in run.metrics[split].items()]
         figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
-        figures = run.figures.get("val", figures) if "val" in splits else figures
+        figures = run.metrics.get("val", figures) if "val" in splits else figures
         progress.epoch_loss = progress.epoch_items = 0.0
         progress.evaluation_due = False
         return _rank(run, figures | {f"{split}/{name}": value for split, (name, value) in sets})
@@ -255,7 +255,7 @@ def _evaluate_and_rank(run: Run) -> bool:
         raise
     except Exception:
         if not run.sharded:
-            run.settle()
+            run.flush()
             run.checkpointer.save()
         raise
 
@@ -273,11 +273,11 @@ def _rank(run: Run, figures: dict[str, float]) -> bool:
     )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
-        run.best_figures = figures
+        run.best_metrics = figures
     else:
         progress.evaluations_without_gain += 1
     for split in (name for name in run.eval_loaders if name != "test"):
-        marked, shown = is_best and split == run.plan.followed[0], run.figures[split]
+        marked, shown = is_best and split == run.plan.followed[0], run.metrics[split]
         run.display.evaluation(progress.step, run.epoch, split, shown, marked, **run.evaluated_weights)
     # A longer run would not evaluate at the last step of this one.
     is_due = progress.step > run.schedule.warmup_steps and progress.step in run.plan.intervals.eval_steps

@@ -17,7 +17,7 @@ from ptfast.data.loaders.loading import Prepare, ReaderOptions
 from ptfast.data.loaders.step_batches import RawBatches
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.augment_plan import build_augment
@@ -79,7 +79,7 @@ def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Cal
         epoch = next(epochs)
         for start in range(0, NUM_FILES, BATCH):
             part = indices[start : start + BATCH]
-            raw = batches(Share(epoch, part, len(part)))
+            raw = batches(MicroBatchIndices(epoch, part, len(part)))
             if normalize:
                 prepare(raw)
         return NUM_FILES

@@ -71,7 +71,7 @@ def test_keys_that_contradict_each_other(changes: Tree) -> None:
 def test_keys_that_would_change_nothing(
     key: str, value: Any, remedy: Tree | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ptfast.core.devices.lack_of_compiler", lambda device: None)
+    monkeypatch.setattr("ptfast.core.devices.check_compiler", lambda device: None)
     (warning,) = unused_keys(check(**{key: value}), typed)
     assert warning.startswith(f"{key.replace('__', '.')}=")
     assert "means nothing" in warning

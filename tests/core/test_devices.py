@@ -41,8 +41,8 @@ def test_recipes_and_presets_name_nothing_that_a_common_cpu_lacks(
 ) -> None:
     monkeypatch.setattr(devices, "CPU_INFO", ROOT / "tests/support/cpuinfo_avx2.txt")
     tree = compose([word], complete=False).tree
-    assert devices.lack_of_precision("bf16", "cpu") is not None
-    assert devices.lack_of_precision(tree["precision"]["mode"], "cpu") is None
+    assert devices.check_precision("bf16", "cpu") is not None
+    assert devices.check_precision(tree["precision"]["mode"], "cpu") is None
     assert tree["compile"]["mode"] == "none"
 
 
@@ -53,7 +53,7 @@ def test_the_loop_keeps_all_sums_in_the_type_of_the_device(
     monkeypatch.setattr(devices, "sum_dtype", lambda device: torch.float32)
     with NoFloat64():
         assert fit.fit(run) == "finished"
-    assert 0 < run.figures["val"]["loss"] < 10
+    assert 0 < run.metrics["val"]["loss"] < 10
 
 
 @pytest.mark.parametrize("pin", [False, True])

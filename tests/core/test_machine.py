@@ -158,8 +158,8 @@ def test_what_others_keep_busy_is_told_from_what_this_process_does(
     assert machine.others_cores() == 0.0  # too short to say
     at(12.0, 105.0, 7.0)
     assert machine.others_cores() == pytest.approx((5 - 2) / 2)
-    assert machine.others_cores(num_local_ranks=2) == pytest.approx(0.5)
-    assert machine.others_cores(num_local_ranks=8) == 0.0
+    assert machine.others_cores(local_world_size=2) == pytest.approx(0.5)
+    assert machine.others_cores(local_world_size=8) == 0.0
 
 
 def test_errors_of_the_hub_count_as_network_errors_only_where_it_fails_to_fetch() -> None:

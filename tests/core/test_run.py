@@ -52,7 +52,7 @@ def test_what_a_run_of_version_0_1_chose_is_found_by_todays_keys() -> None:
         ("compile.dynamic", bool, False),
         ("precision.mode", str, "fp32"),
         ("dropped_biases", dict[str, str], {}),
-        ("num_ranks", int, 1),
+        ("world_size", int, 1),
         ("total_steps", int, 20),
         ("teacher", str, None),
     ):

@@ -136,12 +136,12 @@ def cases(ranks: Ranks) -> dict[str, Any]:
             try:
                 once_per_machine(fail)
             except DataError as error:
-                found[machines] = on_all_ranks((value, computed, error.what), ranks.num_ranks)
+                found[machines] = on_all_ranks((value, computed, error.what), ranks.world_size)
     found["each"] = once_per_rank(lambda: ranks.rank, ranks)
     try:
         once_per_rank(lambda: fail() if ranks.rank else None, ranks)
     except DataError as error:
-        found["one of them"] = on_all_ranks(error.what, ranks.num_ranks)
+        found["one of them"] = on_all_ranks(error.what, ranks.world_size)
     return found
 
 

@@ -87,11 +87,11 @@ def test_batches_are_mixed_as_by_chance(arrays: Path) -> None:
     np.testing.assert_allclose(counts.var(0), chance.var(0), rtol=0.1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_and_micro_batches_share_out_the_same_samples(arrays: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_and_micro_batches_share_out_the_same_samples(arrays: Path, world_size: int) -> None:
     data = mixed(arrays)
     plan, order = BatchPlan(data.info.num_train, constant(16)), partial(data.order, 5)
-    shardings = [Sharding(plan, 4 * num_ranks, rank, num_ranks) for rank in range(num_ranks)]
+    shardings = [Sharding(plan, 4 * world_size, rank, world_size) for rank in range(world_size)]
     samplers = [Sampler(sharding, 5, order) for sharding in shardings]
     assert plan.steps_per_epoch == 7  # the last one of 14 samples
     shares = [share for step in range(7) for sampler in samplers for share in sampler.step(step)[0]]

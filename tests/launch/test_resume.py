@@ -345,14 +345,14 @@ def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
     assert train(*words) == 75
     own, choices = read_choices(Path("a")), AutoChoices()
     choices.made = own | {"micro_batches": AutoChoice("micro_batches", 4)}
-    choices.choose("num_ranks", 2)
+    choices.choose("world_size", 2)
     choices.choose("backend.threads", 64)
     choices.write(Path("a"))
     assert train(*words) == 0
     assert read_choices(Path("a")) == own | {"micro_batches": AutoChoice("micro_batches", 4)}
     others: Any = SimpleNamespace(
         config=read_config(BASE)[1],
-        ranks=Ranks(num_ranks=3),
+        ranks=Ranks(world_size=3),
         choices=AutoChoices({"micro_batches": AutoChoice("micro_batches", 4)}),
     )
     with pytest.raises(ConfigError, match=r"micro_batches=4: .* Resume it on 1, 2, 4 ranks: only a new run"):

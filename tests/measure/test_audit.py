@@ -192,9 +192,9 @@ def machine(context: AuditContext) -> list[str]:
 
 def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
-    monkeypatch.setattr(step_checks.devices, "lack_of_compiler", lambda device: None)
+    monkeypatch.setattr(step_checks.devices, "check_compiler", lambda device: None)
     monkeypatch.setattr(step_checks, "shared_memory", lambda: 2**40)
-    monkeypatch.setattr(step_checks.devices, "lack_of_precision", lambda mode, device: None)
+    monkeypatch.setattr(step_checks.devices, "check_precision", lambda mode, device: None)
     assert machine(context) == []
     with monkeypatch.context() as patch:
         patch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
@@ -202,7 +202,7 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(
             step_checks.devices,
-            "lack_of_compiler",
+            "check_compiler",
             lambda device: devices.Unsupported("none", "Install g++"),
         )
         assert machine(context) == ["compiler missing"]

@@ -40,7 +40,7 @@ from ptfast.measure.chaos.kills import (
 )
 from ptfast.measure.outputs import run_ptfast
 
-SHAPE = RunShape(30, [*range(4, 30, 4), 30], [10, 20, 30], num_ranks=2, launched=True, workers=2)
+SHAPE = RunShape(30, [*range(4, 30, 4), 30], [10, 20, 30], world_size=2, launched=True, workers=2)
 
 
 @pytest.mark.parametrize("seed", range(20))

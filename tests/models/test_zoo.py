@@ -182,7 +182,7 @@ def first_step(run: Any) -> None:
     loss.backward()
     optimizer.step()
     assert fit(run) == "finished"
-    assert run.figures["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert run.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert same_bits(dict(run.model.state_dict()), dict(model.state_dict()))
 
 

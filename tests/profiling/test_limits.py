@@ -76,7 +76,7 @@ def test_a_counted_step_trains_to_the_same_bits(
     for part in (("relu", "_to_copy"), ("threshold_backward",), ("_fused", "_foreach")):
         assert any(name.startswith(part) for name in counted_names), part
     assert found.kept_bytes > 0
-    assert found.batch_bytes >= 32 * 64 * (2 if counted.precision.half_type is not None else 4)
+    assert found.batch_bytes >= 32 * 64 * (2 if counted.precision.autocast_dtype is not None else 4)
 
     monkeypatch.setattr(StepCounter, "due", lambda self, step: False)
     plain = build_run(tmp_path / "plain", *words)

@@ -21,7 +21,7 @@ RUN = (*NET, "optimizer=sgd")
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing compiled before or after a test; a compiler, where a test uses none of it."""
     if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        monkeypatch.setattr("ptfast.core.devices.lack_of_compiler", lambda device: None)
+        monkeypatch.setattr("ptfast.core.devices.check_compiler", lambda device: None)
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -32,7 +32,7 @@ def train_loader(
     batch_size: int,
     micro_batches: int = 1,
     rank: int = 0,
-    num_ranks: int = 1,
+    world_size: int = 1,
     last: str = "keep",
     sizes: Stages | None = None,
     seed: int = 0,
@@ -45,7 +45,7 @@ def train_loader(
         kind, reason, workers = choose(data.train, kind="auto", workers=how.workers)
         how = replace(how, kind=kind, reason=reason, workers=workers)
     size = len(data.train) if isinstance(data.train, MapSource) else None
-    sharding = Sharding(BatchPlan(size, sizes or constant(batch_size), last), micro_batches, rank, num_ranks)
+    sharding = Sharding(BatchPlan(size, sizes or constant(batch_size), last), micro_batches, rank, world_size)
     changes = build_augment(
         augment, data.info, images=data.train.images, task_name="auto", normalize=how.normalize
     )

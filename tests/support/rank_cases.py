@@ -85,12 +85,12 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         for last in ("keep", "drop"):
             run = on.build(f"{last} {strategy}", *LAST, f"eval.last={last}", strategy=strategy)
             evaluate_splits(run, ["val"])
-            found[f"{last} {strategy}"] = run.figures["val"]
+            found[f"{last} {strategy}"] = run.metrics["val"]
         run = on.build(f"one {strategy}", *ONE, strategy=strategy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one sample is of one class
             evaluate_splits(run, ["val"])
-        found[f"one {strategy}"] = run.figures["val"]
+        found[f"one {strategy}"] = run.metrics["val"]
         late = on.build(f"late-{strategy}", *LATE, strategy=strategy)
         fit(late)
         found[f"ledger {strategy}"] = late.clock.ledger()
@@ -161,7 +161,7 @@ def held_together(on: Cases) -> dict[str, Any]:
     # What a rank writes by mistake stays its own.
     value = int(array[1, 4095])
     array[1, 4095] += 1 - on.ranks.is_first
-    seen: list[Any] = [None] * on.ranks.num_ranks
+    seen: list[Any] = [None] * on.ranks.world_size
     torch.distributed.all_gather_object(seen, (value, given, mapped))
     torch.distributed.barrier()
     found["seen"], found["kept"] = seen, int(array[1, 4095])
@@ -201,6 +201,6 @@ def one_pass(on: Cases) -> list[float]:
         num_samples += batch.num_samples
         mine += [float(v) for data, number in batch.micro_batches for v in data[0].flatten()[:number]]
     run.train_loader.close()
-    found: list[Any] = [None] * on.ranks.num_ranks
+    found: list[Any] = [None] * on.ranks.world_size
     torch.distributed.all_gather_object(found, mine)
     return sorted(found[0] + found[1])

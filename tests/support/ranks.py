@@ -17,7 +17,7 @@ from conftest import IMPORT_PATHS
 from ptfast.core.distributed import Ranks
 
 
-def on_ranks(module: str, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
+def on_ranks(module: str, folder: Path, world_size: int = 2) -> dict[str, Any]:
     """The result of `cases(ranks)` of a module of the tests on the first of several ranks.
 
     Args:
@@ -27,10 +27,10 @@ def on_ranks(module: str, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(IMPORT_PATHS)}
-    outputs = [folder / f"rank-{rank}.txt" for rank in range(num_ranks)]
+    outputs = [folder / f"rank-{rank}.txt" for rank in range(world_size)]
     processes = []
     for rank, output in enumerate(outputs):
-        command = [sys.executable, "-W", "error", __file__, module, address, str(rank), str(num_ranks)]
+        command = [sys.executable, "-W", "error", __file__, module, address, str(rank), str(world_size)]
         with output.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
@@ -41,17 +41,17 @@ def on_ranks(module: str, folder: Path, num_ranks: int = 2) -> dict[str, Any]:
     finally:
         for process in processes:
             process.kill()
-    assert codes == [0] * num_ranks, "\n".join(output.read_text() for output in outputs)
+    assert codes == [0] * world_size, "\n".join(output.read_text() for output in outputs)
     return torch.load(folder / "cases.pt", weights_only=True)
 
 
-def main(module: str, address: str, rank: int, num_ranks: int) -> None:
+def main(module: str, address: str, rank: int, world_size: int) -> None:
     """One rank: go through the cases; the first keeps what it finds."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     cases = import_module(module).cases
     gc.freeze()
-    found = cases(Ranks(rank, rank, num_ranks, num_ranks))
+    found = cases(Ranks(rank, rank, world_size, world_size))
     if rank == 0:
         torch.save(found, "cases.pt")
     torch.distributed.barrier()

@@ -21,7 +21,7 @@ from ptfast.core.tensors.dtensors import whole
 from ptfast.core.tensors.saved_state import ShardedDraft, State, WholeDraft, read_state
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
-from ptfast.techniques.precision.number_formats import PROBE_SIZE
+from ptfast.techniques.precision.mixed_precision import PROBE_SIZE
 from ptfast.training.build import build
 
 WITH_TESTS = {"PYTHONPATH": os.pathsep.join(IMPORT_PATHS)}

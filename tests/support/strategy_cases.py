@@ -26,7 +26,7 @@ from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-from ptfast.techniques.precision.number_formats import apply_float8
+from ptfast.techniques.precision.mixed_precision import apply_float8
 from ptfast.training.build import build
 from ptfast.training.fit import fit
 from ptfast.training.user_code import callback_states
@@ -65,7 +65,7 @@ class Cases:
         words = (
             *words,
             f"parallel.strategy={strategy}",
-            f"parallel.nproc={self.ranks.num_ranks}",
+            f"parallel.nproc={self.ranks.world_size}",
             "device=cpu",
         )
         # Composed once, as by the launcher.
@@ -187,7 +187,7 @@ def saved_beside(on: Cases, name: str, *words: str, **given: Any) -> tuple[bool,
         pairs = [[f"{folder}/saved/step-{step}" for folder in (name, f"{name}-beside")] for step in (4, 8)]
         states = [[read_state(Path(path)) for path in pair] for pair in pairs]
         nests = [[map_tensors(whole, [each.model, each.training]) for each in pair] for pair in states]
-        if on.ranks.rank == on.ranks.num_ranks - 1:
+        if on.ranks.rank == on.ranks.world_size - 1:
             saved_state.write_tensors = fail
         says = on.refusal(f"{name}-full", *words, **given) if run.sharded else ""
     finally:
@@ -241,7 +241,7 @@ def float8_cases(on: Cases) -> dict[str, Any]:
     """Products in float8, emulated, of weights that are gathered as bfloat16 and as float8."""
     words = (*GPT, "precision.mode=bf16", "precision.float8=true", "ema=ema", "optimizer=adamw")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptfast.core.devices.lack_of_float8", lambda device: None)
+        patch.setattr("ptfast.core.devices.check_float8", lambda device: None)
         patch.setattr("ptfast.training.stages.model_stage.apply_float8", partial(apply_float8, emulate=True))
         found: dict[str, Any] = {"float8": on.train("float8", *words, strategy="fsdp")}
         words = (*words, "parallel.float8_gather=true")

@@ -127,7 +127,7 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
     )
     sharding = Sharding(BatchPlan(None, constant(6), given.pop("last")), **given)
     prepare = Prepare(loading, info, images=source.images)
-    with mock.patch.object(stream_loaders, "host_sums", lambda num_ranks: sums or host_sums(num_ranks)):
+    with mock.patch.object(stream_loaders, "host_sums", lambda world_size: sums or host_sums(world_size)):
         return stream_loaders.build_stream_batches(source, prepare, sharding, loading)
 
 
@@ -145,9 +145,9 @@ def some(loader: Any, num_steps: int, first: int = 0) -> list[list[float]]:
 class Together:
     """Sums over ranks that are threads of this process, one of which runs at a time."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier, self.running = threading.Barrier(num_ranks, timeout=20), threading.Lock()
-        self.num_ranks, self.asked = num_ranks, list[list[list[int]]]()
+    def __init__(self, world_size: int) -> None:
+        self.barrier, self.running = threading.Barrier(world_size, timeout=20), threading.Lock()
+        self.world_size, self.asked = world_size, list[list[list[int]]]()
 
     def of_rank(self) -> Callable[[Sequence[int]], Callable[[], list[int]]]:
         counter = itertools.count()
@@ -162,7 +162,7 @@ class Together:
                 self.running.release()
                 self.barrier.wait()
                 self.running.acquire()
-                assert len(self.asked[turn]) == self.num_ranks
+                assert len(self.asked[turn]) == self.world_size
                 return [sum(column) for column in zip(*self.asked[turn], strict=True)]
 
             return finish
@@ -174,7 +174,7 @@ def over_ranks(num_steps: int, dataset: Any = Sharded, **options: Any) -> list[l
     """The batches of two ranks that read together."""
     together = Together(2)
     found: dict[int, list[StepBatch]] = {}
-    built = [build(dataset(), together.of_rank(), rank=r, num_ranks=2, **options) for r in range(2)]
+    built = [build(dataset(), together.of_rank(), rank=r, world_size=2, **options) for r in range(2)]
 
     def run(rank: int) -> None:
         with together.running:

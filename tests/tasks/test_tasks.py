@@ -284,7 +284,7 @@ def cases(ranks: Ranks) -> list[dict[str, dict[str, float]]]:
         with torch.inference_mode():
             task.evaluate(Fixed(), (outputs[share], targets[share]), metrics)
             figures[name] = {key: float(value) for key, value in metrics.compute().items()}
-    return on_all_ranks(figures, ranks.num_ranks)
+    return on_all_ranks(figures, ranks.world_size)
 
 
 def test_ranks_with_uneven_shares_agree_on_the_exact_figures(two_ranks: dict[str, Any]) -> None:

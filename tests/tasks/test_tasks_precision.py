@@ -123,7 +123,7 @@ def test_the_gradient_is_that_of_the_mean_over_labels_that_count(tmp_path: Path)
     assert fit(run) == "finished"
     for parameter, old, gradient in zip(run.model.parameters(), before, gradients, strict=True):
         torch.testing.assert_close(parameter.detach(), old - gradient, rtol=0, atol=1e-12)
-    assert run.figures["train"]["loss"] == pytest.approx(loss.item())
+    assert run.metrics["train"]["loss"] == pytest.approx(loss.item())
 
 
 def test_accuracies_leave_ignored_labels_out() -> None:

@@ -177,7 +177,7 @@ def test_swa_equals_torchs_averaged_model_and_update_bn():
     swa = Swa(model, [4, 6, 8], forward)
     reference = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    swa.settle()
+    swa.finalize()
     assert not swa.ready
     for step in range(1, 10):
         train_step(model, optimizer)
@@ -186,7 +186,7 @@ def test_swa_equals_torchs_averaged_model_and_update_bn():
             reference.update_parameters(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.train()
-    swa.settle()
+    swa.finalize()
     assert model.training
     assert model[1].momentum == 0.1
     assert same_bits(dict(model.state_dict()), before)
@@ -204,7 +204,7 @@ def test_statistics_are_measured_without_dropout():
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8))
     swa = Swa(model, [1], lambda watched: model(inputs))
     swa.update(1)
-    swa.settle()
+    swa.finalize()
     torch.testing.assert_close(swa.state_dict()["averages"]["1.running_var"], inputs.var(0))
 
 
@@ -250,15 +250,15 @@ def test_averaged_weights_are_evaluated_beside_the_raw_ones_and_put_away_again(t
     fit(plain)
     fit(averaged)
     assert same_bits(dict(plain.model.state_dict()), dict(averaged.model.state_dict()))
-    figures = averaged.figures["val"]
-    assert {name.removeprefix("raw_"): figures[name] for name in figures if "raw" in name} == plain.figures[
+    figures = averaged.metrics["val"]
+    assert {name.removeprefix("raw_"): figures[name] for name in figures if "raw" in name} == plain.metrics[
         "val"
     ]
     assert averaged.ema is not None
     averaged.ema.copy_to_model()
     averaged.ema = None
     again = evaluated(averaged)
-    assert again != plain.figures["val"]
+    assert again != plain.metrics["val"]
     assert again == {name: figures[name] for name in figures if "raw" not in name}
 
 
@@ -345,9 +345,9 @@ def test_flip_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
     for run in (plain, flipped):
         fit(run)
     assert same_bits(dict(plain.model.state_dict()), dict(flipped.model.state_dict()))
-    assert flipped.figures["val"]["loss"] != plain.figures["val"]["loss"]
+    assert flipped.metrics["val"]["loss"] != plain.metrics["val"]["loss"]
     plain.evaluation = flipped.evaluation
-    assert flipped.figures["val"] == evaluated(plain)
+    assert flipped.metrics["val"] == evaluated(plain)
 
 
 def test_views_need_images() -> None:

@@ -241,7 +241,7 @@ class TestShapes:
         found = []
         for device in ("cuda", "cpu"):
             (tmp_path / "resolved.json").write_text(
-                json.dumps({"device": device, "cudnn_benchmark": False, "num_ranks": 1})
+                json.dumps({"device": device, "cudnn_benchmark": False, "world_size": 1})
             )
             found.append(
                 build_run(tmp_path, "model.hidden=[8]", "steps=1").choices.get("backend.cudnn_benchmark")

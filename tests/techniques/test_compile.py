@@ -18,7 +18,7 @@ from nets import Gated, Net
 from running import WITH_TESTS, build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
 
-from ptfast.core.devices import lack_of_compiler
+from ptfast.core.devices import check_compiler
 from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
@@ -65,7 +65,7 @@ class TestRefusals:
         assert caught.value.exit_code == 4
 
     def test_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ptfast.core.devices.lack_of_compiler", lack_of_compiler)
+        monkeypatch.setattr("ptfast.core.devices.check_compiler", check_compiler)
         monkeypatch.setattr("ptfast.core.devices.shutil.which", lambda name: None)
         with pytest.raises(MachineError, match=r"compile=model: compiling needs a C\+\+ compiler"):
             Compilation("model", "cpu")

@@ -11,10 +11,10 @@ import torch
 from running import train
 from torch import nn
 
-from ptfast.core.devices import lack_of_float8
+from ptfast.core.devices import check_float8
 from ptfast.core.errors import MachineError
 from ptfast.models.gpt import Gpt
-from ptfast.techniques.precision.number_formats import apply_float8
+from ptfast.techniques.precision.mixed_precision import apply_float8
 
 
 def test_products_are_rounded_and_nothing_else_changes() -> None:
@@ -64,4 +64,4 @@ def test_older_gpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     for capability, lacks in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda each=capability: each)
-        assert (lack_of_float8("cuda") is not None) is lacks
+        assert (check_float8("cuda") is not None) is lacks

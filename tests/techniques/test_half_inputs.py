@@ -12,7 +12,7 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptfast.techniques.precision.number_formats import apply_half_weights, casts_inputs
+from ptfast.techniques.precision.mixed_precision import apply_half_weights, casts_inputs
 from ptfast.training.stages import model_stage
 
 CONV, LINEAR = nn.Conv2d(3, 4, 3), nn.Linear(48, 2)

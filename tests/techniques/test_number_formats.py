@@ -19,7 +19,7 @@ from ptfast.cli import command_line
 from ptfast.techniques.ema.weight_averages import MovingAverage
 from ptfast.techniques.gradients import Gradients
 from ptfast.techniques.gradients.clipping import build_clipper
-from ptfast.techniques.precision.number_formats import apply_half_weights
+from ptfast.techniques.precision.mixed_precision import apply_half_weights
 from ptfast.training.fit import fit
 from ptfast.training.loop.step import Trainer
 
@@ -170,7 +170,7 @@ def test_every_optimizer_trains_half_weights(tmp_path: Path, name: str) -> None:
     )
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
     assert fit(single) == fit(half) == "finished"
-    assert half.figures["val"]["loss"] == pytest.approx(single.figures["val"]["loss"], rel=0.05)
+    assert half.metrics["val"]["loss"] == pytest.approx(single.metrics["val"]["loss"], rel=0.05)
     values = [(n, v) for state in half.optimizer.state.values() for n, v in state.items() if n != "step"]
     dtypes = {value.dtype for _, value in values if isinstance(value, Tensor)}
     if name in LAYERWISE:
@@ -194,7 +194,7 @@ def test_built_in_models_run_in_half_weights(in_tmp: Path, words: tuple[str, ...
     run = build_run(in_tmp / "run", *words, "precision=bf16_true", "steps=2")
     assert torch.bfloat16 in {p.dtype for p in run.model.parameters()}
     assert fit(run) == "finished"
-    assert run.figures["val"]["loss"] < 10
+    assert run.metrics["val"]["loss"] < 10
 
 
 def test_a_saved_run_evaluates_to_what_training_saw(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,15 +16,15 @@ from ptfast.core import devices
 from ptfast.core.errors import MachineError
 from ptfast.core.run_records import AutoChoices
 from ptfast.techniques.precision import Precision as Section
-from ptfast.techniques.precision import number_formats as precision_module
-from ptfast.techniques.precision.number_formats import build_precision, kept_conversions, try_matmuls
+from ptfast.techniques.precision import mixed_precision as precision_module
+from ptfast.techniques.precision.mixed_precision import build_precision, kept_conversions, try_matmuls
 
 CPU = torch.device("cpu")
 
 
 def test_fp32_enters_nothing():
     precision = build_precision(Section(mode="fp32"), CPU)
-    assert precision.half_type is None
+    assert precision.autocast_dtype is None
     assert precision.scaler is None
     with precision.autocast:
         assert not torch.is_autocast_enabled("cpu")
@@ -90,7 +90,7 @@ def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     cpu(text)
     choices = AutoChoices()
     precision = build_precision(Section(mode="amp"), CPU, choices=choices)
-    assert (precision.half_type is not None) is has_bf16
+    assert (precision.autocast_dtype is not None) is has_bf16
     assert precision.warning is None
     assert precision.note == ("bf16 autocast" if has_bf16 else "fp32")
     fp32 = "precision.mode=fp32 because amp is on, and bf16 is no faster on this CPU"
@@ -99,7 +99,9 @@ def test_amp_on_a_cpu_goes_by_its_instructions(cpu, text, has_bf16):
     cpu("flags\t\t: avx2\n" if has_bf16 else "flags\t\t: avx512_bf16\n")
     choices.choose("device", "cpu")
     resumed = AutoChoices(choices.made)
-    assert build_precision(Section(mode="amp"), CPU, choices=resumed).half_type is precision.half_type
+    assert (
+        build_precision(Section(mode="amp"), CPU, choices=resumed).autocast_dtype is precision.autocast_dtype
+    )
     assert resumed.made["precision.mode"] == choices.made["precision.mode"]
 
 
@@ -113,8 +115,8 @@ def test_where_linux_says_nothing_torch_is_asked(monkeypatch, tmp_path, text):
             monkeypatch.delattr(torch.cpu, "get_capabilities")
         else:
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c, raising=False)
-        half_type = build_precision(Section(mode="amp"), CPU).half_type
-        assert (half_type is not None) is ("arm_bf16" in (capabilities or ()))
+        autocast_dtype = build_precision(Section(mode="amp"), CPU).autocast_dtype
+        assert (autocast_dtype is not None) is ("arm_bf16" in (capabilities or ()))
 
 
 def test_one_context_serves_every_step():
@@ -162,7 +164,7 @@ def test_amp_on_cuda_is_bf16_where_the_gpu_multiplies_it(monkeypatch, native, dt
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device: device)
     monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
     precision = build_precision(Section(mode="amp"), torch.device("cuda"))
-    assert precision.half_type is dtype
+    assert precision.autocast_dtype is dtype
     assert precision.scaler == (None if native else "cuda")
     name = "bf16 autocast" if native else "fp16 autocast with gradient scaling"
     assert precision.note == name
@@ -236,7 +238,7 @@ def test_no_setting_outlives_its_run():
 )
 def test_convolutions_round_as_torch_has_it_unless_fp32_is_asked_for(words, rounds, monkeypatch):
     _, config = read_config(words)
-    monkeypatch.setattr(precision_module, "lack_of_precision", lambda mode, device: None)
+    monkeypatch.setattr(precision_module, "check_precision", lambda mode, device: None)
     precision = build_precision(config.precision, torch.device("cuda"))
     assert torch.backends.cudnn.allow_tf32 is rounds
     assert ("TF32 convolutions, torch's default" in precision.note) == (rounds and not precision.half_weights)

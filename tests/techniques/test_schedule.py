@@ -19,14 +19,14 @@ from ptfast.techniques.schedule.lr_schedules import (
     Cosine,
     Cyclic,
     Linear,
+    LRSchedule,
     MultiStep,
     OneCycle,
     Polynomial,
-    Shape,
     Step,
     Wsd,
 )
-from ptfast.techniques.schedule.scheduled_run import LrSchedule, build_schedule, build_shape
+from ptfast.techniques.schedule.scheduled_run import RunSchedule, build_schedule, build_shape
 
 TOTAL = 97
 
@@ -36,8 +36,8 @@ def plan(steps_per_epoch: int | None) -> BatchPlan:
 
 
 def built(
-    shape: Shape, warmup: str = "0", total_steps: int = TOTAL, steps_per_epoch: int | None = 10
-) -> LrSchedule:
+    shape: LRSchedule, warmup: str = "0", total_steps: int = TOTAL, steps_per_epoch: int | None = 10
+) -> RunSchedule:
     return build_schedule(
         shape,
         warmup=Duration.parse(warmup),
@@ -85,7 +85,7 @@ def torch_lrs(make, lr: float = 0.3, steps: int = TOTAL) -> list[float]:
         ),
         (Polynomial(power=2.5), lambda opt: lr_scheduler.PolynomialLR(opt, TOTAL, power=2.5)),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Shape) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, LRSchedule) else "",
 )
 def test_equals_torch(shape, make):
     assert built(shape).lr_factors(0, TOTAL) == pytest.approx(torch_lrs(make), rel=1e-12, abs=1e-12)
@@ -353,7 +353,7 @@ def test_a_scheduler_of_torchs_by_name_is_that_scheduler(name, kwargs):
 
 
 def test_a_function_of_the_step_counts_warm_up_and_one_of_the_run_follows_it():
-    def shape(name: str, **kwargs) -> Shape:
+    def shape(name: str, **kwargs) -> LRSchedule:
         target, problems = check_target(Target(f"{HERE}.{name}", kwargs), "schedule")
         assert problems == []
         return build_shape(target, 0.3)

@@ -23,7 +23,7 @@ def test_what_is_evaluated_is_what_the_optimizer_puts_in(name: str, tmp_path: Pa
     run = build_run(tmp_path / "run", *CONSTANT, f"optimizer={name}_schedulefree", "steps=8")
     fit(run)
     assert isinstance(run.ema, ScheduleFree)
-    run.ema.settle()
+    run.ema.finalize()
     before = copy.deepcopy(run.model.state_dict())
     with run.ema.swapped():
         evaluated = copy.deepcopy(run.model.state_dict())
@@ -52,7 +52,7 @@ def test_batchnorm_is_measured_under_the_average(tmp_path: Path) -> None:
     fit(run)
     assert run.ema is not None
     assert run.ema.note == "schedule-free, by the optimizer, BatchNorm measured"
-    run.ema.settle()
+    run.ema.finalize()
     names = [name for name in run.model.state_dict() if name.endswith("running_mean")]
     trained = {name: run.model.state_dict()[name].clone() for name in names}
     with run.ema.swapped():

@@ -119,4 +119,4 @@ def test_a_stand_in_counts_for_nothing(tmp_path: Path) -> None:
         each.train_loader.steps = lambda first, last, each=each: iter([batches[id(each)]])  # type: ignore[method-assign]
         fit(each)
     assert same_bits(run.model.state_dict(), other.model.state_dict())
-    assert run.figures["train"]["loss"] == other.figures["train"]["loss"]
+    assert run.metrics["train"]["loss"] == other.metrics["train"]["loss"]

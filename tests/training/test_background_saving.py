@@ -20,7 +20,7 @@ from torch import nn
 from toys import Lines
 
 from ptfast.core.protocols import Callback
-from ptfast.core.tensors import arrivals, state_writer
+from ptfast.core.tensors import async_host_copy, state_writer
 from ptfast.core.tensors.saved_state import list_states, read_state, step_of
 from ptfast.core.tensors.state_writer import HostCopies
 from ptfast.training.fit import fit
@@ -296,7 +296,7 @@ def test_a_save_waits_for_the_gpu_once(
     words = (*words, "eval.every=12steps", "backend=deterministic", "ema.decay=0.9", "saving.keep=9")
     waits: list[Any] = []
     monkeypatch.setattr(
-        state_writer, "wait_for", lambda event: (waits.append(event), arrivals.wait_for(event))
+        state_writer, "wait_for", lambda event: (waits.append(event), async_host_copy.wait_for(event))
     )
     for background in ("true", "false"):
         run = build_run(tmp_path / background, *words, f"saving.background={background}")

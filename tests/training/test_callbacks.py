@@ -85,7 +85,7 @@ class Settings(Callback):
     read: ClassVar[list[Any]] = []
 
     def on_step(self, run: Any, step: int) -> None:
-        self.read.append((run.seed, run.batch_size, run.best_figures, run.stop_reason))
+        self.read.append((run.seed, run.batch_size, run.best_metrics, run.stop_reason))
         run.total_steps = 2
 
 

@@ -217,8 +217,8 @@ def test_sets_are_handed_over_in_python(arrays: Path, capsys: Capture) -> None:
 def test_two_ranks_give_the_figures_of_one(two_ranks: dict[str, Any], tmp_path: Path) -> None:
     alone = build_run(tmp_path, *ranked(Path(two_ranks["folder"])))
     evaluate_splits(alone, ["shifted", "noisy"])
-    assert alone.figures.keys() == {"shifted", "noisy"}
-    for name, figures in alone.figures.items():
+    assert alone.metrics.keys() == {"shifted", "noisy"}
+    for name, figures in alone.metrics.items():
         assert two_ranks["test_evaluation_sets"][name] == pytest.approx(figures, rel=1e-6)
 
 
@@ -238,4 +238,4 @@ def cases(ranks: Any) -> dict[str, dict[str, float]]:
     torch.distributed.barrier()
     built = build_run(folder / "evaluation-sets", *ranked(folder), "parallel=ddp", ranks=ranks)
     evaluate_splits(built, ["shifted", "noisy"])
-    return built.figures
+    return built.metrics

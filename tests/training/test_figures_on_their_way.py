@@ -18,7 +18,7 @@ from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import Callback
 from ptfast.run import Run
 from ptfast.training.fit import fit
-from ptfast.training.loop.loss_window import Look, LossWindow
+from ptfast.training.loop.loss_accumulator import LossAccumulator, PendingLog
 
 EXPLODING = ("steps=100", "model=custom", "model._target_=toys.Exploding", "saving.every=100steps")
 BLOBS = ("data=custom", "data._target_=toys.blobs", "batch_size=10", "log_every=5", "schedule=constant")
@@ -29,19 +29,19 @@ def defer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, int]]
     """Have runs from here on read figures late, as on CUDA; the list gets the steps of looks and readings."""
 
     def start() -> list[tuple[int, int]]:
-        read, init, receive = list[tuple[int, int]](), LossWindow.__init__, LossWindow.receive
+        read, init, receive = list[tuple[int, int]](), LossAccumulator.__init__, LossAccumulator.receive
 
-        def defer_figures(window: LossWindow, *arguments: Any) -> None:
+        def defer_figures(window: LossAccumulator, *arguments: Any) -> None:
             init(window, *arguments)
             window.defers = True
 
-        def note(window: LossWindow, look: Look) -> float:
+        def note(window: LossAccumulator, look: PendingLog) -> float:
             if look.loss is None and look.error is None:
                 read.append((look.step, window._run.progress.step))
             return receive(window, look)
 
-        monkeypatch.setattr(LossWindow, "__init__", defer_figures)
-        monkeypatch.setattr(LossWindow, "receive", note)
+        monkeypatch.setattr(LossAccumulator, "__init__", defer_figures)
+        monkeypatch.setattr(LossAccumulator, "receive", note)
         return read
 
     return start
@@ -58,13 +58,13 @@ class Stops(Callback):
             run.stop_signal = signal.SIGTERM
 
     def on_epoch(self, run: Any, epoch: int) -> None:
-        self.found.append((epoch, run.figures.get("train", {}).get("loss")))
+        self.found.append((epoch, run.metrics.get("train", {}).get("loss")))
 
     def on_evaluation(self, run: Any, step: int, split: str, figures: dict[str, float]) -> None:
-        self.found.append((split, step, run.figures["train"]["loss"]))
+        self.found.append((split, step, run.metrics["train"]["loss"]))
 
     def on_save(self, run: Any, step: int, folder: Path) -> None:
-        self.found.append(("save", step, run.figures["train"]["loss"], run.progress.window_loss))
+        self.found.append(("save", step, run.metrics["train"]["loss"], run.progress.window_loss))
 
 
 class Fails(Callback):

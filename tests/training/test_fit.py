@@ -49,7 +49,7 @@ def test_twenty_steps_are_those_of_a_loop_written_by_hand(tmp_path: Path) -> Non
         losses.append(loss.item())
     fit(run)
     assert same_bits(dict(run.model.state_dict()), dict(model.state_dict()))
-    assert run.figures["train"]["loss"] == pytest.approx(sum(losses) / 20, rel=1e-6)
+    assert run.metrics["train"]["loss"] == pytest.approx(sum(losses) / 20, rel=1e-6)
 
 
 def test_lines_are_logged_when_they_are_due(in_tmp: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_loss_of_a_window_is_the_mean_over_its_samples(tmp_path: Path) -> No
     fit(run)
     # 1,617 samples in batches of 1,000 and 617.
     mean = sum(sums) / sum(len(y) for _, y in seen)
-    assert run.figures["train"]["loss"] == pytest.approx(mean, rel=1e-5)
+    assert run.metrics["train"]["loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_ranks_evaluate_the_first_ranks_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

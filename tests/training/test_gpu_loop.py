@@ -13,9 +13,9 @@ from test_numerics import figures
 from toys import Lines
 
 from ptfast.core.protocols import Callback
-from ptfast.core.tensors import arrivals
+from ptfast.core.tensors import async_host_copy
 from ptfast.training.fit import fit
-from ptfast.training.loop.loss_window import Look, LossWindow
+from ptfast.training.loop.loss_accumulator import LossAccumulator, PendingLog
 from ptfast.training.loop.step import Trainer
 
 SETTINGS = {
@@ -70,9 +70,9 @@ class Guarded(Callback):
 
 
 def reads_first(report: Callable[..., None]) -> Callable[..., None]:
-    """`LossWindow.report` that waits for the figures, as on a CPU."""
+    """`LossAccumulator.report` that waits for the figures, as on a CPU."""
 
-    def read(window: LossWindow, look: Look, *, logs: bool) -> None:
+    def read(window: LossAccumulator, look: PendingLog, *, logs: bool) -> None:
         window.receive(look)
         report(window, look, logs=logs)
 
@@ -91,7 +91,7 @@ def test_log_lines_and_evaluations_never_drain_the_device(
     at_once, late = (build_run(tmp_path / name, *words, "device=cuda") for name in ("at once", "late"))
     at_once.logger, late.logger, late.callbacks = Lines(), Lines(), [Guarded()]
     with monkeypatch.context() as patched:
-        patched.setattr(LossWindow, "report", reads_first(LossWindow.report))
+        patched.setattr(LossAccumulator, "report", reads_first(LossAccumulator.report))
         fit(at_once)
     reached: list[int] = []
 
@@ -99,7 +99,7 @@ def test_log_lines_and_evaluations_never_drain_the_device(
         reached.append(late.progress.step)
         event.synchronize()
 
-    monkeypatch.setattr(arrivals, "wait_for", noted)
+    monkeypatch.setattr(async_host_copy, "wait_for", noted)
     fit(late)
     assert figures(late.logger) == figures(at_once.logger)
     assert same_bits(dict(late.model.state_dict()), dict(at_once.model.state_dict()))

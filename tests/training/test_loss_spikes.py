@@ -9,7 +9,7 @@ import pytest
 from resuming import arm
 from running import summary, train
 
-from ptfast.training.loop.loss_window import spike_above
+from ptfast.training.loop.loss_accumulator import spike_above
 
 WORDS = (
     *(

@@ -271,7 +271,7 @@ def aborts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @contextlib.contextmanager
 def on_two_gpus(run: Any) -> Iterator[None]:
-    with stopping.caught_signals(Display(), Ranks(num_ranks=2)) as signals:
+    with stopping.caught_signals(Display(), Ranks(world_size=2)) as signals:
         run.device, signals.run = torch.device("cuda"), run
         yield
 

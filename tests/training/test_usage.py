@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptfast.training.loop import loss_window
+from ptfast.training.loop import loss_accumulator
 
 
 def test_a_share_of_busy_time_is_one_of_a_second_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"perf_counter": 10.0, "processor_time_s": 3.0}
-    monkeypatch.setattr(loss_window.time, "perf_counter", lambda: now["perf_counter"])
-    monkeypatch.setattr(loss_window, "processor_time_s", lambda: now["processor_time_s"])
-    used = loss_window.Usage("cpu", pytest.fail)
+    monkeypatch.setattr(loss_accumulator.time, "perf_counter", lambda: now["perf_counter"])
+    monkeypatch.setattr(loss_accumulator, "processor_time_s", lambda: now["processor_time_s"])
+    used = loss_accumulator.Usage("cpu", pytest.fail)
     now |= {"perf_counter": 10.9, "processor_time_s": 4.0}
     assert used.look() == {}
     now |= {"perf_counter": 12.0, "processor_time_s": 6.0}
@@ -34,8 +34,8 @@ def test_a_figure_that_cannot_be_had_is_asked_for_once(
         raise reason
 
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    monkeypatch.setattr(loss_window, "LEAST_S", 0.0)
-    used = loss_window.Usage("cuda", warnings.append)
+    monkeypatch.setattr(loss_accumulator, "LEAST_S", 0.0)
+    used = loss_accumulator.Usage("cuda", warnings.append)
     assert [*used.look()] == [*used.look()] == ["cpu_cores", "memory_bytes"]
     assert len(asked) == 1
     assert warnings == ["gpu_use is not logged: Exception: Not Supported"][:lines]

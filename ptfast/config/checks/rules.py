@@ -104,7 +104,7 @@ def safe_names(run: RunOptions, recipe: str | None, trust: list[str]) -> Iterato
 
 
 def device_is_there(device: str) -> PtfastError | None:
-    return devices.cannot_run(devices.lack_of_device(device), "device", device)
+    return devices.cannot_run(devices.check_device(device), "device", device)
 
 
 def evenly_cut(config: Config) -> list[ConfigError]:

@@ -18,7 +18,7 @@ _WANTED = {
     "model": "a torch.nn.Module, nor a function that returns one",
     "optimizer": "a torch.optim.Optimizer",
     "schedule": "a schedule (a function of the step, a scheduler of torch.optim.lr_scheduler, or a "
-    "ptfast.techniques.schedule.lr_schedules.Shape)",
+    "ptfast.techniques.schedule.lr_schedules.LRSchedule)",
     "logger": "a logger (a class with open, log and close)",
     "sampling": "an order of samples (a function such as order(seed, epoch, num_samples), or a Sampler)",
     "callbacks": "a ptfast.core.protocols.Callback",

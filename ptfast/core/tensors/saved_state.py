@@ -133,7 +133,7 @@ class ShardedDraft:
         """Write this rank's file; return its name and checksum."""
         with writing(self._folder.parent):
             self._folder.mkdir(parents=True, exist_ok=True)
-            name = f"shard-{self._ranks.rank + 1:05}-of-{self._ranks.num_ranks:05}.safetensors"
+            name = f"shard-{self._ranks.rank + 1:05}-of-{self._ranks.world_size:05}.safetensors"
             write_tensors(self._folder / name, content)
             _flush(self._folder / name)
             return name, _sha256(self._folder / name)

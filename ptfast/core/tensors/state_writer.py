@@ -21,7 +21,7 @@ from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks, on_all_ranks
 from ptfast.core.errors import NumericsError
 from ptfast.core.machine import available_memory, usable_cores
-from ptfast.core.tensors.arrivals import wait_for
+from ptfast.core.tensors.async_host_copy import wait_for
 from ptfast.core.tensors.trees import tensors_in
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ class StateWriter:
         if self.background == "auto":
             background = background and size >= LEAST_BYTES and fits
         if draft.together:
-            background = all(on_all_ranks(background, self._ranks.num_ranks))
+            background = all(on_all_ranks(background, self._ranks.world_size))
         arrived = None
         if background or (on_gpu and fits):
             content, arrived = self._copies.take(content)

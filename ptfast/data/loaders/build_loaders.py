@@ -27,7 +27,7 @@ from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sample_orders import OwnOrder
-from ptfast.data.sampling.sampler import InOrder, Sampler, Sharding, Share
+from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
 from ptfast.data.transforms.augment_plan import Augment
@@ -91,7 +91,7 @@ class Loader:
                     return found
         return []
 
-    def _numbered(self, step: int) -> list[tuple[Share, NDArray[np.int64]]]:
+    def _numbered(self, step: int) -> list[tuple[MicroBatchIndices, NDArray[np.int64]]]:
         """This rank's shares of a step and the numbers of their samples in the dataset; none for a stream."""
         if self.batches.shares is None:
             return []
@@ -204,7 +204,7 @@ def build_eval_loader(
     *,
     batch_size: int,
     rank: int = 0,
-    num_ranks: int = 1,
+    world_size: int = 1,
     drop_last: bool = False,
     whole_batches: bool = False,
     side: SideStream | None = None,
@@ -228,9 +228,9 @@ def build_eval_loader(
             what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
             raise ConfigError("C011", what, key="eval.last", value="drop", suggestion=hint)
         # A held-out split may have fewer shards than the training data, for which workers were counted.
-        workers = source.readers_at_most(count_workers(loading.workers), num_ranks)
+        workers = source.readers_at_most(count_workers(loading.workers), world_size)
         kind = loading.kind if loading.kind == "workers" else "plain"
-        sharding = Sharding(BatchPlan(None, constant(batch_size * num_ranks)), num_ranks, rank, num_ranks)
+        sharding = Sharding(BatchPlan(None, constant(batch_size * world_size)), world_size, rank, world_size)
         how = replace(loading, kind=kind, workers=workers)
         return EvaluationLoader(build_stream_batches(source, prepare, sharding, how, once=True), side=side)
     size = len(source)
@@ -242,7 +242,7 @@ def build_eval_loader(
         hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
         raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
     order = InOrder(
-        counted, batch_size, rank, num_ranks, unit=batch_size if drop_last or whole_batches else 1
+        counted, batch_size, rank, world_size, unit=batch_size if drop_last or whole_batches else 1
     )
     fetch: Any = RawBatches(source, Augment())
     if loading.kind in ("auto", "workers") and source.storage != "memory":

@@ -18,7 +18,7 @@ from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.step_batches import CHUNK_BYTES, ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.next_epoch import NextEpoch
-from ptfast.data.sampling.sampler import Indices, Sampler, Share
+from ptfast.data.sampling.sampler import Indices, MicroBatchIndices, Sampler
 from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
@@ -173,7 +173,7 @@ READY_SHARE = 0.125
 class EpochPlan(NamedTuple):
     """What the host computes for an epoch."""
 
-    shares: list[tuple[list[Share], int]]
+    shares: list[tuple[list[MicroBatchIndices], int]]
     begins: list[int]
     """The first sample of each step."""
     indices: Indices
@@ -256,7 +256,7 @@ class DeviceBatches(ChunkedBatches):
     def _begin_epoch(self, epoch: int, first: int) -> None:
         self._epochs.begin(first)
 
-    def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
+    def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
         epoch, first, _ = self.sampler.plan.epoch_of(start)
         if epoch != self._epoch:
             # The order of the epoch and its draws go to the device.
@@ -284,7 +284,7 @@ class DeviceBatches(ChunkedBatches):
 
     def _draws(self, epoch: int, index: Indices) -> tuple[list[Indices], dict[str, NDArray[Any]]]:
         """The corners of the samples `index` in an epoch, and the draws for their changes."""
-        augment, whole, shape = self._augment, Share(epoch, index, len(index)), self._shape
+        augment, whole, shape = self._augment, MicroBatchIndices(epoch, index, len(index)), self._shape
         corners = [*augment.draw(whole)] if augment.moves else []
         if augment.resized_crop is not None:
             ranges = augment.resized_crop, augment.resized_ratio
@@ -293,7 +293,7 @@ class DeviceBatches(ChunkedBatches):
             shape, corners = (augment.size, augment.size), [*edges, corners[2]]
         return corners, augment.draw_changes(whole, shape)
 
-    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         sizes, augment = [len(share.indices) for share in shares], self._augment
         begin = self._plan.begins[first_step - self._first]
         part = slice(begin, begin + sum(sizes))

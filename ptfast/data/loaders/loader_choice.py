@@ -60,7 +60,7 @@ def choose(
     augments: bool = False,
     crops: bool = False,
     device: torch.device | None = None,
-    num_ranks: int = 1,
+    world_size: int = 1,
 ) -> Choice:
     """The loader for `train`: the kind that was asked for, or for `auto` the one expected to be quickest.
 
@@ -79,7 +79,7 @@ def choose(
         MachineError: E005 where the memory does not hold the data.
     """
     if isinstance(train, IterableSource):
-        return _of_stream(train, kind, workers, num_ranks, before)
+        return _of_stream(train, kind, workers, world_size, before)
     sizes = [train.original_bytes if crops else train.held_bytes, *(source.held_bytes for source in others)]
     needed = None if None in sizes else sum(filter(None, sizes))
     too_large = kind in HELD and needed is not None and needed > available_memory()
@@ -121,7 +121,7 @@ def choose(
 
 
 def _of_stream(
-    train: IterableSource, kind: str, workers: int | str, num_ranks: int, before: str | None
+    train: IterableSource, kind: str, workers: int | str, world_size: int, before: str | None
 ) -> Choice:
     """Workers for data that shares itself out; a second reader of the whole stream gains nothing."""
     if kind not in ("auto", "plain", "workers"):
@@ -132,7 +132,7 @@ def _of_stream(
     shared = train.shared_by != "none" or train.shares_batches
     count = count_workers(workers)
     if workers == "auto":
-        count = train.readers_at_most(count, num_ranks) if shared else min(count, 1)
+        count = train.readers_at_most(count, world_size) if shared else min(count, 1)
         count = max(1, count) if kind == "workers" else count
     if kind == "workers":
         return Choice(kind, before or "as the config says", count)

@@ -25,9 +25,9 @@ class Holder:
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        shares = ranks is not None and ranks.num_local_ranks > 1 and joined() and hasattr(os, "memfd_create")
+        shares = ranks is not None and ranks.local_world_size > 1 and joined() and hasattr(os, "memfd_create")
         self._ranks = ranks if shares else None
-        self.num_holders = self._ranks.num_local_ranks if self._ranks is not None else 1
+        self.num_holders = self._ranks.local_world_size if self._ranks is not None else 1
         """Processes of this machine that hold arrays together."""
         self.note = f"held once for {self.num_holders} ranks" if shares else ""
         """How they are held, for the panel."""
@@ -44,7 +44,7 @@ class Holder:
             os.ftruncate(file, size)
             array = np.frombuffer(mmap.mmap(file, size), np.uint8).reshape(shape)
             given, place = fill(array), (os.getpid(), file)
-        answers: list[Any] = on_all_ranks((given, place), ranks.num_ranks)
+        answers: list[Any] = on_all_ranks((given, place), ranks.world_size)
         given, (process, number) = answers[ranks.rank - ranks.local_rank]
         why = None
         if array is None:
@@ -55,7 +55,7 @@ class Holder:
                 array = np.frombuffer(mapped, np.uint8).reshape(shape)
             except OSError as error:
                 why = error.strerror
-        failures = list(filter(None, on_all_ranks(why, ranks.num_ranks)))
+        failures = list(filter(None, on_all_ranks(why, ranks.world_size)))
         if place is not None:
             os.close(place[1])
         if failures:
@@ -66,4 +66,4 @@ class Holder:
         return array, given
 
     def agree(self, answer: bool) -> bool:
-        return answer if self._ranks is None else all(on_all_ranks(answer, self._ranks.num_ranks))
+        return answer if self._ranks is None else all(on_all_ranks(answer, self._ranks.world_size))

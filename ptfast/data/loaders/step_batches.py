@@ -16,7 +16,7 @@ from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.next_epoch import NextEpoch
-from ptfast.data.sampling.sampler import InOrder, Sampler, Share
+from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented, cropped
@@ -25,7 +25,7 @@ CHUNK_BYTES = 64 * 2**20
 """Bytes of normalised data that are gathered at once from memory."""
 
 
-Shares = Callable[[int], tuple[list[Share], int]]
+Shares = Callable[[int], tuple[list[MicroBatchIndices], int]]
 """A rank's micro-batches at a step, before they are fetched, and the samples of the whole step."""
 
 
@@ -59,7 +59,7 @@ class SampledBatches(Batches):
         self,
         sampler: Sampler | InOrder,
         prepare: Prepare,
-        fetch: Callable[[Share], Any] | WorkerPool,
+        fetch: Callable[[MicroBatchIndices], Any] | WorkerPool,
         source: MapSource,
     ) -> None:
         self.shares, self._sampler, self.prepare = sampler.step, sampler, prepare
@@ -115,11 +115,11 @@ class ChunkedBatches(Batches):
         """Let a thread prepare `epoch`, which begins with the step `first`."""
         self.sampler.orders.begin(epoch)
 
-    def _planned(self, start: int, stop: int) -> list[tuple[list[Share], int]]:
+    def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
         """The shares of the steps from `start` to `stop`, all of one epoch."""
         return [self.sampler.step(step) for step in range(start, stop)]
 
-    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets of each share, in their order from `first_step` on."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class StaticBatches(ChunkedBatches):
         self._permuted = prepare.channels_last and inputs.dim() == 4
         self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
 
-    def _gather(self, shares: list[Share], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         parts, stride = [share.indices for share in shares], 1
         if any(len(part) % 16 for part in parts[:-1]):
             # Kernels may sum in another order where memory is aligned otherwise: each share begins at a
@@ -160,7 +160,7 @@ class RawBatches:
     source: MapSource
     augment: Augment
 
-    def __call__(self, share: Share) -> Any:
+    def __call__(self, share: MicroBatchIndices) -> Any:
         source, places = self.source, share.indices
         if self.augment.resized_crop is None:
             raw = source.fetch(places, share.epoch)

@@ -49,7 +49,7 @@ def smallest_micro_batch(batches: set[int], micro_batches: int) -> int:
     return min((size for size in sizes if size), default=0)
 
 
-class Share(NamedTuple):
+class MicroBatchIndices(NamedTuple):
     """One micro-batch of one rank, before it is fetched."""
 
     epoch: int
@@ -64,24 +64,26 @@ class Sharding:
 
     plan: BatchPlan
     micro_batches: int
-    """Of a step over all ranks, a multiple of `num_ranks`."""
+    """Of a step over all ranks, a multiple of `world_size`."""
     rank: int = 0
-    num_ranks: int = 1
+    world_size: int = 1
 
     @cached_property
     def per_rank(self) -> int:
-        return self.micro_batches // self.num_ranks
+        return self.micro_batches // self.world_size
 
     @cached_property
     def first(self) -> int:
         """Number, within a step, of this rank's first micro-batch."""
         return self.rank * self.per_rank
 
-    def shares(self, epoch: int, batch: Indices) -> list[Share]:
+    def shares(self, epoch: int, batch: Indices) -> list[MicroBatchIndices]:
         """This rank's micro-batches of a step; an empty one gets a stand-in sample for the collectives."""
         bounds = micro_batch_bounds(len(batch), self.micro_batches)[self.first : self.first + self.per_rank]
         return [
-            Share(epoch, batch[start:stop], stop - start) if stop > start else Share(epoch, batch[:1], 0)
+            MicroBatchIndices(epoch, batch[start:stop], stop - start)
+            if stop > start
+            else MicroBatchIndices(epoch, batch[:1], 0)
             for start, stop in bounds
         ]
 
@@ -111,7 +113,7 @@ class Sampler:
         self._source_order = order
         self.orders = NextEpoch(self._order)
 
-    def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[Share], int]]:
+    def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[MicroBatchIndices], int]]:
         """`step` of each. From the middle of an epoch on, a thread computes the order of the next."""
         while first_step < last_step:
             epoch, first, end = self.plan.epoch_of(first_step)
@@ -122,7 +124,7 @@ class Sampler:
                 yield self.step(step)
             first_step = end
 
-    def step(self, step: int) -> tuple[list[Share], int]:
+    def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
         epoch, start, stop = self.plan.batch(step)
         order = self.orders(epoch)
@@ -145,18 +147,22 @@ class InOrder:
     number of steps.
     """
 
-    def __init__(self, size: int, batch_size: int, rank: int, num_ranks: int, unit: int = 1) -> None:
+    def __init__(self, size: int, batch_size: int, rank: int, world_size: int, unit: int = 1) -> None:
         pieces = -(-size // unit)
-        self._start, self._stop = (min(r * pieces // num_ranks * unit, size) for r in (rank, rank + 1))
+        self._start, self._stop = (min(r * pieces // world_size * unit, size) for r in (rank, rank + 1))
         self._batch_size = batch_size
-        most = -(-pieces // num_ranks) * unit
+        most = -(-pieces // world_size) * unit
         self.num_steps = -(-most // batch_size)
 
-    def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[Share], int]]:
+    def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[MicroBatchIndices], int]]:
         return map(self.step, range(first_step, last_step))
 
-    def step(self, step: int) -> tuple[list[Share], int]:
+    def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
         start = self._start + step * self._batch_size
         indices = np.arange(start, min(start + self._batch_size, self._stop))
-        share = Share(0, indices, len(indices)) if len(indices) else Share(0, np.arange(1), 0)
+        share = (
+            MicroBatchIndices(0, indices, len(indices))
+            if len(indices)
+            else MicroBatchIndices(0, np.arange(1), 0)
+        )
         return [share], share.num_samples

@@ -20,7 +20,7 @@ from ptfast.data.decoding.image_decoding import Pixels, decode, fit, in_threads,
 from ptfast.data.decoding.text_tokenizer import BUILT_IN, Encoded, learn_tokenizer
 from ptfast.data.label_checks import as_classes, check_labels, describe_text_labels, infer_task
 from ptfast.data.map_source import TensorSource
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.class_folders import splits_among
 from ptfast.data.sources.ragged_text import TextSource, labelled_texts
 from ptfast.data.streams.iterable import IterableSource
@@ -209,7 +209,7 @@ class HfStream(IterableSource):
     dataset: Any
     decode: Callable[[list[Any]], Any]
 
-    def batch(self, samples: list[Any], share: Share, augment: Augment) -> Any:
+    def batch(self, samples: list[Any], share: MicroBatchIndices, augment: Augment) -> Any:
         raw = self.decode(samples)
         return augmented(augment, raw, share) if augment else raw
 

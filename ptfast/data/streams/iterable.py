@@ -19,7 +19,7 @@ from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all, seeded
 from ptfast.data.sampling.held_generators import HeldState
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented
 
@@ -31,7 +31,7 @@ class Reader:
     """One of the processes that read a dataset together: a worker of a rank."""
 
     rank: int = 0
-    num_ranks: int = 1
+    world_size: int = 1
     worker: int = 0
     num_workers: int = 1
 
@@ -42,7 +42,7 @@ class Reader:
 
     @property
     def count(self) -> int:
-        return self.num_ranks * self.num_workers
+        return self.world_size * self.num_workers
 
 
 class IterableSource(BaseSource):
@@ -93,11 +93,11 @@ class IterableSource(BaseSource):
             raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
         return cast(Sharing, stated)
 
-    def readers_at_most(self, wanted: int, num_ranks: int) -> int:
+    def readers_at_most(self, wanted: int, world_size: int) -> int:
         """Readers of each rank: `wanted`, or as many as the dataset can be shared out over."""
         if self.shared_by == "none" or self.num_shards is None:
             return wanted
-        return min(wanted, self.num_shards // num_ranks)
+        return min(wanted, self.num_shards // world_size)
 
     def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
         """One pass over the samples of `reader`; advance it inside `OwnGenerators.in_place`, `as_reader`."""
@@ -113,7 +113,7 @@ class IterableSource(BaseSource):
                 samples = shuffled(samples, self.shuffle_buffer, seed)
             yield from samples
 
-    def batch(self, samples: list[Any], share: Share, augment: Augment) -> Any:
+    def batch(self, samples: list[Any], share: MicroBatchIndices, augment: Augment) -> Any:
         """A raw batch of samples, which are those of `share`, augmented."""
         collate, numbers = self.collate, share.indices.tolist()
         seed = counter_draws.key(self.seed, share.epoch, counter_draws.GLOBAL, *numbers[:1])

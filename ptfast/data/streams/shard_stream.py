@@ -16,7 +16,7 @@ from ptfast.core.errors import DataError, hide_credentials
 from ptfast.core.units import num_bytes
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Share, permutation
+from ptfast.data.sampling.sampler import MicroBatchIndices, permutation
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.shard_cache import ShardCache
@@ -88,7 +88,7 @@ class ShardStream(IterableSource):
         return describe_part(len(names), "shards", *names)
 
     def first_image(self) -> torch.Tensor:
-        return self.batch([self.first[0]], Share(0, np.zeros(1, np.int64), 1), Augment())[0][0]
+        return self.batch([self.first[0]], MicroBatchIndices(0, np.zeros(1, np.int64), 1), Augment())[0][0]
 
     def too_wide(self) -> str | None:
         """A warning if the samples in the shuffle buffer lie in more shards than the cache holds."""
@@ -100,7 +100,7 @@ class ShardStream(IterableSource):
         what = f"data.shuffle_buffer={self.shuffle_buffer:,} spans about {num_bytes(spanned)} of shards"
         return f"{what}, so shards are fetched again and again. Set data.cache={2 * spanned // 2**20 + 1}MiB"
 
-    def batch(self, samples: list[Sample], share: Share, augment: Augment) -> Any:
+    def batch(self, samples: list[Sample], share: MicroBatchIndices, augment: Augment) -> Any:
         cache, places = self.dataset.cache, np.arange(len(samples))
         with ExitStack() as opened:
             following = {sample.url: sample.following for sample in samples}

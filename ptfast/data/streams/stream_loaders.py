@@ -30,13 +30,13 @@ from ptfast.data.transforms.augment_plan import Augment
 
 def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> tuple[int, bool, str]:
     """The workers of this rank (0 for this process), whether readers have parts of their own, and why."""
-    num_ranks = sharding.num_ranks
+    world_size = sharding.world_size
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
-    readers = max(1, workers) * num_ranks
+    readers = max(1, workers) * world_size
     shared, shards = source.shared_by != "none", source.num_shards
     if shared and shards is not None and readers > shards:
         what = f"{readers} readers, and the dataset has {shards} shards to give them"
-        fits = shards // num_ranks
+        fits = shards // world_size
         hint = f"Use dataloader.workers={fits}" if fits else f"Use {shards} ranks or fewer"
         raise ConfigError("C011", what, key="dataloader.workers", value=max(1, workers), suggestion=hint)
     who = loading.describe(workers) if workers else "in this process"
@@ -69,10 +69,10 @@ def build_stream_batches(
         what = "images of a stream are resized before they can be cropped"
         hint = "Crop them in the dataset, or use augment=crop_flip"
         raise ConfigError("C011", what, key="augment.resized_crop", suggestion=hint)
-    if source.is_guessed and sharding.num_ranks > 1:
+    if source.is_guessed and sharding.world_size > 1:
         # A dataset that does not say who shares it out may begin with another sample on each rank.
         begins = sum_of([source.first[0], source.shared_by])
-        check_same(on_all_ranks(begins, sharding.num_ranks), source.class_name, 0)
+        check_same(on_all_ranks(begins, sharding.world_size), source.class_name, 0)
     workers, in_parts, reason = share_out(source, sharding, loading)
     if in_parts and sharding.plan.grows:
         what = "batches of a dataset that splits itself over readers cannot grow"
@@ -83,7 +83,7 @@ def build_stream_batches(
         hint = "Use dataloader.last=keep or drop"
         raise ConfigError("C011", what, key="dataloader.last", value="pad", suggestion=hint)
     num_readers = max(1, workers)
-    readers = [Reader(sharding.rank, sharding.num_ranks, each, num_readers) for each in range(num_readers)]
+    readers = [Reader(sharding.rank, sharding.world_size, each, num_readers) for each in range(num_readers)]
     streams = [StreamReader(source, reader, augment, sharding, in_parts, once) for reader in readers]
     pools = [loading.pool(reader, 1, among=workers) for reader in streams if workers]
     kind = PartBatches if in_parts else WholeBatches
@@ -137,8 +137,8 @@ class StreamBatches(Batches):
 
     def _placed(self, digests: Sequence[int]) -> list[int]:
         """This rank's `digests` in their place among zeros for the other ranks', to be summed over ranks."""
-        rank, num_ranks = self._sharding.rank, self._sharding.num_ranks
-        before, behind = len(digests) * rank, len(digests) * (num_ranks - rank - 1)
+        rank, world_size = self._sharding.rank, self._sharding.world_size
+        before, behind = len(digests) * rank, len(digests) * (world_size - rank - 1)
         return [*[0] * before, *digests, *[0] * behind]
 
     def _step_batch(self, items: Sequence[Item], num_samples: int) -> StepBatch:
@@ -156,7 +156,7 @@ class WholeBatches(StreamBatches):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         compares = self._source.is_guessed and joined()
-        self._sums = host_sums(self._sharding.num_ranks) if compares else None
+        self._sums = host_sums(self._sharding.world_size) if compares else None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         readers = self._open(first_step, self.marks.at(first_step))
@@ -184,8 +184,8 @@ class PartBatches(StreamBatches):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._sums = host_sums(self._sharding.num_ranks)
-        self.marks = Marks(self._sharding.num_ranks * len(self._readers))
+        self._sums = host_sums(self._sharding.world_size)
+        self.marks = Marks(self._sharding.world_size * len(self._readers))
         self._drops = self._sharding.plan.last == "drop"
         self._last_raw: Any = None
         self._reported = list[int]()

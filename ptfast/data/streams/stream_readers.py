@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptfast.core.errors import DataError
 from ptfast.data.sampling.counter_draws import OwnGenerators
-from ptfast.data.sampling.sampler import Sharding, Share
+from ptfast.data.sampling.sampler import MicroBatchIndices, Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.transforms.augment_plan import Augment
 
@@ -82,7 +82,7 @@ class StreamReader:
             _, first, end = plan.batch(step)
             now = self._mark
             batch = self._take(samples, end - first)
-            is_checked = reader.num_ranks > 1 and step < first_step + CHECKED
+            is_checked = reader.world_size > 1 and step < first_step + CHECKED
             digest = Digest().add(batch) if is_checked else 0
             if not batch or (len(batch) < end - first and not self.once):
                 break
@@ -91,7 +91,7 @@ class StreamReader:
                 if number % reader.num_workers == reader.worker:
                     taken = [batch[place] for place in share.indices]
                     # Numbers continue over the passes.
-                    numbers = Share(0, first + share.indices, len(taken))
+                    numbers = MicroBatchIndices(0, first + share.indices, len(taken))
                     raw = self.source.batch(taken, numbers, self.augment)
                     yield Item(raw, share.num_samples, now, digest)
         while True:
@@ -120,7 +120,7 @@ class StreamReader:
                 number += len(batch) * reader.count
                 left_to_check -= 1
                 checksum = digest.add(batch) if left_to_check >= 0 else 0
-                raw = self.source.batch(batch, Share(epoch, numbers, len(batch)), self.augment)
+                raw = self.source.batch(batch, MicroBatchIndices(epoch, numbers, len(batch)), self.augment)
                 yield Item(raw, len(batch), digest=checksum)
             yield END
 

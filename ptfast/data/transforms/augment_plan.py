@@ -15,7 +15,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data import transforms
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Indices, Share
+from ptfast.data.sampling.sampler import Indices, MicroBatchIndices
 from ptfast.data.transforms import image_operations as ops
 from ptfast.data.transforms.policies import apply_in_turn, apply_policy, draw_policy
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
@@ -65,7 +65,7 @@ class Augment(transforms.AugmentSection):
     def reflects(self) -> bool:
         return self.crop_padding > 0 and self.crop_padding_mode == "reflect"
 
-    def draw(self, share: Share) -> tuple[Indices, Indices, Indices]:
+    def draw(self, share: MicroBatchIndices) -> tuple[Indices, Indices, Indices]:
         """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
         none = np.zeros(len(share.indices), np.int64)
         top = left = flipped = none
@@ -80,7 +80,7 @@ class Augment(transforms.AugmentSection):
             flipped = self._integers(share, counter_draws.FLIP, 2)
         return top, left, flipped
 
-    def draw_changes(self, share: Share, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
+    def draw_changes(self, share: MicroBatchIndices, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The draws that `change` takes for each image of `shape` (height, width), samples first."""
 
         draw = partial(counter_draws.uniform, self.seed, share.epoch, share.indices)
@@ -149,7 +149,7 @@ class Augment(transforms.AugmentSection):
         return masks[..., 0]
 
     def change_batch(
-        self, images: Tensor, masks: Tensor | None, share: Share
+        self, images: Tensor, masks: Tensor | None, share: MicroBatchIndices
     ) -> tuple[Tensor, Tensor | None]:
         """`change` and `change_masks` with the draws for `share`."""
         if not self.changes:
@@ -164,7 +164,7 @@ class Augment(transforms.AugmentSection):
             changed[part] = self.change(images[part], {name: each[part] for name, each in drawn.items()})
         return changed, masks
 
-    def _integers(self, share: Share, stream: int, high: int) -> Indices:
+    def _integers(self, share: MicroBatchIndices, stream: int, high: int) -> Indices:
         return counter_draws.integers(self.seed, share.epoch, share.indices, stream, high)
 
 

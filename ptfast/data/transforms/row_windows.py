@@ -12,14 +12,14 @@ from torch import Tensor
 from ptfast.data.label_checks import holds
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.sampler import Indices, Share
+from ptfast.data.sampling.sampler import Indices, MicroBatchIndices
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 
 Bytes = NDArray[np.uint8]
 
 
-def augmented(augment: Augment, raw: Any, share: Share) -> Any:
+def augmented(augment: Augment, raw: Any, share: MicroBatchIndices) -> Any:
     """A raw batch `(images, targets, ...)`, changed as drawn for `share`; targets only if they are masks.
 
     Images are uint8 (batch, height, width, channels); masks are (batch, height, width), or with a channel.
@@ -35,7 +35,9 @@ def augmented(augment: Augment, raw: Any, share: Share) -> Any:
     return images, targets if masks is None else masks.reshape(targets.shape), *others
 
 
-def cropped(augment: Augment, source: MapSource, share: Share, places: Indices) -> tuple[Tensor, Tensor]:
+def cropped(
+    augment: Augment, source: MapSource, share: MicroBatchIndices, places: Indices
+) -> tuple[Tensor, Tensor]:
     """The raw batch of `share` by `augment.resized_crop`; its samples lie at `places` of `source`.
 
     Images are uint8 (batch, side, side, channels).
@@ -74,10 +76,12 @@ class MemoryBatches:
             self._windows.append(RowWindows(masks, padding, **more, fill=fill, holder=holder))
         self._epoch, self._corners = -1, list[Indices]()
 
-    def __call__(self, share: Share) -> Any:
+    def __call__(self, share: MicroBatchIndices) -> Any:
         if share.epoch != self._epoch:
             everything = np.arange(len(self._targets))
-            top, left, flipped = self._augment.draw(Share(share.epoch, everything, len(everything)))
+            top, left, flipped = self._augment.draw(
+                MicroBatchIndices(share.epoch, everything, len(everything))
+            )
             slots = everything + flipped * len(everything)
             self._corners = [windows.corners(slots, top, left) for windows in self._windows]
             self._epoch = share.epoch

@@ -184,10 +184,10 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
         mend, key = "or OMP_NUM_THREADS, where that sets it", "backend.threads"
         yield Finding("threads not matching cores", what, key, mend, (f"{key}=auto",), "reordered")
     exact = config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
-    if on_cuda and exact and devices.lack_of_precision("tf32", "cuda") is None:
+    if on_cuda and exact and devices.check_precision("tf32", "cuda") is None:
         what = "float32 matrix products do not use tensor cores"
         yield Finding("tf32 off", what, "precision", "", ("precision=tf32",), "reduced")
-    if (lack := devices.lack_of_compiler(context.device_type)) is not None:
+    if (lack := devices.check_compiler(context.device_type)) is not None:
         mend = lack.remedy.partition(", or ")[0]
         yield Finding("compiler missing", lack.what, "this machine", mend, kind="reordered")
     ahead = max(context.run.train_loader.workers, 1) * (config.dataloader.prefetch + 1)

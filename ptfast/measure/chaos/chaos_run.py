@@ -22,7 +22,7 @@ from ptfast.core.run_records import read_choices
 from ptfast.core.tensors.dtensors import whole
 from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
-from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.chaos.kills import MODULE, PLAN, SHAPE, STRIKES, VARIABLE, Kill, RunShape, draw_kills
 from ptfast.measure.outputs import check_new, make_folder, run_ptfast, write_figures
 from ptfast.report.loggers import METRICS_FILE, USAGE, Record, read_records
@@ -61,7 +61,7 @@ def chaos(
     test.train_under_kills()
     different, close = [], []
     if test.failure is None:
-        tolerates = resolve_num_ranks(config) > 1 and config.determinism != "elastic"
+        tolerates = resolve_world_size(config) > 1 and config.determinism != "elastic"
         different, close = compare_runs(test.whole, test.killed, tolerates=tolerates)
     line, code = test.verdict(different, close)
     for text in different[:5]:

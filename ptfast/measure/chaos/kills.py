@@ -42,7 +42,7 @@ class RunShape:
     total_steps: int
     save_steps: Sequence[int]
     eval_steps: Sequence[int]
-    num_ranks: int = 1
+    world_size: int = 1
     launched: bool = False
     workers: int = 0
     """Data workers per rank."""
@@ -89,7 +89,7 @@ def draw_kills(shape: RunShape, num_kills: int, seed: int, mtbf_steps: float | N
 def _draw(shape: RunShape, moment: str, step: int, draws: random.Random) -> Kill:
     has_workers = moment == "step" and shape.workers > 0
     target = draws.choice(["rank", "rank", *["launcher"] * shape.launched, *["worker"] * has_workers])
-    rank, place = draws.randrange(shape.num_ranks) * (target != "launcher"), draws.random()
+    rank, place = draws.randrange(shape.world_size) * (target != "launcher"), draws.random()
     dues = {"saving": shape.save_steps, "evaluation": shape.eval_steps}.get(moment, (step,))
     due = next((due for due in dues if due >= step), None)
     if due is None or step > shape.total_steps:
@@ -163,7 +163,7 @@ def install(strikes: Strikes, folder: Path) -> None:
             last, launched = run.total_steps, "TORCHELASTIC_RUN_ID" in os.environ
             saves = [*run.plan.intervals.save_steps, last]
             evals = [*run.plan.intervals.eval_steps, last] if "val" in run.eval_loaders else []
-            parts = run.ranks.num_ranks, launched, run.train_loader.workers, run.sharded
+            parts = run.ranks.world_size, launched, run.train_loader.workers, run.sharded
             write_json(folder / SHAPE, asdict(RunShape(last, saves, evals, *parts)))
         strikes.at("start-up", point="built")
         return run

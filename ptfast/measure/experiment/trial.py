@@ -42,7 +42,7 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.rewrites.model_rewrites import FusedRMSNorm, find_rms_norms
 from ptfast.training.build import build
 from ptfast.training.fit import try_out
-from ptfast.training.loop.loss_window import sum_and_read
+from ptfast.training.loop.loss_accumulator import sum_and_read
 from ptfast.training.loop.step import Trainer
 
 Place = tuple[int, int, int]
@@ -66,7 +66,7 @@ SHORT_S = 0.05
 """Steps up to this length are preceded by one that warms the caches, which went cold while idle."""
 
 
-def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *arguments: Any) -> Processes:
+def start_ranks(target: Callable[..., None], world_size: int, method: str, *arguments: Any) -> Processes:
     """Start processes that end with this one, and that Ctrl-C reaches only through this one.
 
     They call `target` with a connection, the place of the process (None if it is alone) and `arguments`.
@@ -80,9 +80,9 @@ def start_ranks(target: Callable[..., None], num_ranks: int, method: str, *argum
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        for rank in range(num_ranks):
+        for rank in range(world_size):
             here, there = context.Pipe()
-            place = (rank, num_ranks, port) if num_ranks > 1 else None
+            place = (rank, world_size, port) if world_size > 1 else None
             process = context.Process(target=_start, args=(os.getpid(), target, there, place, *arguments))
             process.start()
             there.close()
@@ -150,11 +150,11 @@ class Segments:
         """Untimed steps before each segment, to use up prefetched batches and warm the caches."""
         self._num_tokens: Tensor | None = None
         self._memory: tuple[int, str] | None = None
-        self._is_alone = run.device.type == "cpu" and run.ranks.num_ranks == 1
+        self._is_alone = run.device.type == "cpu" and run.ranks.world_size == 1
         batches = run.train_loader.steps(run.progress.step, ENDLESS)
         self._batches = self._counted(run.clock.waiting(batches))
         # Steps whose batches may be prefetched already when a segment begins.
-        per_rank = max(1, run.micro_batches // run.ranks.num_ranks)
+        per_rank = max(1, run.micro_batches // run.ranks.world_size)
         self._prefetched_steps = -(-run.train_loader.workers * config.dataloader.prefetch // per_rank)
         kinds = [type(module) for module in run.model.modules()]
         needs: dict[Need, bool] = {
@@ -284,7 +284,7 @@ class Segments:
 
 def mean_over_ranks(value: float, run: Run) -> float:
     """Return the mean of a positive number over ranks, so that all ranks decide alike."""
-    return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.num_ranks, 1e-6)
+    return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.world_size, 1e-6)
 
 
 def cores_of_others(

@@ -29,7 +29,7 @@ from ptfast.core.machine import is_memory_error
 from ptfast.data.build_data import Data, Source
 from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.trial import (
     Place,
     Processes,
@@ -165,10 +165,10 @@ class WarmParent:
 
     def _fork(self, words: Sequence[str], seed: int) -> Processes:
         _, config = read_config(words)
-        num_ranks, device = resolve_num_ranks(config), resolve_device(config.device, Ranks())
+        world_size, device = resolve_world_size(config), resolve_device(config.device, Ranks())
         # CUDA contexts and threads do not survive a fork; ranks load their own shares.
         forks = device.type == "cpu"
-        data = self._load(config, device) if forks and num_ranks == 1 else None
+        data = self._load(config, device) if forks and world_size == 1 else None
         if threading.active_count() > 1:
             forks, data = False, None
         self._num_trials += 1
@@ -177,7 +177,7 @@ class WarmParent:
         # Garbage collection in the child would write to every page that exists, and so copy it.
         gc.freeze()
         how = "fork" if forks else "spawn"
-        return start_ranks(_train_on_request, num_ranks, how, config, data, folder, seed)
+        return start_ranks(_train_on_request, world_size, how, config, data, folder, seed)
 
     def _load(self, config: Config, device: torch.device) -> Data:
         """Return the data of a config, shared by all trials with the same data."""

@@ -13,7 +13,7 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, MachineError
 from ptfast.core.machine import memory_limit
 from ptfast.core.units import grouped, num_bytes
-from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.report.terminal.display import say, table
@@ -78,7 +78,7 @@ class BatchSearch:
 
     def __init__(self, config: Config, arguments: Sequence[str], seconds: float) -> None:
         self.config, self.arguments, self.seconds = config, arguments, seconds
-        self.parts = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
+        self.parts = config.micro_batches or resolve_world_size(config) * config.gradients.accumulate
         self.seen: dict[int, list[dict[str, Any]]] = {}
         """Results by batch size."""
         self.refused: dict[int, str] = {}

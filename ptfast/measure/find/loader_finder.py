@@ -13,7 +13,7 @@ from ptfast.config.schema import Config
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.units import counted, duration, grouped, num_bytes
-from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.plan import Block, Factor, fit
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
@@ -134,8 +134,8 @@ class LoaderSearch:
         configs = [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments]
         alone, *others = self.laboratory.look(configs, asks=True)
         alone.raise_failure()
-        self.data = alone.facts["data"] | {"num_ranks": resolve_num_ranks(self.config)}
-        self.cores_per_rank = usable_cores(hyperthreads=True) // self.data["num_ranks"]
+        self.data = alone.facts["data"] | {"world_size": resolve_world_size(self.config)}
+        self.cores_per_rank = usable_cores(hyperthreads=True) // self.data["world_size"]
         self.most = self.most or max(LEAST_LIMIT, 4 * self.cores_per_rank)
         self.most = min(self.most, self.data["num_shards"] or self.most)
         for name, measured in zip(("auto", "configured"), others, strict=True):
@@ -168,8 +168,8 @@ class LoaderSearch:
             self.notes.append(
                 f"cannot tell if these are faster than the chosen one: {names}; raise --seconds to tell"
             )
-        if (num_ranks := self.data["num_ranks"]) > 1:
-            self.notes.append(f"workers per rank, for {num_ranks} ranks; samples over all ranks")
+        if (world_size := self.data["world_size"]) > 1:
+            self.notes.append(f"workers per rank, for {world_size} ranks; samples over all ranks")
 
     def workers(self, count: int) -> LoaderSetup:
         """Return a setup with `count` workers and the config's prefetch; for 0, this process reads."""

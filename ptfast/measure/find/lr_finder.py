@@ -20,15 +20,15 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from ptfast.data.sampling.counter_draws import OwnGenerators
-from ptfast.launch.launcher import resolve_num_ranks
+from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, say, table
 from ptfast.run import Run
-from ptfast.techniques.schedule.scheduled_run import LrSchedule
+from ptfast.techniques.schedule.scheduled_run import RunSchedule
 from ptfast.training.build import build
-from ptfast.training.loop.loss_window import sum_and_read
+from ptfast.training.loop.loss_accumulator import sum_and_read
 from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.updates import ScaledUpdate
 
@@ -48,7 +48,7 @@ DIVERGED = 4.0
 FACTOR = math.sqrt(10)
 """Ratio of neighboring trials: half a decade, within which the loss depends little on the learning rate."""
 MOST_TRIALS = 6
-REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "figures", "best_figures")
+REPLACED = ("schedule", "ema", "callbacks", "debug_aids", "progress", "metrics", "best_metrics")
 """Attributes of a run that are replaced during a trial."""
 
 
@@ -103,7 +103,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run the test and the trials in this process, with the same micro-batches as on all ranks."""
     if config.parallel.strategy != "single":
-        micro_batches = config.micro_batches or resolve_num_ranks(config) * config.gradients.accumulate
+        micro_batches = config.micro_batches or resolve_world_size(config) * config.gradients.accumulate
         gradients = config.gradients.model_copy(update={"accumulate": 1})
         config = config.model_copy(update={"micro_batches": micro_batches, "gradients": gradients})
     bounds = {"lowest": lowest, "highest": highest}
@@ -158,7 +158,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest rate"
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
-        run.schedule = LrSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
+        run.schedule = RunSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
         run.progress.step = first
         trainer = Trainer(run)
         batches = trainer.warm_up(run.train_loader.steps(first, first + len(lrs)))
@@ -204,7 +204,7 @@ def preserving_state(run: Run) -> Iterator[None]:
     scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     replaced = {name: getattr(run, name) for name in REPLACED}
     run.progress = replace(run.progress)
-    run.figures, run.best_figures = dict(run.figures), dict(run.best_figures)
+    run.metrics, run.best_metrics = dict(run.metrics), dict(run.best_metrics)
     run.ema, run.callbacks, run.debug_aids = None, [], []
     was_training = run.model.training
     try:

@@ -61,7 +61,7 @@ class RunFiles:
                 points.sort(key=lambda point: point[0])
         return curves
 
-    def figures(self, split: str) -> dict[str, Any]:
+    def metrics(self, split: str) -> dict[str, Any]:
         """Figures of `best`, a split or an evaluation set: the summary's, or else the last ones logged."""
         in_summary = {**self.summary, **self.summary.get("evals", {})}.get(split)
         if isinstance(in_summary, dict) and in_summary:

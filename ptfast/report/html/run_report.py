@@ -83,7 +83,7 @@ def write_report(run_dir: Path) -> Path:
     if table := _figure_table(run):
         body += ["<h2>Figures</h2>", table]
     charts, last_step = "", run.last_step
-    best, followed = run.figures("best").get("step"), run.summary.get("best_metric", "").partition(".")[0]
+    best, followed = run.metrics("best").get("step"), run.summary.get("best_metric", "").partition(".")[0]
     for name in chart_order(run.curves):
         # A test figure is one point at the end, and stands in the table.
         splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
@@ -140,11 +140,11 @@ def _tiles(run: RunFiles) -> str:
     summary = run.summary
     shown: list[tuple[str, str]] = []
     for split in ("test", "best", "val"):
-        name = headline(run.figures(split))
+        name = headline(run.metrics(split))
         if name is not None:
-            followed = "val" if run.figures("val") else "train"
+            followed = "val" if run.metrics("val") else "train"
             label = {"best": f"best {followed}", "val": "last val"}.get(split, split)
-            shown.append((f"{label} {name.replace('_', ' ')}", figure(name, run.figures(split)[name])))
+            shown.append((f"{label} {name.replace('_', ' ')}", figure(name, run.metrics(split)[name])))
     if summary.get("wall_s") is not None:
         shown.append(("wall time", duration(summary["wall_s"])))
     if "train_samples_per_s" in summary:
@@ -168,8 +168,8 @@ def headline(figures: Mapping[str, Any]) -> str | None:
 
 def _figure_table(run: RunFiles) -> str:
     splits = (*SPLITS, *run.summary.get("evals", ()))
-    shown = {split: run.figures(split) for split in splits if run.figures(split)}
-    hidden = ("step", "lr", "samples_per_s", "grad_norm", *(n for n in run.figures("best") if "/" in n))
+    shown = {split: run.metrics(split) for split in splits if run.metrics(split)}
+    hidden = ("step", "lr", "samples_per_s", "grad_norm", *(n for n in run.metrics("best") if "/" in n))
     names = list(dict.fromkeys(name for figures in shown.values() for name in figures if name not in hidden))
     if not names:
         return ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ptfast.core.devices import cannot_run, device_type, lack_of_device
+from ptfast.core.devices import cannot_run, check_device, device_type
 from ptfast.core.distributed import Ranks
 from ptfast.core.machine import others_cores, usable_cores
 from ptfast.core.protocols import StepBatch
@@ -28,7 +28,7 @@ def apply_backend(
     backend: Backend,
     *,
     device: torch.device,
-    num_local_ranks: int = 1,
+    local_world_size: int = 1,
     choices: AutoChoices | None = None,
 ) -> None:
     """Set torch's process-wide switches, before anything runs on the device.
@@ -44,9 +44,9 @@ def apply_backend(
     choices, deterministic = choices or AutoChoices(), backend.deterministic
 
     def choose_threads() -> tuple[int, str]:
-        busy = others_cores(num_local_ranks) if device.type == "cpu" else 0.0
-        count = resolve_threads(num_local_ranks, busy)
-        crowded = count < resolve_threads(num_local_ranks)
+        busy = others_cores(local_world_size) if device.type == "cpu" else 0.0
+        count = resolve_threads(local_world_size, busy)
+        crowded = count < resolve_threads(local_world_size)
         return count, f"others keep {busy:.1f} of {usable_cores()} cores busy" if crowded else ""
 
     torch.set_num_threads(choices.resolve("backend.threads", backend.threads, int, choose_threads))
@@ -94,18 +94,18 @@ def watch_shapes(
     yield from batches
 
 
-def resolve_threads(num_local_ranks: int, busy_cores: float = 0.0) -> int:
-    """Return the threads for each of `num_local_ranks` processes; the user's OMP_NUM_THREADS wins if set."""
+def resolve_threads(local_world_size: int, busy_cores: float = 0.0) -> int:
+    """Return the threads for each of `local_world_size` processes; the user's OMP_NUM_THREADS wins if set."""
     # torchrun sets the variable to 1, which would leave all other cores idle.
     asked = os.environ.get(THREADS_VARIABLE if under_torchrun() else "OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return max((usable_cores() - round(busy_cores)) // num_local_ranks, 1)
+    return max((usable_cores() - round(busy_cores)) // local_world_size, 1)
 
 
 def resolve_device(name: str, ranks: Ranks) -> torch.device:
     """Return the device of this rank; `auto` uses a GPU if there is one. E005 if there is no such device."""
-    if problem := cannot_run(lack_of_device(name), "device", name):
+    if problem := cannot_run(check_device(name), "device", name):
         raise problem
     name = device_type(name)
     if name == "cuda":

@@ -49,7 +49,7 @@ def compiler(compile: Compile, device: str) -> PtfastError | None:
     if compile.mode == "none":
         return None
     device = devices.usable_type(device)
-    lack = devices.lack_of_compiler(device)
+    lack = devices.check_compiler(device)
     if lack is None and compile.mode == "reduce_overhead" and device != "cuda":
         what = f"CUDA graphs need a CUDA device, but this is {device}"
         lack = devices.Unsupported(what, "Use compile=model")

@@ -48,7 +48,7 @@ class Average:
         self._widened = [torch.empty_like(average) for average in self._averages] if halves else None
         self._updates: int | Tensor = 0
         self._stale = False
-        """Whether the averages have moved since `settle`."""
+        """Whether the averages have moved since `finalize`."""
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
         """Update the averages after `step`, counted from 1.
@@ -70,7 +70,7 @@ class Average:
         torch._foreach_add_(self._averages, changes)
         self._updates = self._updates + ~skipped
 
-    def settle(self, watched: Watched = lambda batches: batches) -> None:
+    def finalize(self, watched: Watched = lambda batches: batches) -> None:
         """Prepare the averages for evaluation or saving; called on all ranks.
 
         `watched` wraps the batches this needs, and may stop early: then nothing changes.
@@ -202,7 +202,7 @@ class Swa(Average):
         self._follow(1 / (updates + 1), skipped)
         self._stale = True
 
-    def settle(self, watched: Watched = lambda batches: batches) -> None:
+    def finalize(self, watched: Watched = lambda batches: batches) -> None:
         if not self._stale or not self.ready or self._forward is None or not self._norms:
             return
         norms: list[Any] = list(self._norms.values())
@@ -223,7 +223,7 @@ class Swa(Average):
                 module, _, buffer = name.rpartition(".")
                 if module in self._norms and buffer.startswith("running_"):
                     measured = getattr(self._norms[module], buffer)
-                    average.copy_(sum_over_ranks(measured.clone(), self._ranks) / self._ranks.num_ranks)
+                    average.copy_(sum_over_ranks(measured.clone(), self._ranks) / self._ranks.world_size)
         self._stale = False
 
 
@@ -253,7 +253,7 @@ class ScheduleFree(Swa):
         self._updates += 1
         self._stale = True
 
-    def settle(self, watched: Watched = lambda batches: batches) -> None:
+    def finalize(self, watched: Watched = lambda batches: batches) -> None:
         if not self._stale:
             return
         with torch.no_grad():
@@ -262,5 +262,5 @@ class ScheduleFree(Swa):
             torch._foreach_copy_(self._averages, self._weights)
             self._optimizer.train()
             torch._foreach_copy_(self._weights, copies)
-        super().settle(watched)
+        super().finalize(watched)
         self._stale = False

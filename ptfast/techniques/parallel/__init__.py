@@ -183,7 +183,7 @@ def gpus_for_ranks(parallel: Parallel, device: str) -> PtfastError | None:
 
 def panel(parallel: Parallel, choices: AutoChoices) -> dict[str, object]:
     """Describe how the ranks train together; no row for one process."""
-    if choices.get("num_ranks") == 1 and not parallel.wrap_one_rank:
+    if choices.get("world_size") == 1 and not parallel.wrap_one_rank:
         asked = parallel.strategy
         alone = f"one process: {asked} has no effect"
         return {"parallel": None if asked == "single" else alone}

@@ -29,7 +29,7 @@ class Sharded:
             become DTensors of the same names, so the optimizer must be built afterwards.
         device: device of the shards. A block is whole there only until it is sharded.
         blocks: parts of the model, not nested. The rest of the model is one more block.
-        half_type: the type of autocast; None for float32.
+        autocast_dtype: the type of autocast; None for float32.
         prefetch: blocks gathered while another one computes; 1 is torch's own order.
         float8: whether weights of linear layers are those of `apply_float8`, and gathered in float8.
 
@@ -46,7 +46,7 @@ class Sharded:
         device: torch.device,
         *,
         blocks: Iterable[nn.Module],
-        half_type: torch.dtype | None,
+        autocast_dtype: torch.dtype | None,
         prefetch: int = 1,
         float8: bool = False,
     ) -> None:
@@ -61,10 +61,10 @@ class Sharded:
             hint = "Use precision=bf16, which gathers float32 weights as bf16, or parallel=ddp"
             raise ConfigError("C011", what, key="parallel", value="fsdp", suggestion=hint)
         if any(isinstance(module, BatchNorm) for module in model.modules()):
-            half_type = None
-        sums = torch.float32 if half_type is not None else None
-        policy = MixedPrecisionPolicy(param_dtype=half_type, reduce_dtype=sums)
-        mesh = init_device_mesh(device.type, (ranks.num_ranks,))
+            autocast_dtype = None
+        sums = torch.float32 if autocast_dtype is not None else None
+        policy = MixedPrecisionPolicy(param_dtype=autocast_dtype, reduce_dtype=sums)
+        mesh = init_device_mesh(device.type, (ranks.world_size,))
         blocks = list(blocks)
         for block in (*blocks, model):
             whole = [

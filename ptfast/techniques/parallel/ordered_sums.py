@@ -60,14 +60,14 @@ class OrderedSums(nn.Module):
         self._by_type: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(self._summed):
             self._by_type.setdefault(parameter.dtype, []).append(index)
-        share = micro_batches // ranks.num_ranks
+        share = micro_batches // ranks.world_size
         self._reached = [0] * len(self._summed)
         """Whether each parameter has had a gradient in this step."""
-        self._sum_over_hosts = host_sums(ranks.num_ranks)
+        self._sum_over_hosts = host_sums(ranks.world_size)
         self._parts: list[Part] = []
         self._layouts: list[list[Part]] = []
         """The parts that each rank has at the end, without their gradients."""
-        for rank in range(ranks.num_ranks):
+        for rank in range(ranks.world_size):
             self._layouts.append([])
             for index in range(rank * share, (rank + 1) * share):
                 add_part(self._layouts[-1], Part(index, 1, []))
@@ -103,7 +103,7 @@ class OrderedSums(nn.Module):
     @torch.no_grad()
     def _finish(self) -> None:
         reached_on_ranks = self._sum_over_hosts(self._reached)
-        if self._ranks.num_ranks == 1:
+        if self._ranks.world_size == 1:
             for parameter, gradient in zip(self._summed, total(self._parts), strict=True):
                 parameter.grad = gradient
         else:
@@ -117,20 +117,20 @@ class OrderedSums(nn.Module):
 
     def _exchange(self, indices: list[int]) -> None:
         """Sum the gradients of some parameters, all of one type, over all ranks."""
-        num_ranks, parameters = self._ranks.num_ranks, [self._summed[index] for index in indices]
+        world_size, parameters = self._ranks.world_size, [self._summed[index] for index in indices]
         sizes = [parameter.numel() for parameter in parameters]
-        length = -(-sum(sizes) // num_ranks)
-        padding = parameters[0].new_zeros(length * num_ranks - sum(sizes))
+        length = -(-sum(sizes) // world_size)
+        padding = parameters[0].new_zeros(length * world_size - sum(sizes))
         own = [torch.cat([*(part.gradients[i].flatten() for i in indices), padding]) for part in self._parts]
-        slices = torch.stack(own).view(len(own), num_ranks, length).transpose(0, 1).flatten()
+        slices = torch.stack(own).view(len(own), world_size, length).transpose(0, 1).flatten()
         counts = [len(layout) * length for layout in self._layouts]
         received = slices.new_empty(sum(counts))
-        torch.distributed.all_to_all_single(received, slices, counts, [len(own) * length] * num_ranks)
+        torch.distributed.all_to_all_single(received, slices, counts, [len(own) * length] * world_size)
         rows = received.view(-1, length)
         parts: list[Part] = []
         for part, row in zip(chain.from_iterable(self._layouts), rows, strict=True):
             add_part(parts, part._replace(gradients=[row]))
-        flat = gathered(total(parts)[0], num_ranks).flatten()
+        flat = gathered(total(parts)[0], world_size).flatten()
         for parameter, summed in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
             # Use separate memory, in the parameter's order as on one rank, because norms sum in that order.
             parameter.grad = torch.empty_like(parameter).copy_(summed.view(parameter.shape))
@@ -204,8 +204,8 @@ class OrderedStatistics:
     @torch.no_grad()
     def _merge(self) -> None:
         rows = torch.stack(self._rows)
-        if self._ranks.num_ranks > 1:
-            rows = gathered(rows.flatten(), self._ranks.num_ranks).view(-1, rows.size(1))
+        if self._ranks.world_size > 1:
+            rows = gathered(rows.flatten(), self._ranks.world_size).view(-1, rows.size(1))
         sizes = [len(self._owner), len(self._norms)]
         merged, counts = self._before.split(sizes)
         for row in rows:

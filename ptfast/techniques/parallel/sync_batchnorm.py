@@ -180,7 +180,7 @@ class RunningStatistics:
         if not self._buffers:
             return
         own = torch.cat([*self._buffers, torch.stack(self._counters) - self._counts])
-        by_rank = gathered(own, self._ranks.num_ranks)
+        by_rank = gathered(own, self._ranks.world_size)
         statistics, batches = by_rank.split([len(self._owner), len(self._counters)], dim=1)
         before = merged = self._statistics
         for moved, keep in zip(statistics, self._kept ** batches[:, self._owner], strict=True):

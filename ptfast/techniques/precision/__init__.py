@@ -35,11 +35,11 @@ def formats_of_the_device(precision: Precision, device: str) -> Iterator[PtfastE
     """Reject number formats that the device cannot compute in."""
     # fp32 and amp run anywhere, so there is no need to import torch.
     if precision.mode not in ("fp32", "amp"):
-        lack = devices.lack_of_precision(precision.mode, devices.usable_type(device))
+        lack = devices.check_precision(precision.mode, devices.usable_type(device))
         if problem := devices.cannot_run(lack, "precision", precision.mode):
             yield problem
     if precision.float8:
-        lack = devices.lack_of_float8(devices.usable_type(device))
+        lack = devices.check_float8(devices.usable_type(device))
         if problem := devices.cannot_run(lack, "precision.float8", True):
             yield problem
 

@@ -41,7 +41,7 @@ class Span:
         return float(self.steps(duration))
 
 
-class Shape:
+class LRSchedule:
     """How the learning rate changes over a run; subclass it and name your class by import path.
 
     Schedules that end with the run (cosine, one-cycle) set `spans_run`: they start after the warm-up and span
@@ -60,7 +60,7 @@ class Shape:
         return None
 
 
-class Constant(Shape):
+class Constant(LRSchedule):
     """Keep the base learning rate throughout."""
 
     def factor(self, span: Span) -> Curve:
@@ -68,7 +68,7 @@ class Constant(Shape):
 
 
 @dataclass
-class Step(Shape):
+class Step(LRSchedule):
     """Multiply the learning rate by `gamma` after every `every` (StepLR); bare numbers are epochs."""
 
     every: Duration
@@ -86,7 +86,7 @@ class Step(Shape):
 
 
 @dataclass
-class MultiStep(Shape):
+class MultiStep(LRSchedule):
     """Multiply the learning rate by `gamma` at each of `milestones`, as MultiStepLR; numbers are epochs."""
 
     milestones: list[Duration]
@@ -105,7 +105,7 @@ class MultiStep(Shape):
 
 
 @dataclass
-class Linear(Shape):
+class Linear(LRSchedule):
     """Fall in a straight line from the base learning rate to `end` times it."""
 
     end: float = 0.0
@@ -116,7 +116,7 @@ class Linear(Shape):
 
 
 @dataclass
-class Cosine(Shape):
+class Cosine(LRSchedule):
     """Fall from the base learning rate to `end` times it as half a cosine wave (arXiv:1608.03983)."""
 
     end: float = 0.0
@@ -127,7 +127,7 @@ class Cosine(Shape):
 
 
 @dataclass
-class Polynomial(Shape):
+class Polynomial(LRSchedule):
     """Fall from the base learning rate to `end` times it, by the rest of the run to the power of `power`."""
 
     power: float = 1.0
@@ -140,7 +140,7 @@ class Polynomial(Shape):
 
 
 @dataclass
-class OneCycle(Shape):
+class OneCycle(LRSchedule):
     """Rise once to the base learning rate (the maximum), fall equally, and end far below the start.
 
     Large learning rates regularize and let a network train in fewer steps; momentum is low where the learning
@@ -208,7 +208,7 @@ class OneCycle(Shape):
 
 
 @dataclass
-class Wsd(Shape):
+class Wsd(LRSchedule):
     """Keep the base learning rate, and fall to `end` times it in the last part of the run.
 
     No step before the decay depends on the length of the run: any earlier checkpoint can be trained for
@@ -247,7 +247,7 @@ class Wsd(Shape):
 
 
 @dataclass
-class Cyclic(Shape):
+class Cyclic(LRSchedule):
     """Repeat triangles between `start` and the base learning rate, which is the maximum.
 
     Rising learning rates escape plateaus; momentum moves the other way. With `start` set to torch's

@@ -17,11 +17,11 @@ from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, described, summary_of
 from ptfast.core.sections.targets import Target, built, is_torch_scheduler, keywords, steps_on_metric
-from ptfast.techniques.schedule.lr_schedules import Curve, Shape, Span
+from ptfast.techniques.schedule.lr_schedules import Curve, LRSchedule, Span
 
 
 @dataclass
-class LrSchedule:
+class RunSchedule:
     """Learning-rate factors and momenta of a run, by steps taken, counted from 0."""
 
     factor: Curve
@@ -30,7 +30,7 @@ class LrSchedule:
     warmup_steps: int = 0
     delay_steps: int = 0
     """Number of steps before `factor` and `momentum` start."""
-    of_length: Callable[..., LrSchedule] | None = None
+    of_length: Callable[..., RunSchedule] | None = None
     """Builds the same schedule for other `total_steps`; None if that is unknown."""
     momentum_note: str | None = None
     """Whether the momentum is cycled, in words; None if the shape does not change it."""
@@ -59,14 +59,14 @@ class LrSchedule:
 
 
 def build_schedule(
-    shape: Shape,
+    shape: LRSchedule,
     *,
     warmup: Duration,
     total_steps: int,
     plan: BatchPlan,
     has_momentum: bool = True,
     extendable: bool = True,
-) -> LrSchedule:
+) -> RunSchedule:
     """Convert durations to steps once, and prepend a linear warm-up; C011 if it is longer than the run.
 
     The warm-up rises in equal parts to the full learning rate at its last step (arXiv:1706.02677).
@@ -81,7 +81,7 @@ def build_schedule(
     span = Span(max(total_steps - delay_steps, 1), plan)
     momentum = shape.momentum(span)
     of_length = partial(build_schedule, shape, warmup=warmup, plan=plan, has_momentum=has_momentum)
-    return LrSchedule(
+    return RunSchedule(
         shape.factor(span),
         momentum if has_momentum else None,
         warmup_steps=warmup_steps,
@@ -96,8 +96,8 @@ MOMENTUM = 0.9
 """Momentum of the test optimizer for a torch scheduler, to see whether the scheduler cycles it."""
 
 
-def build_shape(target: Target, lr: float, mode: str = "min") -> Shape:
-    """Return the shape of `schedule._target_`: a `Shape`, a torch scheduler, or a function of steps.
+def build_shape(target: Target, lr: float, mode: str = "min") -> LRSchedule:
+    """Return the shape of `schedule._target_`: a `LRSchedule`, a torch scheduler, or a function of steps.
 
     If it steps on a metric, `mode` (`min` or `max`) says whether lower or higher is better.
     """
@@ -112,7 +112,7 @@ def build_shape(target: Target, lr: float, mode: str = "min") -> Shape:
 
 
 @dataclass
-class UserFunction(Shape):
+class UserFunction(LRSchedule):
     """A user's function `factor(step)`, called before training, once for each step, counted from 0.
 
     A function that also takes `num_steps` starts after the warm-up, and spans the rest of the run.
@@ -140,7 +140,7 @@ class UserFunction(Shape):
 
 
 @dataclass
-class TorchScheduler(Shape):
+class TorchScheduler(LRSchedule):
     """A torch scheduler, run once over all steps with an optimizer of one weight.
 
     Its learning rates become factors on the base of every group, including absolute ones such as `eta_min`.
@@ -195,7 +195,7 @@ class TorchScheduler(Shape):
         return figures
 
 
-class MetricScheduler(Shape):
+class MetricScheduler(LRSchedule):
     """A scheduler that steps on a metric: once per evaluation, with an optimizer of one weight.
 
     Its learning rate becomes a factor on the base of every group, including absolute ones such as `min_lr`.

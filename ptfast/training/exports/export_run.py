@@ -31,7 +31,7 @@ from ptfast.core.run_directory import CONFIG, plain_json, versions
 from ptfast.core.tensors.dtensors import write_tensors
 from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, State, config_of, write_manifest, writing
 from ptfast.data.loaders.loading import Prepare
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.models.lora import merged
@@ -217,7 +217,7 @@ def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
     data = load_data(saved.config, trained=saved.info)
     source = data.val or data.test or data.train
     if isinstance(source, IterableSource):
-        batch = source.batch([source.first[0]] * 2, Share(0, np.zeros(2, np.int64), 2), Augment())
+        batch = source.batch([source.first[0]] * 2, MicroBatchIndices(0, np.zeros(2, np.int64), 2), Augment())
     else:
         batch = source.fetch(np.arange(min(NUM_SAMPLES, len(source))))
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch

@@ -133,7 +133,7 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             what = f"no progress for {short_time(pause_s)} {at}, in {cause}"
             with contextlib.suppress(OSError):
                 self._tell(what)
-            if self._ranks.num_ranks > 1:
+            if self._ranks.world_size > 1:
                 what += self._awaited()
             what += f"; the stack of every thread is in {self._path}"
             with contextlib.suppress(OSError):
@@ -178,15 +178,15 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
         """Name the ranks that the others wait for: those at an earlier step, or without a report."""
         time.sleep(2 * TICK_S)
         places: dict[int, Any] = {}
-        for rank in range(self._ranks.num_ranks):
+        for rank in range(self._ranks.world_size):
             with contextlib.suppress(OSError):
                 text = self._path.with_name(f"hang-rank{rank}.txt").read_text(encoding="utf-8")
                 if found := re.findall(r"^no progress for .* at step (\d+), in (\w+)", text, re.MULTILINE):
                     step, cause = found[-1]
                     places[rank] = int(step), cause == "gradient_sync", cause == "backward"
-        silent = [rank for rank in range(self._ranks.num_ranks) if rank not in places]
+        silent = [rank for rank in range(self._ranks.world_size) if rank not in places]
         late = silent or [rank for rank, place in places.items() if place < max(places.values())]
-        waits = 0 < len(late) < self._ranks.num_ranks
+        waits = 0 < len(late) < self._ranks.world_size
         return f"; the others wait for rank {', '.join(map(str, late))}" if waits else ""
 
     def _end(self, what: str) -> None:

@@ -15,10 +15,10 @@ from ptfast.core.tensors.dtensors import local_parts
 from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.torch_internals import backward
 from ptfast.run import Run
-from ptfast.techniques.precision.number_formats import kept_conversions
+from ptfast.techniques.precision.mixed_precision import kept_conversions
 from ptfast.training.loop.first_step import FirstStep
 from ptfast.training.loop.gradient_exchange import OneRank
-from ptfast.training.loop.loss_window import LossWindow
+from ptfast.training.loop.loss_accumulator import LossAccumulator
 
 _nothing: AbstractContextManager[Any] = nullcontext()
 
@@ -30,12 +30,12 @@ class Accumulator:
     on how the step is cut into micro-batches and ranks.
     """
 
-    def __init__(self, run: Run, exchange: OneRank, window: LossWindow, first_look: FirstStep) -> None:
+    def __init__(self, run: Run, exchange: OneRank, window: LossAccumulator, first_look: FirstStep) -> None:
         self.run, self.exchange, self.window = run, exchange, window
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         is_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if is_double else torch.float32
-        self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.num_ranks)
+        self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.world_size)
         self._first_step, self._first_look = run.progress.step, first_look
         self._weights: dict[int, Tensor] = {}
         self.counts_late = False
@@ -48,7 +48,7 @@ class Accumulator:
         last = len(batch.micro_batches) - 1
         weight, counts = None, list[Any]()
         # Sharded weights are gathered in the half-precision type, and released in between.
-        converts_once = last and run.precision.half_type is not None and not run.sharded
+        converts_once = last and run.precision.autocast_dtype is not None and not run.sharded
         with kept_conversions() if converts_once else _nothing, exchange.step():
             for index, (data, num_samples) in enumerate(batch.micro_batches):
                 if num_samples or exchange.runs_empty:

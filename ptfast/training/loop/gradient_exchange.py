@@ -57,7 +57,7 @@ class AveragedRanks(OneRank):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._statistics = RunningStatistics(run.model, run.ranks)
-        self.averaged_ranks = run.ranks.num_ranks
+        self.averaged_ranks = run.ranks.world_size
 
     @contextmanager
     def micro_batch(self, num_samples: int, *, is_last: bool) -> Iterator[None]:

@@ -18,7 +18,7 @@ from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.training.loop.accumulation import Accumulator
 from ptfast.training.loop.first_step import FirstStep
 from ptfast.training.loop.gradient_exchange import build_exchange
-from ptfast.training.loop.loss_window import LossWindow
+from ptfast.training.loop.loss_accumulator import LossAccumulator
 from ptfast.training.loop.updates import build_update
 from ptfast.training.stopping import Stopped
 
@@ -36,7 +36,7 @@ class Trainer:
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.first_step, self.first_look = run.progress.step, FirstStep(run)
         self.exchange = build_exchange(run)
-        self.window = LossWindow(run, self.parameters, self.first_look)
+        self.window = LossAccumulator(run, self.parameters, self.first_look)
         self.update = self.window.update = build_update(run, self.window, self.exchange)
         accumulator = Accumulator(run, self.exchange, self.window, self.first_look)
         self.accumulate = _nothing if takes_own_steps(run.task) else accumulator

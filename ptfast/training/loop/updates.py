@@ -14,13 +14,13 @@ from torch import Tensor
 from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.errors import described
 from ptfast.core.protocols import StepBatch, takes_own_steps
-from ptfast.core.tensors.arrivals import wait_for
+from ptfast.core.tensors.async_host_copy import wait_for
 from ptfast.core.tensors.dtensors import is_sharded, local_part
 from ptfast.core.tensors.kept_buffers import KeptBuffers
 from ptfast.optim.build_optimizer import build_step
 from ptfast.run import Run
 from ptfast.training.loop.gradient_exchange import OneRank
-from ptfast.training.loop.loss_window import LossWindow
+from ptfast.training.loop.loss_accumulator import LossAccumulator
 from ptfast.training.loop.plain_update import PlainUpdate
 from ptfast.training.user_code import UserPart
 
@@ -33,7 +33,9 @@ OPTIMIZER_NAME = "optimizer"
 class SkippingUpdate(PlainUpdate):
     """The base class of updates that may skip a step and then restore buffers and losses."""
 
-    def __init__(self, run: Run, window: LossWindow, exchange: OneRank, step: Callable[[], object]) -> None:
+    def __init__(
+        self, run: Run, window: LossAccumulator, exchange: OneRank, step: Callable[[], object]
+    ) -> None:
         super().__init__(run, step)
         self._window, self._exchange, self._buffers = window, exchange, KeptBuffers(run.model)
 
@@ -61,7 +63,7 @@ class ScaledUpdate(SkippingUpdate):
     """Number of consecutive skipped steps, each halving the scale, after which no scale will help."""
     cause = "fp16 gradients overflowed"
 
-    def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
+    def __init__(self, run: Run, window: LossAccumulator, exchange: OneRank) -> None:
         super().__init__(run, window, exchange, run.optimizer.step)
         assert run.precision.scaler is not None
         self.scaler, progress, device = run.precision.scaler, run.progress, run.device
@@ -122,7 +124,7 @@ class CheckedUpdate(SkippingUpdate):
     cause = "loss or gradients were not finite"
     explains_skips = True
 
-    def __init__(self, run: Run, window: LossWindow, exchange: OneRank) -> None:
+    def __init__(self, run: Run, window: LossAccumulator, exchange: OneRank) -> None:
         optimizer, device = run.optimizer, run.device
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._ranks, self.limit = run.ranks, run.plan.numerics.limit
@@ -203,7 +205,7 @@ class CheckedUpdate(SkippingUpdate):
 class TaskUpdate(PlainUpdate):
     """Lets a task take its own step: forward, backward, and its named optimizers."""
 
-    def __init__(self, run: Run, window: LossWindow) -> None:
+    def __init__(self, run: Run, window: LossAccumulator) -> None:
         super().__init__(run)
         self._window, self._optimizers = window, named_optimizers(run.optimizer)
 
@@ -221,7 +223,7 @@ class TaskUpdate(PlainUpdate):
         self._window.add(given[0].detach(), given[1])
 
 
-def build_update(run: Run, window: LossWindow, exchange: OneRank) -> PlainUpdate:
+def build_update(run: Run, window: LossAccumulator, exchange: OneRank) -> PlainUpdate:
     """Build the update of a run from its task, its precision, and its handling of numbers not finite."""
     if takes_own_steps(run.task):
         return TaskUpdate(run, window)

@@ -11,7 +11,7 @@ import torch
 from ptfast.core import devices
 from ptfast.core.clock import STEP
 from ptfast.core.distributed import sum_over_ranks
-from ptfast.core.tensors.arrivals import Arrival
+from ptfast.core.tensors.async_host_copy import AsyncHostCopy
 from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
 
@@ -48,7 +48,7 @@ class Vote:
 
     def send(self, run: Run) -> SentVotes:
         """Send it to all ranks; the host does not wait."""
-        rank, world_size, size = run.ranks.rank, run.ranks.num_ranks, len(STEP)
+        rank, world_size, size = run.ranks.rank, run.ranks.world_size, len(STEP)
         pins = run.device.type == "cuda"
         own = torch.zeros(4 + world_size * (1 + size), dtype=devices.sum_dtype(run.device), pin_memory=pins)
         own[:4] = own.new_tensor([self.late, self.due, self.written, self.step_s])
@@ -57,7 +57,7 @@ class Vote:
             at = 4 + world_size + rank * size
             own[at : at + size] = own.new_tensor(self.phases_s)
         return SentVotes(
-            Arrival(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks)), world_size
+            AsyncHostCopy(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks)), world_size
         )
 
 
@@ -65,7 +65,7 @@ class Vote:
 class SentVotes:
     """The votes of all ranks, on their way to this rank."""
 
-    numbers: Arrival
+    numbers: AsyncHostCopy
     world_size: int
 
     def read(self) -> Vote:
@@ -131,6 +131,6 @@ class Votes:
             self._sent = sent
             vote = (sent if waits else before or sent).read()
             self._stragglers.receive(vote.phases_s)
-        run.saver.look(due=bool(vote.due), all_written=vote.written == run.ranks.num_ranks)
+        run.saver.look(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
         self.look_steps = max(1, int(min(LOOK_S, run.saver.every_s or LOOK_S) / max(vote.step_s, 1e-6)))
         return stop_reason(run, vote)

@@ -123,7 +123,9 @@ def load_splits(run: PartialRun) -> None:
     info = read_info(run.state.facts["info"]) if run.state is not None else None
     if run.data is None:
         with run.display.status("loading the data"):
-            choice = build_choice(run.config, run.micro_batches, run.device, run.choices, run.ranks.num_ranks)
+            choice = build_choice(
+                run.config, run.micro_batches, run.device, run.choices, run.ranks.world_size
+            )
             run.data = load_data(run.config, run.ranks, choice, trained=info)
     run.data = add_evals(run.config, run.data, run.ranks, run.display.note)
     run.info, run.data_note, run.unreadable = run.data.info, run.data.note, run.data.unreadable
@@ -232,7 +234,7 @@ def build_choice(
     micro_batches: int,
     device: torch.device,
     choices: AutoChoices | None = None,
-    num_ranks: int = 1,
+    world_size: int = 1,
 ) -> Callable[..., Choice]:
     """The function that chooses the loader, for `load_data`; a resumed run keeps that of `choices`."""
     choices = choices or AutoChoices()
@@ -251,7 +253,7 @@ def build_choice(
         augments=bool(augment),
         crops=augment.resized_crop is not None,
         device=device,
-        num_ranks=num_ranks,
+        world_size=world_size,
     )
 
 
@@ -268,7 +270,7 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
                 run.reader_options,
                 batch_size=batch_size,
                 rank=run.ranks.rank,
-                num_ranks=run.ranks.num_ranks,
+                world_size=run.ranks.world_size,
                 drop_last=run.config.eval.last == "drop",
                 whole_batches=run.config.determinism == "elastic",
                 side=side,
@@ -326,7 +328,7 @@ def build_loaders(run: PartialRun) -> None:
     mix = build_mix(config.augment.mixup, config.augment.cutmix, config.seed, info=data.info, task=run.task)
     run.train_loader = build_train_loader(
         data,
-        Sharding(plan.batches, run.micro_batches, run.ranks.rank, run.ranks.num_ranks),
+        Sharding(plan.batches, run.micro_batches, run.ranks.rank, run.ranks.world_size),
         replace(run.reader_options, input_type=run.input_type),
         seed=config.seed,
         augment=augment,

@@ -14,7 +14,7 @@ from ptfast.core.errors import ConfigError, name_some
 from ptfast.data.sampling.counter_draws import GOLDEN, finalise
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, apply_backend, watch_shapes
 from ptfast.techniques.parallel import ruled_out_by_ranks
-from ptfast.techniques.precision.number_formats import build_precision
+from ptfast.techniques.precision.mixed_precision import build_precision
 from ptfast.training.stages.partial_run import PartialRun
 
 
@@ -22,18 +22,18 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
     """Set torch's process-wide switches, before anything runs on the device."""
     config, device, ranks, choices = run.config, run.device, run.ranks, run.choices
     elastic = config.determinism == "elastic"
-    if trains and not elastic and choices.began_with("num_ranks", int) != ranks.num_ranks:
+    if trains and not elastic and choices.began_with("world_size", int) != ranks.world_size:
         # On other ranks the bits differ anyway, and one rank's threads and workers would crowd several ranks.
         for key in ("backend.threads", "dataloader.workers"):
             choices.previous.pop(key, None)
     choices.choose("device", device.type)
-    choices.note("num_ranks", ranks.num_ranks)
+    choices.note("world_size", ranks.world_size)
     apply_backend(
         # A single evaluation does not repay cuDNN's search for kernels.
         config.backend if trains else config.backend.model_copy(update={"cudnn_benchmark": False}),
         device=device,
         # Assume as many ranks as possible: the number of threads changes the order of sums.
-        num_local_ranks=config.micro_batches or 1 if elastic else ranks.num_local_ranks,
+        local_world_size=config.micro_batches or 1 if elastic else ranks.local_world_size,
         choices=choices,
     )
     run.precision = build_precision(config.precision, device, ranks, choices)
@@ -55,16 +55,16 @@ def _stop_searching(run: PartialRun) -> None:
 def cut_batch(run: PartialRun) -> None:
     """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would choose now."""
     config, ranks, known = run.config, run.ranks, run.choices.began_with("micro_batches", int) or 0
-    if known % ranks.num_ranks:
-        what = f"the saved run has this many, which {ranks.num_ranks} ranks cannot share evenly"
+    if known % ranks.world_size:
+        what = f"the saved run has this many, which {ranks.world_size} ranks cannot share evenly"
         fitting = [str(number) for number in range(1, known + 1) if known % number == 0]
         hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches differently"
         raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
-    run.choices.choose("micro_batches", check_batch(config, ranks.num_ranks, known))
+    run.choices.choose("micro_batches", check_batch(config, ranks.world_size, known))
     for problem in ruled_out_by_ranks(
         config.parallel,
         alone=not ranks.distributed,
-        accumulates=run.micro_batches > ranks.num_ranks,
+        accumulates=run.micro_batches > ranks.world_size,
     ):
         raise problem
 

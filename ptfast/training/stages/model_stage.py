@@ -41,7 +41,7 @@ from ptfast.techniques.compile.compilation import apply_compile
 from ptfast.techniques.parallel.ddp import GradientAveraging
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
-from ptfast.techniques.precision.number_formats import apply_float8, apply_half_weights, casts_inputs
+from ptfast.techniques.precision.mixed_precision import apply_float8, apply_half_weights, casts_inputs
 from ptfast.techniques.repeated_blocks import find_blocks
 from ptfast.techniques.rewrites.model_rewrites import apply_rewrites, find_cancelled_biases
 from ptfast.training.stages.data_stage import few_samples
@@ -259,7 +259,7 @@ def shape_model(run: PartialRun) -> None:
         bool,
         lambda: (has_many_lengths(run.splits, config.batching), ""),
     )
-    accumulates = run.micro_batches > ranks.num_ranks
+    accumulates = run.micro_batches > ranks.world_size
     run.compilation = apply_compile(
         model, config.compile, run.device, dynamic=dynamic, accumulates=accumulates
     )
@@ -283,7 +283,7 @@ def shape_model(run: PartialRun) -> None:
                 ranks,
                 run.device,
                 blocks=shards.values(),
-                half_type=run.precision.half_type,
+                autocast_dtype=run.precision.autocast_dtype,
                 prefetch=config.parallel.prefetch,
                 float8=config.parallel.float8_gather,
             )
@@ -296,7 +296,7 @@ def shape_model(run: PartialRun) -> None:
 def _find_input_type(run: PartialRun) -> torch.dtype:
     """Return the type of training images: half if a known model casts them and no other part uses them."""
     model, task, config = run.model, run.task, run.config
-    half = torch.bfloat16 if run.precision.half_weights else run.precision.half_type
+    half = torch.bfloat16 if run.precision.half_weights else run.precision.autocast_dtype
     ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
     known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
     seen = run.training_plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks

@@ -158,18 +158,18 @@ def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     if isinstance(data.train, IterableSource):
         return None
     size = len(data.train)
-    share = min(STATISTICS_SAMPLES, size) // ranks.num_ranks
+    share = min(STATISTICS_SAMPLES, size) // ranks.world_size
     # BatchNorm rejects a batch of one sample.
     share -= share % batch_size == 1
     if share < 2:
         return None
     # In the order of a folder, a batch would have a single class.
-    picked = np.random.default_rng(run.config.seed).permutation(size)[: share * ranks.num_ranks]
+    picked = np.random.default_rng(run.config.seed).permutation(size)[: share * ranks.world_size]
     return build_eval_loader(
         data.train.take(picked),
         data.info,
         run.reader_options,
         batch_size=batch_size,
         rank=ranks.rank,
-        num_ranks=ranks.num_ranks,
+        world_size=ranks.world_size,
     )

@@ -116,7 +116,7 @@ def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytes
     whole = list(loader(colour, "plain", micro_batches=4, augment=ALL).steps(0, 11))
     monkeypatch.setattr(step_batches, "CHUNK_BYTES", 2 * 24 * 180 * 4)
     for rank in (0, 1):
-        here = loader(colour, "device", micro_batches=4, augment=ALL, rank=rank, num_ranks=2)
+        here = loader(colour, "device", micro_batches=4, augment=ALL, rank=rank, world_size=2)
         assert here.batches._chunk_steps == 2
         mine = [
             StepBatch(step.micro_batches[2 * rank : 2 * rank + 2], step.num_samples) for step in whole[3:]

@@ -113,7 +113,7 @@ def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(colour: Data,
 def test_two_ranks_share_the_micro_batches_of_one(colour: Data):
     alone = list(loader(colour, "memory", micro_batches=4, augment=BOTH).steps(0, 10))
     ranks = [
-        loader(colour, "memory", micro_batches=4, rank=r, num_ranks=2, augment=BOTH).steps(0, 10)
+        loader(colour, "memory", micro_batches=4, rank=r, world_size=2, augment=BOTH).steps(0, 10)
         for r in (0, 1)
     ]
     joined = [
@@ -155,12 +155,12 @@ def test_batches_survive_later_steps(digits: Data):
     assert torch.equal(first, kept)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_evaluation_sees_each_sample_once_over_all_ranks(digits: Data, num_ranks: int):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_sees_each_sample_once_over_all_ranks(digits: Data, world_size: int):
     assert digits.val is not None
     labels, total = [], 0
-    for rank in range(num_ranks):
-        batches = eval_loader(digits.val, digits.info, batch_size=25, rank=rank, num_ranks=num_ranks)
+    for rank in range(world_size):
+        batches = eval_loader(digits.val, digits.info, batch_size=25, rank=rank, world_size=world_size)
         assert batches.num_samples == len(digits.val) == 180
         for _ in range(2):
             seen = [data[1] for data, _ in batches]
@@ -260,7 +260,7 @@ def test_workers_outlive_a_terminal_signal_and_die_with_their_parent(tmp_path: P
             """
             import multiprocessing, os, signal, sys, time
             import numpy as np, torch
-            from ptfast.data.sampling.sampler import Share
+            from ptfast.data.sampling.sampler import MicroBatchIndices
             from ptfast.data.loaders.worker_processes import WorkerPool
 
             def fetch(share):
@@ -270,7 +270,7 @@ def test_workers_outlive_a_terminal_signal_and_die_with_their_parent(tmp_path: P
             # Signals that come while a worker is only starting leave it alone, too.
             os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGUSR1))
             pool = WorkerPool(fetch, 2, 1)
-            stream = pool.fetch(Share(0, np.zeros(1, np.int64), 1) for _ in range(100))
+            stream = pool.fetch(MicroBatchIndices(0, np.zeros(1, np.int64), 1) for _ in range(100))
             next(stream)
             workers = [process.pid for process in multiprocessing.active_children()]
             for pid in workers:

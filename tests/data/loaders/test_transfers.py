@@ -100,7 +100,7 @@ def test_every_loader_gives_the_same_batches(
     assert fit(plain) == fit(ahead) == "finished"
     assert sum(str(event).startswith("hand over") for event in side.events) >= 14
     assert same_bits(plain.model.state_dict(), ahead.model.state_dict())
-    assert plain.figures["val"] == ahead.figures["val"]
+    assert plain.metrics["val"] == ahead.metrics["val"]
 
 
 def test_a_switch_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

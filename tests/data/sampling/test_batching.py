@@ -195,8 +195,8 @@ def test_epochs_and_samples_are_counted_in_steps() -> None:
 
 
 def test_ranks_share_a_batch_out() -> None:
-    def shares(rank: int, num_ranks: int) -> list[int]:
-        sampler = Sampler(Sharding(plan_of(batch_tokens=600), 4, rank, num_ranks), seed=1)
+    def shares(rank: int, world_size: int) -> list[int]:
+        sampler = Sampler(Sharding(plan_of(batch_tokens=600), 4, rank, world_size), seed=1)
         found = [share for step in range(40) for share in sampler.step(step)[0]]
         return [index for share in found for index in share.indices[: share.num_samples].tolist()]
 

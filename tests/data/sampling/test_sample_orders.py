@@ -122,7 +122,7 @@ def test_any_loader_rank_and_first_step_give_the_same_samples(make: Callable[[],
     torch.manual_seed(5)
     for kind in ("memory", "device"):
         assert taken(make(), kind=kind) == whole
-    halves = [taken(make(), kind="plain", rank=rank, num_ranks=2) for rank in (0, 1)]
+    halves = [taken(make(), kind="plain", rank=rank, world_size=2) for rank in (0, 1)]
     assert [[*a, *b] for a, b in zip(*halves, strict=True)] == whole
 
 

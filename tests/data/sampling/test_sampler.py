@@ -19,10 +19,10 @@ from ptfast.data.sampling.sampler import (
 
 
 def sampler(size: int, **changes: object) -> Sampler:
-    given: Any = {"batch_size": 8, "micro_batches": 1, "rank": 0, "num_ranks": 1, "seed": 0, "last": "keep"}
+    given: Any = {"batch_size": 8, "micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0, "last": "keep"}
     given |= changes
     sizes = given.get("sizes") or constant(given["batch_size"])
-    sharding = {name: given[name] for name in ("micro_batches", "rank", "num_ranks")}
+    sharding = {name: given[name] for name in ("micro_batches", "rank", "world_size")}
     return Sampler(Sharding(BatchPlan(size, sizes, given["last"]), **sharding), given["seed"])
 
 
@@ -73,7 +73,7 @@ def test_a_padded_epoch_ends_with_samples_of_its_beginning(size: int, extra: int
 
 def test_ranks_take_runs_of_the_same_micro_batches_in_order():
     alone = sampler(23, micro_batches=4)
-    pair = [sampler(23, micro_batches=4, rank=rank, num_ranks=2) for rank in (0, 1)]
+    pair = [sampler(23, micro_batches=4, rank=rank, world_size=2) for rank in (0, 1)]
     for step in range(7):
         shares, num_samples = alone.step(step)
         both = [s.step(step) for s in pair]

@@ -225,7 +225,7 @@ def test_iterable_data_is_read_in_order_again_from_its_start_and_resumed_by_skip
 
 def test_ranks_divide_iterable_data():
     data = load(Stream(16))
-    parts = [values(loader(data, rank=rank, num_ranks=2).steps(0, 2), 2) for rank in (0, 1)]
+    parts = [values(loader(data, rank=rank, world_size=2).steps(0, 2), 2) for rank in (0, 1)]
     assert parts == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
 
 

@@ -27,9 +27,9 @@ class Noise(IterableDataset[Any]):
             yield torch.rand(3) + random.random() + np.random.random(), index % 2
 
 
-def steps(first: int, last: int, *, rank: int = 0, num_ranks: int = 1, seed: int = 0) -> list[torch.Tensor]:
+def steps(first: int, last: int, *, rank: int = 0, world_size: int = 1, seed: int = 0) -> list[torch.Tensor]:
     data = build_data(Noise(), val=Duration(0, "percent"), seed=seed, task="auto")
-    given: dict[str, Any] = {"seed": seed, "rank": rank, "num_ranks": num_ranks, "normalize": False}
+    given: dict[str, Any] = {"seed": seed, "rank": rank, "world_size": world_size, "normalize": False}
     loader = train_loader(data, batch_size=4, micro_batches=2, kind="auto", **given)
     result: list[torch.Tensor] = []
     for step in loader.steps(first, last):
@@ -52,9 +52,9 @@ def test_a_resumed_stream_draws_the_same() -> None:
 
 def test_ranks_get_parts_of_one_stream() -> None:
     torch.manual_seed(1)
-    first = steps(0, 3, rank=0, num_ranks=2)
+    first = steps(0, 3, rank=0, world_size=2)
     torch.manual_seed(2)
-    second = steps(0, 3, rank=1, num_ranks=2)
+    second = steps(0, 3, rank=1, world_size=2)
     assert same_bits([b for pair in zip(first, second, strict=True) for b in pair], steps(0, 3))
 
 

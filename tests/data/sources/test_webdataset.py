@@ -235,7 +235,7 @@ def test_every_loader_gives_the_same_batches(shuffle_buffer: int | None) -> None
     plain = batches("plain")
     assert same_bits(batches("workers", workers=2), plain)
     assert same_bits(batches("memory"), plain)
-    ranks = [batches("plain", rank=rank, num_ranks=2) for rank in (0, 1)]
+    ranks = [batches("plain", rank=rank, world_size=2) for rank in (0, 1)]
     assert same_bits([batch for pair in zip(*ranks, strict=True) for batch in pair], plain)
 
 

@@ -86,7 +86,7 @@ def test_all_readers_make_the_same_batches(shuffle_buffer: int | None) -> None:
     data = load("texts", shuffle_buffer=shuffle_buffer)
     plain = steps(data, 6)
     assert same_bits(steps(data, 6, kind="workers", workers=2), plain)
-    ranks = [steps(data, 6, rank=rank, num_ranks=2) for rank in (0, 1)]
+    ranks = [steps(data, 6, rank=rank, world_size=2) for rank in (0, 1)]
     assert same_bits([batch for pair in zip(*ranks, strict=True) for batch in pair], plain)
 
 

@@ -101,7 +101,7 @@ def test_all_readers_make_the_same_batches(server: ShardServer, shuffle_buffer: 
     data = stream(server.url + PATTERN, shuffle_buffer=shuffle_buffer)
     plain = steps(data, 6)
     assert same_bits(steps(data, 6, kind="workers", workers=2), plain)
-    ranks = [steps(data, 6, rank=rank, num_ranks=2) for rank in (0, 1)]
+    ranks = [steps(data, 6, rank=rank, world_size=2) for rank in (0, 1)]
     assert same_bits([batch for pair in zip(*ranks, strict=True) for batch in pair], plain)
     assert sorted(numbers(plain)[:18]) == list(range(18))
 
@@ -165,9 +165,9 @@ def test_boxes_are_cut_out_of_the_original_images(server: ShardServer) -> None:
 
 
 def shard_share(count: int) -> Any:
-    from ptfast.data.sampling.sampler import Share
+    from ptfast.data.sampling.sampler import MicroBatchIndices
 
-    return Share(0, torch.arange(count).numpy(), count)
+    return MicroBatchIndices(0, torch.arange(count).numpy(), count)
 
 
 def test_shards_come_whole_from_a_server_that_fails_for_a_while(

@@ -123,7 +123,7 @@ def test_a_stream_that_is_not_shared_out_is_the_same_for_any_workers(workers: in
     flat = [value for step in expected for value in step]
     assert flat == [*itertools.islice(itertools.cycle(NUMBERS), 72)]
     of_ranks = [
-        some(build(Plain(), micro_batches=4, kind="workers", workers=workers, rank=r, num_ranks=2), 4)
+        some(build(Plain(), micro_batches=4, kind="workers", workers=workers, rank=r, world_size=2), 4)
         for r in (0, 1)
     ]
     joined = [a + b for a, b in zip(*of_ranks, strict=True)]
@@ -144,7 +144,7 @@ def test_a_data_set_that_shares_itself_out_gets_workers(monkeypatch: pytest.Monk
     assert get_worker_info() is None
     chosen = choose(IterableSource(Sharded(), 0), kind="auto")
     assert (chosen.kind, chosen.workers) == ("workers", 3)
-    chosen = choose(IterableSource(Sharded(num_shards=5), 0), kind="auto", num_ranks=2)
+    chosen = choose(IterableSource(Sharded(num_shards=5), 0), kind="auto", world_size=2)
     assert (chosen.kind, chosen.workers) == ("workers", 2)
     chosen = choose(IterableSource(Plain(), 0), kind="auto")
     assert (chosen.kind, chosen.workers) == ("plain", 0)

@@ -92,7 +92,7 @@ def test_an_evaluation_reads_every_sample_once() -> None:
     whole = load(Plain())
     of_ranks: list[list[Any]] = []
     for rank in range(3):
-        loader = eval_loader(whole.train, whole.info, rank=rank, num_ranks=3, **shared)
+        loader = eval_loader(whole.train, whole.info, rank=rank, world_size=3, **shared)
         of_ranks.append(list(loader))
     assert len({len(batches) for batches in of_ranks}) == 1
     seen = [float(v) for batches in of_ranks for data, n in batches for v in data[0].flatten()[:n]]

@@ -15,7 +15,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.map_source import TensorSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.transforms import image_operations as P
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.row_windows import MemoryBatches, augmented
@@ -29,11 +29,13 @@ def images(size: int = 12, channels: int = 3) -> Tensor:
     return torch.randint(0, 256, (size, *SHAPE, channels), dtype=torch.uint8, generator=generator)
 
 
-def share(epoch: int = 1) -> Share:
-    return Share(epoch, INDICES, len(INDICES))
+def share(epoch: int = 1) -> MicroBatchIndices:
+    return MicroBatchIndices(epoch, INDICES, len(INDICES))
 
 
-def on_host(augment: Augment, source: Tensor, given: Share | None = None, seed: int = 4) -> Tensor:
+def on_host(
+    augment: Augment, source: Tensor, given: MicroBatchIndices | None = None, seed: int = 4
+) -> Tensor:
     """The images of a share, augmented as a fetched batch."""
     given = given or share()
     raw = source[torch.from_numpy(given.indices)], torch.zeros(len(given.indices))
@@ -45,11 +47,13 @@ def on_host(augment: Augment, source: Tensor, given: Share | None = None, seed: 
 
 def test_alternating_flips_show_each_image_and_its_mirror_image_in_turns() -> None:
     everything, augment = np.arange(1000), Augment(flip="alternating")
-    first, second, third = (augment.draw(Share(epoch, everything, 1000))[2] for epoch in (0, 1, 2))
+    first, second, third = (
+        augment.draw(MicroBatchIndices(epoch, everything, 1000))[2] for epoch in (0, 1, 2)
+    )
     assert 400 < first.sum() < 600
     assert np.array_equal(second, 1 - first)
     assert np.array_equal(third, first)
-    drawn = [Augment(flip=True).draw(Share(epoch, everything, 1000))[2] for epoch in (0, 1)]
+    drawn = [Augment(flip=True).draw(MicroBatchIndices(epoch, everything, 1000))[2] for epoch in (0, 1)]
     assert 400 < (drawn[0] != drawn[1]).sum() < 600
 
 
@@ -241,7 +245,7 @@ def test_an_image_has_the_same_draws_in_any_batch_and_others_in_any_epoch() -> N
     source = images()
     whole = on_host(ALL, source)
     few = INDICES[2:4]
-    part = on_host(ALL, source, Share(1, few, 2))
+    part = on_host(ALL, source, MicroBatchIndices(1, few, 2))
     assert torch.equal(whole[2:4], part)
     assert not torch.equal(whole, on_host(ALL, source, share(2)))
 
@@ -249,7 +253,7 @@ def test_an_image_has_the_same_draws_in_any_batch_and_others_in_any_epoch() -> N
 def test_threads_change_no_bit() -> None:
     generator = torch.Generator().manual_seed(1)
     source = torch.randint(0, 256, (64, 40, 40, 3), dtype=torch.uint8, generator=generator)
-    everything = Share(0, np.arange(64), 64)
+    everything = MicroBatchIndices(0, np.arange(64), 64)
     threads = torch.get_num_threads()
     try:
         results = []

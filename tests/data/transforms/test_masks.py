@@ -23,7 +23,7 @@ from ptfast.cli.command_line import run as cli
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import build_data
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.arrays import Arrays
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.mixup_cutmix import Mix
@@ -147,7 +147,7 @@ def test_every_pixel_keeps_its_label_in_every_loader(augment: str) -> None:
 def test_what_comes_from_outside_does_not_count_in_masks_of_any_type(
     dtype: torch.dtype, ignored: int, expected: torch.dtype
 ) -> None:
-    masks, share = torch.ones(5, 6, 8).to(dtype), Share(0, np.arange(5), 5)
+    masks, share = torch.ones(5, 6, 8).to(dtype), MicroBatchIndices(0, np.arange(5), 5)
     raw = torch.zeros(5, 6, 8, 3, dtype=torch.uint8), masks
     augment = Augment(crop_padding=4, mask_fill=ignored)
     top, left, _ = augment.draw(share)

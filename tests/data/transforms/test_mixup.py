@@ -272,7 +272,7 @@ def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("task=ptfast.tasks.own_loss.OwnLoss",), "OwnLoss cannot train on pairs of targets"),
+        (("task=ptfast.tasks.model_loss.ModelLossTask",), "ModelLossTask cannot train on pairs of targets"),
         (("data=text_file", "data.path=text.txt", "model=gpt"), "LanguageModelling cannot train on pairs"),
         (("data=text_tsv", "data.path=text.tsv", "model=text_encoder"), "text data cannot be mixed"),
     ],

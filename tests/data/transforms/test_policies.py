@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional as V
 
 from ptfast.core.errors import ConfigError
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.transforms import policies
 from ptfast.data.transforms.augment_plan import Augment, build_augment
 from ptfast.data.transforms.row_windows import augmented
@@ -165,7 +165,7 @@ def test_a_blend_has_each_chain_by_its_share() -> None:
 
 
 def test_boxes_are_hidden_as_often_and_as_large_as_in_torchvision() -> None:
-    augment, whole = Augment(erasing=0.25), Share(2, np.arange(DRAWS), DRAWS)
+    augment, whole = Augment(erasing=0.25), MicroBatchIndices(2, np.arange(DRAWS), DRAWS)
     top, bottom, left, right = augment.draw_changes(whole, SHAPE)["erased"].T
     erased = (bottom > top) & (right > left)
     assert erased.mean() == pytest.approx(0.25, abs=0.02)
@@ -195,7 +195,7 @@ def test_a_box_is_filled_where_it_lies() -> None:
 
 def test_images_lose_their_colors_as_in_torchvision() -> None:
     source = images(400)
-    everything = Share(0, np.arange(400), 400)
+    everything = MicroBatchIndices(0, np.arange(400), 400)
     got = on_host(Augment(grayscale=0.3), source, everything)
     grey = V.rgb_to_grayscale(source.permute(0, 3, 1, 2), 3).permute(0, 2, 3, 1)
     lost = (got.int() - grey.int()).abs().amax((1, 2, 3)) <= 1
@@ -215,7 +215,7 @@ def test_hues_turn_as_in_torchvision() -> None:
 
 def test_blurs_are_gaussians_as_in_torchvision() -> None:
     source = photo(60)
-    got = on_host(Augment(blur=0.5), source, Share(1, np.arange(60), 60))
+    got = on_host(Augment(blur=0.5), source, MicroBatchIndices(1, np.arange(60), 60))
     draw = partial(counter_draws.uniform, 4, 1, np.arange(60))
     blurred, sigmas = draw(counter_draws.BLUR) < 0.5, 0.1 + 1.9 * draw(counter_draws.BLUR_SIGMA)
     assert 15 < blurred.sum() < 45
@@ -243,7 +243,7 @@ def test_masks_move_with_their_images_and_keep_their_labels_otherwise(policy: st
     pixels = torch.arange(1, SHAPE[0] * SHAPE[1] + 1).view(SHAPE) % 250 + 1
     source, masks = pixels.byte()[..., None].repeat(size, 1, 1, 3), pixels.byte().repeat(size, 1, 1)
     augment = Augment(policy=policy, auto_table="cifar10", mask_fill=255, seed=3)
-    got, changed = augmented(augment, (source, masks), Share(0, np.arange(size), size))
+    got, changed = augmented(augment, (source, masks), MicroBatchIndices(0, np.arange(size), size))
     for image, mask, numbers in zip(got, changed, drawn(augment, size)[..., 0], strict=True):
         geometric = (numbers >= 1) & (numbers <= 5)
         if not geometric.any():
@@ -326,7 +326,9 @@ def test_every_loader_and_number_of_workers_gives_the_same_bits(case: str, tmp_p
 def test_an_image_is_the_same_in_any_batch_and_another_in_every_epoch(case: str) -> None:
     source, augment = images(), Augment(**EVERY[case])
     all_at_once = on_host(augment, source)
-    alone = [on_host(augment, source, Share(1, INDICES[i : i + 1], 1)) for i in range(len(INDICES))]
+    alone = [
+        on_host(augment, source, MicroBatchIndices(1, INDICES[i : i + 1], 1)) for i in range(len(INDICES))
+    ]
     assert torch.equal(torch.cat(alone), all_at_once)
     assert not torch.equal(on_host(augment, source, share(2)), all_at_once)
     assert torch.equal(source, images())

@@ -25,7 +25,7 @@ from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.map_source import TensorSource
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
-from ptfast.data.sampling.sampler import Share
+from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.digits import Digits
 from ptfast.data.sources.image_files import HeldImages, ImageFiles
 from ptfast.data.sources.imagefolder import ImageFolder
@@ -72,7 +72,7 @@ def inputs(loader: Any, steps: int) -> Iterator[Tensor]:
 def test_boxes_are_cut_out_of_files_before_they_are_resized(tmp_path: Path):
     pixels = np.random.default_rng(1).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
     source = TensorSource(torch.from_numpy(pixels), torch.tensor([0, 1]), images=True)
-    share = Share(4, np.array([1, 0]), 2)
+    share = MicroBatchIndices(4, np.array([1, 0]), 2)
     augment = Augment(resized_crop=(0.3, 1.0), flip=True, size=16, seed=9)
     boxes = draw_boxes(9, 4, share.indices, np.full(2, 40), np.full(2, 50), (0.3, 1.0), (0.75, 1.3333))
     flipped = augment.draw(share)[2]
@@ -167,7 +167,7 @@ def test_a_device_cuts_the_boxes_of_the_host(
 ):
     images = photos(32, height, width, channels)
     source = TensorSource(images, torch.zeros(32), images=True)
-    share = Share(2, np.random.default_rng(0).permutation(32), 32)
+    share = MicroBatchIndices(2, np.random.default_rng(0).permutation(32), 32)
     augment = Augment(resized_crop=scale, flip=True, size=size, seed=5)
     expected = cropped(augment, source, share, share.indices)[0]
     sides = np.full(32, height), np.full(32, width)

@@ -146,7 +146,7 @@ def test_one_process_loads_what_it_saves(rank_folder: Path, tmp_path: Path) -> N
     run = build_run(tmp_path, *SMALL, *MIXED, state_folder=saved["mixed-fsdp"])
     assert run.progress.step == 8
     again = evaluate(run, run.eval_loaders["val"])
-    assert again["loss"] == pytest.approx(run.figures["val"]["loss"], rel=1e-6)
+    assert again["loss"] == pytest.approx(run.metrics["val"]["loss"], rel=1e-6)
 
 
 def test_ranks_take_up_what_one_process_has_saved(two_ranks: dict[str, Any]) -> None:

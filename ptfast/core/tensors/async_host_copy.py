@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Arrival:
+class AsyncHostCopy:
     """Numbers of a device that the host reads once they have arrived, without draining the device's queue.
 
     From CUDA they are copied to page-locked memory, and an event behind the copy tells when it is done. From

@@ -15,9 +15,9 @@ from torch import Tensor
 from ptfast.core import devices
 from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
 from ptfast.core.errors import NumericsError, PtfastError
-from ptfast.core.machine import held_memory_bytes, peak_memory_bytes, processor_time_s
+from ptfast.core.machine import peak_memory_bytes, processor_time_s, reserved_memory_bytes
 from ptfast.core.protocols import StepBatch, takes_own_steps
-from ptfast.core.tensors.arrivals import Arrival, scalars
+from ptfast.core.tensors.async_host_copy import AsyncHostCopy, scalars
 from ptfast.data.label_checks import unfit_samples
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.profiling.not_finite import explain
@@ -45,7 +45,9 @@ class Usage:
 
     def __init__(self, device_type: str, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._asked: dict[str, Callable[[], float]] = {"memory_bytes": lambda: held_memory_bytes(device_type)}
+        self._asked: dict[str, Callable[[], float]] = {
+            "memory_bytes": lambda: reserved_memory_bytes(device_type)
+        }
         if device_type == "cuda":
             self._asked["gpu_use"] = lambda: torch.cuda.utilization() / 100
         self._look_s, self._cores_s = time.perf_counter(), processor_time_s()
@@ -69,13 +71,13 @@ class Usage:
 
 
 @dataclass
-class Look:
+class PendingLog:
     """The open window after some step: values known to the host, and values still being copied."""
 
     step: int
     epoch: float
     lr: float
-    sums: Arrival
+    sums: AsyncHostCopy
     """Loss, items, gradient norm if it is logged; counts of skipped steps if steps may be skipped."""
     since: int
     """The step of the last log line; -1 before the first."""
@@ -91,13 +93,13 @@ class Look:
     error: PtfastError | None = None
 
 
-class LossWindow:
+class LossAccumulator:
     """The open log line: item losses and gradients since the last one, kept on the device until it is due.
 
     A window that was open when the run was saved is resumed.
 
     On CUDA the host never waits for a metric while it trains: `look` copies them without blocking, and
-    `settle` reads and logs them at the next look, or before they are needed. Other devices are read at once.
+    `flush` reads and logs them at the next look, or before they are needed. Other devices are read at once.
     """
 
     update: PlainUpdate
@@ -119,12 +121,12 @@ class LossWindow:
         self.num_items: Tensor | float = int(restored[1]) if whole else restored[1]
         self._before: tuple[Tensor | float, Tensor | float] = self.sums()
         self._norm: Tensor | None = None
-        self.unread: Look | None = None
-        """The look that the next `settle` reports."""
+        self.unread: PendingLog | None = None
+        """The look that the next `flush` reports."""
         self.defers = run.device.type == "cuda"
         self.step_s = 0.0
         """Seconds per step in the newest look that was timed and read."""
-        run.settle = self.settle
+        run.flush = self.flush
         self._unreached: set[str] | None = None
         self._named_unreached = self._explained = False
         self._logged_step, self._logged = -1, self._timed()
@@ -179,7 +181,7 @@ class LossWindow:
         """Return the mean item loss of the open window over all ranks. Waits; raises as `receive`."""
         return self.receive(self.look())
 
-    def look(self) -> Look:
+    def look(self) -> PendingLog:
         """Start reading the open window; the host does not wait."""
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
@@ -188,9 +190,9 @@ class LossWindow:
         values = [self.loss_sum, self.num_items, *norms]
         sums = begin_sums(values, run.device, run.ranks, self.update.counts)
         lr = reference_lr(run.optimizer)
-        return Look(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
+        return PendingLog(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
 
-    def receive(self, look: Look) -> float:
+    def receive(self, look: PendingLog) -> float:
         """Read the metrics of `look` into the run's progress, and return the mean item loss.
 
         N001 if it is not finite or fp16 gradients overflow step after step; C017 or D005 for a known cause.
@@ -222,7 +224,7 @@ class LossWindow:
             self._explained = True
             explain(self._run, step - 1, batch or self._run.train_loader.batch_at(step - 1))
 
-    def _diagnosis(self, look: Look, loss: float, skipped_in_a_row: int) -> PtfastError:
+    def _diagnosis(self, look: PendingLog, loss: float, skipped_in_a_row: int) -> PtfastError:
         """Return the error for a loss that is not finite, with the samples or part of the model at fault."""
         run, step = self._run, look.step
         what = f"the loss is {loss} by step {step}"
@@ -230,7 +232,7 @@ class LossWindow:
             what = f"{self.update.cause} in {skipped_in_a_row} steps in a row, by step {step}"
         else:
             mine = run.train_loader.not_finite(max(0, look.since), step)
-            found = {sample for each in on_all_ranks(mine, run.ranks.num_ranks) for sample in each}
+            found = {sample for each in on_all_ranks(mine, run.ranks.world_size) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
         first = max(skipped_in_a_row, 1) == step and not self.update.explains_skips
@@ -241,8 +243,8 @@ class LossWindow:
         )
         return NumericsError("N001", what, suggestion=hint)
 
-    def report(self, look: Look, *, logs: bool) -> None:
-        """Show `look`, in the next `settle` if it is still copied; if it `logs`, open the next window."""
+    def report(self, look: PendingLog, *, logs: bool) -> None:
+        """Show `look`, in the next `flush` if it is still copied; if it `logs`, open the next window."""
         run = self._run
         self.unread, look.logs = look, logs
         if logs:
@@ -254,12 +256,12 @@ class LossWindow:
             if (share := run.choices.get("padding_share")) is not None:
                 look.resources["padding_share"] = share
         if look.loss is not None:
-            self.settle()
+            self.flush()
         if logs:
             self._name_unreached()
             run.clock.to(None)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Read and report metrics that are still being copied; raises as `receive`."""
         if (look := self.unread) is None:
             return
@@ -293,7 +295,7 @@ class LossWindow:
         place = {"step": look.step, "epoch": round(look.epoch, 4), "split": "train"}
         run.logger.log(place | figures | more | look.resources)
         run.display.progress(look.step, look.epoch, figures)
-        run.figures["train"] = figures
+        run.metrics["train"] = figures
         progress.epoch_loss += progress.window_loss
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
@@ -349,8 +351,8 @@ def begin_sums(
     device: torch.device,
     ranks: Ranks,
     alike: Sequence[Tensor | int] = (),
-) -> Arrival:
+) -> AsyncHostCopy:
     """Start to sum scalars over all ranks; those that are `alike` on all ranks are copied."""
     dtype = devices.sum_dtype(device)
     sums = sum_over_ranks(scalars(values, device, dtype), ranks)
-    return Arrival(torch.cat([sums, scalars(alike, device, dtype)]) if alike else sums)
+    return AsyncHostCopy(torch.cat([sums, scalars(alike, device, dtype)]) if alike else sums)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.devices import cannot_run, lack_of_precision, multiplies_bf16
+from ptfast.core.devices import cannot_run, check_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
 from ptfast.core.run_records import AutoChoices
@@ -31,13 +31,13 @@ PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
-class NumberFormats:
+class MixedPrecision:
     """The number formats of a run."""
 
     autocast: AbstractContextManager[object]
     """Entered around each micro-batch's forward pass and loss, and left before backward. It caches converted
     weights until it, or `kept_conversions`, is left, so they are never stale after a step."""
-    half_type: torch.dtype | None
+    autocast_dtype: torch.dtype | None
     """The type of autocast; None without autocast."""
     scaler: torch.amp.GradScaler | None
     """Scales the loss so that fp16 gradients do not underflow; None for other types."""
@@ -53,7 +53,7 @@ class NumberFormats:
 
 def build_precision(
     section: Precision, device: torch.device, ranks: Ranks | None = None, choices: AutoChoices | None = None
-) -> NumberFormats:
+) -> MixedPrecision:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
     Half-precision types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU with
@@ -64,7 +64,7 @@ def build_precision(
     `choices`.
     """
     mode, ranks, choices = section.mode, ranks or Ranks(), choices or AutoChoices()
-    lack = lack_of_precision(mode, device.type)
+    lack = check_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
         raise problem
     if device.type != "cpu" or choices.began_with("device", str) != "cpu":
@@ -87,7 +87,7 @@ def build_precision(
         tried = f", {matmul} matmuls: {trial}"
     set_float32(matmul, tf32_convolutions=section.tf32_convolutions)
     text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(kind, "")
-    if mode == "fp32" and section.tf32_convolutions and lack_of_precision("tf32", device.type) is None:
+    if mode == "fp32" and section.tf32_convolutions and check_precision("tf32", device.type) is None:
         text += " with TF32 convolutions, torch's default"
     half: torch.dtype | None = {"bf16": torch.bfloat16, "amp_fp16": torch.float16}.get(kind)
     context: AbstractContextManager[object] = nullcontext()
@@ -99,7 +99,7 @@ def build_precision(
     if lack is not None:
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
-    return NumberFormats(context, half, scaler, text + tried, mode == "bf16_true", matmul, warning)
+    return MixedPrecision(context, half, scaler, text + tried, mode == "bf16_true", matmul, warning)
 
 
 def _choose_amp(device_type: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from ptfast.tasks.ratios import accuracy
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 
 
-class OwnLoss(SupervisedTask):
+class ModelLossTask(SupervisedTask):
     """Calls the model with `labels` and takes the mean loss it returns times the items that count.
 
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
