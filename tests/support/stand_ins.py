@@ -106,7 +106,7 @@ def datasets() -> ModuleType:
     """A stand-in for the package `datasets` in which every dataset is there."""
     module = ModuleType("datasets")
     splits = {"train": Table(32), "validation": Table(8)}
-    module.load_dataset = lambda path, name=None: splits  # pyright: ignore[reportAttributeAccessIssue]
+    module.load_dataset = lambda path, name=None, streaming=False: splits  # pyright: ignore[reportAttributeAccessIssue]
     return module
 
 

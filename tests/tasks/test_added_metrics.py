@@ -179,7 +179,8 @@ def test_a_run_logs_figures_and_keeps_and_draws_the_rest(
     assert re.search(r"^  report +run/report.html$", capsys.readouterr().out, re.MULTILINE)
     page = Path("run/report.html").read_text()
     assert "Metrics of val at step 2" in page
-    assert page.count("<td style=") == 100
+    # The metric's own matrix, and that of the samples which were looked at.
+    assert page.count("<td style=") == 200
     assert page.count('class="square"') == 1
     assert "precision</text>" in page
     assert run(["eval", "run"]) == 0
@@ -193,7 +194,8 @@ def test_a_figure_for_each_class_is_not_followed_beyond_the_first_step(
     assert train("model.hidden=[16]", "epochs=9", by_class, "stop.metric=f1", "run.dir=run") == 2
     line = capsys.readouterr().err
     assert (
-        "error[C005]: stop.metric=f1 (command line): is not a single number: MulticlassF1Score gives" in line
+        "error[C005]: stop.metric=f1 (command line): is not a single number: MulticlassF1Score returns"
+        in line
     )
     assert "Follow loss or accuracy" in line
     assert not Path("run/metrics.jsonl").exists()

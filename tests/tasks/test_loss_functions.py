@@ -198,7 +198,7 @@ def test_an_evaluation_of_such_a_loss_says_once_that_it_depends_on_the_batch(tmp
 def test_a_task_whose_counts_differ_is_rejected_in_the_first_step(tmp_path: Path) -> None:
     run = run_of(tmp_path, *CASES["values"].run_words()[:-1], "task=loss_cases.WrongCount")
     with pytest.raises(
-        ConfigError, match=r"loss returns a count of 90, where counts_samples says 30"
+        ConfigError, match=r"loss returns a count of 90, but counts_samples returns 30"
     ) as caught:
         fit(run)
     assert (caught.value.code, caught.value.key, run.progress.step) == ("C017", "task", 0)

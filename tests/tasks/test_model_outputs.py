@@ -94,7 +94,7 @@ def test_a_model_that_computes_its_loss_is_trained_on_it(capsys: pytest.CaptureF
     own = run("own", "WithLoss")
     shown = "".join(capsys.readouterr())
     assert "warning" not in shown
-    assert "by the model's own loss, because its forward takes labels" in " ".join(shown.split())
+    assert "because the model's forward takes labels, and it has a loss" in " ".join(shown.split())
     assert all(torch.allclose(torch_ones[name], own[name], atol=1e-6) for name in own)
     losses = [json.loads(line) for line in Path("own/metrics.jsonl").read_text().splitlines()]
     run("twice", "WithLoss", "model.factor=2")

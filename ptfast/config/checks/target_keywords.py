@@ -145,7 +145,7 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
     """
     parameters = keywords(function)
     is_class = inspect.isclass(function)
-    if section == "schedule" and is_torch_scheduler(function):
+    if section in ("schedule", "") and is_torch_scheduler(function):
         parameters.pop("optimizer", None)
     elif section in ("optimizer", "task") or (section == "schedule" and not is_class):
         parameters = dict([*parameters.items()][1:])

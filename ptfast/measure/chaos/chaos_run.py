@@ -109,7 +109,9 @@ class ChaosTest:
     def train_under_kills(self) -> None:
         """Resume until the run finishes, an attempt hangs, or an attempt fails without a kill."""
         # A run on a busy machine may choose fewer threads, which changes the order of sums.
-        words = [f"backend.threads={read_choices(self.whole)['backend.threads'].value}", "run.resume=auto"]
+        threads = read_choices(self.whole).get("backend.threads")
+        words = [f"backend.threads={threads.value}"] if threads is not None else []
+        words.append("run.resume=auto")
         limit_s, total, left_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * self.whole_s), len(self.kills), None
         while self.failure is None:
             number, done = len(self.attempts) + 1, len(self.strikes)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ptfast.core.clock import Clock
+
 
 class Collector:
     """Python's garbage collector, which runs as usual, or only between segments of steps if it `waits`.
@@ -19,12 +21,13 @@ class Collector:
         self.waits, self._freezes, self._collected_s = waits, False, 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, clock: Clock) -> Iterator[None]:
         """A context without collections. At its end garbage is collected, but at most once a second."""
         if not self.waits or not gc.isenabled():
             yield
             return
         if not self._freezes and not gc.get_freeze_count():
+            clock.to("logging")
             gc.collect()
             gc.freeze()
             self._freezes = True
@@ -33,6 +36,7 @@ class Collector:
             yield
         finally:
             if time.perf_counter() - self._collected_s > 1:
+                clock.to("logging")
                 gc.collect()
                 self._collected_s = time.perf_counter()
             gc.enable()

@@ -19,5 +19,7 @@ class Rewrites(Section):
 
 
 FAMILY = Family(
-    panel=lambda rewrites: {"loss": "with the last layer, chunk by chunk" if rewrites.chunked_loss else None}
+    panel=lambda rewrites: {
+        "loss": "with the last layer, chunk by chunk" if rewrites.chunked_loss else None,
+    },
 )

@@ -58,7 +58,7 @@ class Trainer:
         self.window.inspected_step = last_step - 1
         self.learning_rates.prepare(last_step, self.update.schedule_lag)
         is_warm = progress.step > self.first_step
-        with run.collector.waiting() if is_warm else nullcontext():
+        with run.collector.waiting(run.clock) if is_warm else nullcontext():
             for batch in islice(batches, last_step - progress.step):
                 self.step(batch)
                 # With several ranks, they agree on where to stop at the next check of signals.

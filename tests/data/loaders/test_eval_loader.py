@@ -84,4 +84,4 @@ def test_a_run_evaluates_with_the_loader_that_it_trains_with(
 
 def test_the_panel_says_why_a_loader_was_chosen(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("steps=2", "model.hidden=[4]", "run.dir=a") == 0
-    assert "memory (the data is in memory)" in capsys.readouterr().out
+    assert "dataloader.kind=memory because the data is in memory" in capsys.readouterr().out
