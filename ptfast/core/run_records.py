@@ -108,6 +108,7 @@ _KEYS_OF_0_1 = {
     "compile_dynamic": "compile.dynamic",
     "dataloader": "dataloader.kind",
     "workers": "dataloader.workers",
+    "num_ranks": "world_size",
 }
 
 
