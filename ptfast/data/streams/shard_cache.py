@@ -36,7 +36,7 @@ from ptfast.data.streams.shard_index import Shard, index_shard, kept_index
 _ATTEMPTS, _TIMEOUT_S = 5, 20
 _WAIT_S = 1.0
 """After the first attempt; after each further one twice as long."""
-_ABANDONED_S = 600
+_ABANDONED_S, _CLAIM_S = 600, 0.05
 _ROOM = "Set PTFAST_CACHE to a folder that can be written and has room, or data.cache to less"
 _PACKAGES = {
     **dict.fromkeys(("http", "https"), ("aiohttp", "http")),
@@ -109,8 +109,11 @@ class ShardCache:
         try:
             with locked(target.parent):
                 if not target.is_file():
-                    self._receive(url, unfinished)
-                    unfinished.replace(target)
+                    try:
+                        self._receive(url, unfinished)
+                        unfinished.replace(target)
+                    finally:
+                        _claim(unfinished).unlink(missing_ok=True)
                 return index_shard(target)
         except OSError as error:
             raise cannot_write(error, str(target.parent), suggestion=_ROOM) from None
@@ -154,23 +157,44 @@ class ShardCache:
         )
 
     def _make_room(self, target: Path, shown: str, size: int | None, value: int, **_: Any) -> None:
-        """Remove the copies that were not read for longest, until `target` fits beside the others."""
-        used = size or value
-        if used > self.bound:
-            what = f"is smaller than the shard {shown}, which has {num_bytes(used)}"
+        """Claim room for `target`, and wait for it where other downloads take all there is."""
+        if (needed := size or value) > self.bound:
+            what = f"is smaller than the shard {shown}, which has {num_bytes(needed)}"
             raise ConfigError("C011", what, key="data.cache", value=num_bytes(self.bound))
-        removable = list[tuple[int, int, Path]]()
-        for path in target.parents[1].glob("*/*"):
-            with contextlib.suppress(FileNotFoundError):
-                found = path.stat()
-                used += found.st_size if path != target else 0
-                if path.suffix != ".partial" or time.time() - found.st_mtime > _ABANDONED_S:
-                    removable.append((found.st_atime_ns, found.st_size, path))
-        for _time, freed, path in sorted(removable):
+        # Of two downloads of unknown size, each could wait for the other.
+        while not self._claimed(_claim(target), needed) and size is not None:
+            time.sleep(_CLAIM_S)
+
+    def _claimed(self, claim: Path, needed: int) -> bool:
+        """Claim `needed` bytes by a file of that size without content; the copies not read for longest go."""
+        if claim.exists() and claim.stat().st_size >= needed:
+            os.utime(claim)
+            return True
+        with locked(claim.parents[1]):
+            used, removable = needed, list[tuple[int, int, Path]]()
+            for path in claim.parents[1].glob("*/*"):
+                with contextlib.suppress(FileNotFoundError):
+                    found = path.stat()
+                    is_abandoned = time.time() - found.st_mtime > _ABANDONED_S
+                    # An unfinished copy lies within its claim, as long as someone writes it.
+                    is_claimed = path == claim or (path.suffix == ".partial" and not is_abandoned)
+                    size = 0 if is_claimed else found.st_size
+                    used += size
+                    if is_abandoned or path.suffix not in (".partial", ".claim"):
+                        removable.append((found.st_atime_ns, size, path))
+            for _time, freed, path in sorted(removable):
+                if used <= self.bound:
+                    break
+                path.unlink(missing_ok=True)
+                used -= freed
             if used <= self.bound:
-                break
-            path.unlink(missing_ok=True)
-            used -= freed
+                claim.touch()
+                os.truncate(claim, needed)
+            return used <= self.bound
+
+
+def _claim(target: Path) -> Path:
+    return target.with_suffix(".claim")
 
 
 def _file_system(url: str, shown: str) -> tuple[Any, str]:
