@@ -40,6 +40,8 @@ def fit(run: Run) -> str:
         run.saver.leave()
         raise
     finally:
+        # Python then collects the garbage of the whole run.
+        run.clock.to("closing")
         run.collector.release()
 
 

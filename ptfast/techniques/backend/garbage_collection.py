@@ -18,7 +18,9 @@ class Collector:
     """
 
     def __init__(self, waits: bool) -> None:
-        self.waits, self._freezes, self._collected_s = waits, False, 0.0
+        self.waits, self._collected_s = waits, 0.0
+        self._freezes: bool | None = None
+        """Whether this run has frozen objects; None before the first segment."""
 
     @contextmanager
     def waiting(self, clock: Clock) -> Iterator[None]:
@@ -26,11 +28,13 @@ class Collector:
         if not self.waits or not gc.isenabled():
             yield
             return
-        if not self._freezes and not gc.get_freeze_count():
+        if self._freezes is None:
             clock.to("logging")
-            gc.collect()
-            gc.freeze()
-            self._freezes = True
+            # Asked once: Python counts the frozen objects one by one.
+            self._freezes = not gc.get_freeze_count()
+            if self._freezes:
+                gc.collect()
+                gc.freeze()
         gc.disable()
         try:
             yield
@@ -45,4 +49,4 @@ class Collector:
         """Unfreeze the objects, at the end of a run."""
         if self._freezes:
             gc.unfreeze()
-            self._freezes = False
+            self._freezes = None
