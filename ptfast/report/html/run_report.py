@@ -103,7 +103,9 @@ def write_report(run_dir: Path) -> Path:
     tables = [content for file in files if (content := _checked(Tables, read_json(file)))]
     body += [
         *map(_metric_section, tables),
-        _examples(run),
+        _examples(
+            run, matrix=not any(map(_is_matrix, (m for each in tables for m in each["metrics"].values())))
+        ),
         _time_budget(run),
         _goodput(run),
         _speed_of_light(run),
@@ -189,8 +191,8 @@ def chart_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (name != "loss", last.get(name, 0)))
 
 
-def _examples(run: RunFiles) -> str:
-    """Predictions for some held-out samples, and accuracy by class."""
+def _examples(run: RunFiles, *, matrix: bool) -> str:
+    """Predictions for some held-out samples, and accuracy by class; with `matrix`, which are confused."""
     facts = run.examples
     classes, samples = facts.get("classes") or [], facts.get("samples") or []
     body = []
@@ -211,6 +213,7 @@ def _examples(run: RunFiles) -> str:
         what = f"{grouped(facts.get('num_samples', 0))} samples of {escape(str(facts.get('split')))}"
         body.append(f"<h2>By class: {what}{more * (len(classes) > MOST_CLASSES)}</h2>")
         body.append(html_table(["class", "samples", "accuracy", "taken for"], rows))
+    if classes and matrix:
         pairs = [(row["class"], row["class"], row["hits"]) for row in classes]
         pairs += [
             (row["class"], each["class"], each["samples"]) for row in classes for each in row["mistaken"]
@@ -220,8 +223,8 @@ def _examples(run: RunFiles) -> str:
             {name for pair in counts for name in pair},
             key=lambda name: (str(name).isdigit() and len(str(name)), name),
         )
-        matrix = [[counts.get((row, column), 0) for column in names] for row in names]
-        body.append(_confusion("confusion matrix", matrix, names))
+        rows = [[counts.get((row, column), 0) for column in names] for row in names]
+        body.append(_confusion("confusion matrix", rows, names))
     return "".join(body)
 
 
@@ -310,6 +313,17 @@ def _settings(run: RunFiles) -> str:
     return f'<div class="columns">{"".join(columns)}</div>' if columns else ""
 
 
+def _is_matrix(metric: dict[str, Any]) -> bool:
+    """Whether the values of a metric are a square matrix of numbers, such as a confusion matrix."""
+    rows = metric.get("values")
+    return (
+        isinstance(rows, list)
+        and len(rows) > 1
+        and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
+        and all(isinstance(cell, (int, float)) for row in rows for cell in row)
+    )
+
+
 def _metric_section(content: dict[str, Any]) -> str:
     """Results of metrics besides single figures: confusion matrices, curves, figures by class."""
     names, charts, by_class = content.get("class_names"), [], {}
@@ -317,11 +331,10 @@ def _metric_section(content: dict[str, Any]) -> str:
         kind, values = str(metric.get("kind")), metric.get("values")
         axes = next((axes for end, axes in CURVES.items() if kind.endswith(end)), None)
         rows = values if isinstance(values, list) else []
-        is_square = len(rows) > 1 and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
         if axes is not None and len(rows) == 3 and _checked(Lines, rows[:2]):
             x, y = (values[0], values[1]) if kind.endswith("ROC") else (values[1], values[0])
             charts.append(_curves(name, x, y, axes, names))
-        elif is_square and all(isinstance(cell, (int, float)) for row in rows for cell in row):
+        elif _is_matrix(metric):
             charts.append(_confusion(name, values, names))
         elif isinstance(values, list) and all(isinstance(each, (int, float, NoneType)) for each in values):
             by_class.setdefault(len(values), {})[name] = values
