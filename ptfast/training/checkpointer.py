@@ -32,6 +32,9 @@ from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states
 
+OPTIONAL = ("scaler", "stream")
+"""Parts that a checkpoint may lack: under another precision, or with other data."""
+
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
     """The stateful parts of a run in its checkpoints, besides weights and progress, in order of restoring."""
@@ -158,8 +161,7 @@ class Checkpointer:
         try:
             run.progress = Progress(**state.facts["progress"])
             for name, part in run.stateful.items():
-                # Another precision may have had no scaler, and other data no position.
-                if name in parts or name not in ("scaler", "stream"):
+                if name in parts or name not in OPTIONAL:
                     part.load_state_dict(parts[name])
             run.best_metrics = state.facts["best_figures"]
             figures = state.facts["figures"].items()

@@ -50,9 +50,7 @@ class Trainer:
             DataError: D006 if the data has ended.
         """
         run, progress = self.run, self.run.progress
-        run.forward.train()
-        if run.plan.freezes_statistics:
-            keep_frozen_statistics(run.model)
+        self.set_training_mode()
         self.on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         self.update_average = run.ema.update if run.ema is not None else _nothing
         self.window.inspected_step = last_step - 1
@@ -97,6 +95,12 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def set_training_mode(self) -> None:
+        """Put the model into training mode, without the BatchNorm layers whose statistics are frozen."""
+        self.run.forward.train()
+        if self.run.plan.freezes_statistics:
+            keep_frozen_statistics(self.run.model)
+
     def switch(self) -> bool:
         """Freeze and thaw parameters that are due before the next step; return True if any were."""
         run = self.run
@@ -125,9 +129,7 @@ class Trainer:
         if first is None:
             return batches
         sums = window.sums()
-        run.forward.train()
-        if run.plan.freezes_statistics:
-            keep_frozen_statistics(run.model)
+        self.set_training_mode()
         try:
             with buffers_kept(run.model):
                 self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples))
