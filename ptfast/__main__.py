@@ -7,7 +7,7 @@ import time
 WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 """Waiting policy of OpenMP's threads, GNU's and LLVM's: they spin for about a millisecond, then sleep.
 
-Sleeping immediately costs wake-up time on a quiet machine; spinning longer takes cores from busy neighbours
+Sleeping immediately costs wake-up time on a quiet machine; spinning longer takes cores from busy neighbors
 (scripts/bench_waiting.py, docs/evidence/waiting-threads.md)."""
 
 

@@ -3,7 +3,7 @@
     python scripts/bench_find_workers.py --images FOLDER --texts FOLDER [--rounds 3] [--only slow ...]
 
 `slow` takes 20 ms a sample, spent waiting as for a disk far away, and its network waits 40 ms a step, as a
-host does for a GPU; `neighbour` reads files while another process keeps a core busy. FOLDERs are those of
+host does for a GPU; `neighbor` reads files while another process keeps a core busy. FOLDERs are those of
 `data=imagefolder` and of `+recipe=text_sst2`. For each set-up the command chooses a loader; then every loader
 of a grid trains by itself by `ptfast train`, in interleaved rounds, and the choice is held against the best.
 """
@@ -49,9 +49,9 @@ SETUPS = {
         *("model=custom", "model._target_=bench_find_workers.Waiting"),
     ),
     "text": ("+recipe=text_sst2", "data.root={texts}"),
-    "neighbour": FILES,
+    "neighbor": FILES,
 }
-KINDS = {"files": ("memory",), "neighbour": ("memory",), "pack": ("packed", "memory"), "text": ("memory",)}
+KINDS = {"files": ("memory",), "neighbor": ("memory",), "pack": ("packed", "memory"), "text": ("memory",)}
 """Kinds of the grid besides `plain` and `workers`."""
 WORKERS = {"slow": (1, 2, 4, 8, 12, 16)}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
@@ -192,7 +192,7 @@ def main() -> None:
                 command = [sys.executable, "-m", "ptfast", "pack", str(asked.images), str(folder / "images")]
                 subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
             (folder / setup).mkdir()
-            with busy_core() if setup == "neighbour" else contextlib.nullcontext():
+            with busy_core() if setup == "neighbor" else contextlib.nullcontext():
                 compare(setup, words, asked.rounds, asked.seconds, folder / setup)
     print(f"\nmedians of {asked.rounds} interleaved rounds; {machine()}, torch {torch.__version__}")
 

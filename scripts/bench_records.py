@@ -208,7 +208,7 @@ def main() -> None:
         action="store_const",
         const="process_time",
         default="perf_counter",
-        help="time the work of a process, not the wall: for one thread beside busy neighbours",
+        help="time the work of a process, not the wall: for one thread beside busy neighbors",
     )
     args = parser.parse_intermixed_args()
     if args.clock == "process_time" and os.environ.get("OMP_NUM_THREADS") != "1":

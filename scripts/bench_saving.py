@@ -5,7 +5,7 @@
 
 Each round saves once at once and once beside training, and takes the same steps beside writing and without
 it, in turns. Steps are timed by the wall clock and by the processor time of the thread that trains, which a
-busy neighbour does not change.
+busy neighbor does not change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How OpenMP's threads should wait for each other: time per step by policy, on a quiet and on a busy machine.
 
     python scripts/bench_waiting.py                        quiet
-    python scripts/bench_waiting.py --neighbours 2         beside two processes that keep a core busy each
+    python scripts/bench_waiting.py --neighbors 2         beside two processes that keep a core busy each
     python scripts/bench_waiting.py --ranks 2 --threads 2  two processes train at once, crowding the cores
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python scripts/bench_waiting.py
 
@@ -136,7 +136,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside the training")
+    parser.add_argument("--neighbors", type=int, default=0, help="busy processes beside the training")
     parser.add_argument("--ranks", type=int, default=1, help="processes that train at once")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process")
     parser.add_argument("--spins", type=int, nargs="*", default=[1_000, 10_000, 100_000, 1_000_000])
@@ -153,7 +153,7 @@ def main() -> int:
         for policy in policies:
             for workload in args.workloads:
                 policy.measure(workload, args.seconds)
-        with busy(args.neighbours):
+        with busy(args.neighbors):
             for index in range(args.rounds):
                 turn = index % len(policies)
                 for workload in args.workloads:
@@ -178,7 +178,7 @@ def main() -> int:
             cells.append(f"{statistics.median(policy.step_s[name]) * 1e3:.1f}")
             cells.append(f"{statistics.median(ratios):.2f} [{low:.2f}-{high:.2f}]")
         print(f"| {policy.name} | {' | '.join(cells)} |")
-    load = f"{args.ranks} rank(s) of {args.threads} thread(s), {args.neighbours} busy neighbour(s)"
+    load = f"{args.ranks} rank(s) of {args.threads} thread(s), {args.neighbors} busy neighbor(s)"
     print(f"\n{load}, {args.rounds} rounds, torch {version_of('torch')}, {machine()}")
     return 0
 

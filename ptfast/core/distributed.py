@@ -239,7 +239,7 @@ def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
         return [store.get(f"{place}/{rank}").decode() for rank in range(ranks.world_size)]
 
 
-def count_neighbours(ranks: Ranks) -> Ranks:
+def count_neighbors(ranks: Ranks) -> Ranks:
     """`ranks` with the number of those on this machine, if no launcher has said it; as `broadcast_text`."""
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks

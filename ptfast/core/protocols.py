@@ -62,7 +62,7 @@ class DataInfo:
     ignore_index: int = IGNORE_INDEX
     """The label of pixels that do not count, in masks."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Facts that `predict` needs to read new inputs the same way (vocabulary, normalisation), for JSON."""
+    """Facts that `predict` needs to read new inputs the same way (vocabulary, normalization), for JSON."""
 
     def facts(self) -> dict[str, Any]:
         """What a model's constructor may take: the known facts by name, and all of them as `info`."""
@@ -178,7 +178,7 @@ class Task(Protocol):
         ...
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
-        """One JSON-serialisable record per input."""
+        """One JSON-serializable record per input."""
         ...
 
 

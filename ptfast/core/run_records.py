@@ -19,7 +19,7 @@ from ptfast.core.errors import SavedStateError
 from ptfast.core.protocols import DataInfo
 
 LEAST_STEPS, LEAST_S = 5, 2.0
-"""Fewer steps or seconds after the warm-up give no throughput: a neighbour's burst would make it."""
+"""Fewer steps or seconds after the warm-up give no throughput: a neighbor's burst would make it."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def build_data(
         source: what an option of the group `data` constructs, or any torch dataset.
         val: training samples to hold out if the source has no validation split; `seed` decides which.
         task: `auto`, or the task to train for.
-        normalize: compute the statistics that the loaders normalise by, unless a run has `trained` by them.
+        normalize: compute the statistics that the loaders normalize by, unless a run has `trained` by them.
         shuffle_buffer: samples among which the next is drawn, for data that is read in its own order.
         known: the facts of the data that a model was trained on (vocabulary, statistics, classes), by which
             this data is read.
@@ -323,7 +323,7 @@ def _with_classes(splits: Splits) -> Splits:
 
 
 def _draw_among(source: Source, size: int) -> str | None:
-    """Draw each sample out of `size` neighbours, perhaps with a warning; C011 if data is shuffled whole."""
+    """Draw each sample out of `size` neighbors, perhaps with a warning; C011 if data is shuffled whole."""
     from ptfast.data.sources.webdataset_shards import ShardedImages, ShardStream
 
     if not isinstance(source, (IterableSource, ShardedImages)):

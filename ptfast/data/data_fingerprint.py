@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Contents = dict[str, list[Any]]
-"""By part, such as `train` or `train/cat`: a count, its unit and a digest. JSON-serialisable."""
+"""By part, such as `train` or `train/cat`: a count, its unit and a digest. JSON-serializable."""
 FULL_BYTES = 64 * 2**20
 """Arrays up to this size are digested as a whole, in 45 ms; larger ones by as many bytes all over."""
 _BLOCK_BYTES = 2**20

@@ -218,7 +218,7 @@ class TensorSource(MapSource):
 
     @property
     def prepared_bytes(self) -> int:
-        """Size of the inputs once normalised."""
+        """Size of the inputs once normalized."""
         return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
 
 

@@ -23,7 +23,7 @@ from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.distributed import Ranks, broadcast_text, count_neighbours, gather_texts
+from ptfast.core.distributed import Ranks, broadcast_text, count_neighbors, gather_texts
 from ptfast.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -135,7 +135,7 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
     if under_torchrun():
         # A killed launcher would leave its ranks running.
         die_with_parent()
-    ranks = count_neighbours(ranks)
+    ranks = count_neighbors(ranks)
     several = ranks.local_world_size < ranks.world_size
     nodes = gather_texts(describe_node(words), ranks, "node") if several else []
     if not ranks.is_first:

@@ -81,7 +81,7 @@ _AT_ONCE = 256
 class Whitening(nn.Conv2d):
     """A convolution whose outputs are uncorrelated and of one size on the data, each with its negative.
 
-    Neighbouring pixels are nearly alike, and a first layer spends its first epochs on learning to tell them
+    Neighboring pixels are nearly alike, and a first layer spends its first epochs on learning to tell them
     apart. Here it begins with the answer: filters are the eigenvectors of the covariance of patches, over the
     root of their eigenvalues. They are never trained, which saves their gradients; a bias is. They are random
     until `init_from_data` has seen inputs.

@@ -29,7 +29,7 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     Args:
         source: a `.pt` or `.safetensors` file, a run directory (its best state, else its last), or a folder
             of one state, by one rank or several; averaged weights (`ema`) are taken where the state has them.
-        replace_head: leave layers that differ only in their number of outputs as they were initialised.
+        replace_head: leave layers that differ only in their number of outputs as they were initialized.
 
     Returns:
         Lines for the user.

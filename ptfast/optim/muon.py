@@ -218,7 +218,7 @@ def orthogonalize(matrices: Sequence[Tensor], ns_steps: int) -> Tensor:
 
 
 def _move(weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
-    """Take the step of matrices of one shape, with their decay or normalisation."""
+    """Take the step of matrices of one shape, with their decay or normalization."""
     rows, columns = weights[0].shape
     decay = group["lr"] * group["weight_decay"]
     if group["normalize"]:

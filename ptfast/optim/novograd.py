@@ -1,4 +1,4 @@
-"""NovoGrad: momentum over gradients that every layer normalises by their own running norm."""
+"""NovoGrad: momentum over gradients that every layer normalizes by their own running norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Novograd(LayerwiseOptimizer):
         v <- beta2 * v + (1 - beta2) * |g|^2
         m <- beta1 * m + g / (sqrt(v) + eps) + weight_decay * w;    w <- w - lr * m
 
-    Weight decay is added after the normalisation but before the momentum: with AdamW's rate and decay it
+    Weight decay is added after the normalization but before the momentum: with AdamW's rate and decay it
     pulls 1 / (1 - beta1) times as hard, unless gradients are averaged.
 
     Args:

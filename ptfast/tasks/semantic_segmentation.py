@@ -96,7 +96,7 @@ class SemanticSegmentation(CrossEntropyTask):
 
 
 def mask_picture(mask: Any) -> Image:
-    """A mask, (height, width) of class numbers below 256, as a picture of them in the colours of VOC."""
+    """A mask, (height, width) of class numbers below 256, as a picture of them in the colors of VOC."""
     from PIL import Image
 
     picture = Image.fromarray(np.asarray(mask, np.uint8), "P")

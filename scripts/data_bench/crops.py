@@ -41,9 +41,9 @@ def build(folder: Path) -> list[Row]:
     return [
         Row("DataLoader, torchvision v1 on PIL images", one_by_one(data, by_pil())),
         Row("DataLoader, torchvision v2 on tensors", one_by_one(data, by_v2())),
-        Row("plain, float32 normalised", epochs(data, "plain", crop_flip)),
-        Row("memory, float32 normalised", epochs(data, "memory", crop_flip)),
-        Row("memory, uint8 for the device to normalise", bytes_only),
+        Row("plain, float32 normalized", epochs(data, "plain", crop_flip)),
+        Row("memory, float32 normalized", epochs(data, "memory", crop_flip)),
+        Row("memory, uint8 for the device to normalize", bytes_only),
     ]
 
 

@@ -32,12 +32,12 @@ def build(folder: Path) -> list[Row]:
     files, pack = folder / "files", folder / "pack"
     write_photos(files, NUM_FILES)
     make(plan_images(files, size=PACKED_SIZE, jpeg=False, skip_corrupt=False), pack, workers=1)
-    on_device = "bytes, normalised on the device"
+    on_device = "bytes, normalized on the device"
     return [
         Row("PIL, transforms v1, DataLoader", by_pil(files), note="float32"),
         Row("decode_jpeg, transforms v2, DataLoader", by_v2(files), note=on_device),
         Row("ptfast, files", by_ptfast(files), note=on_device),
-        Row("ptfast, files, normalised on the host", by_ptfast(files, normalize=True), note="float32"),
+        Row("ptfast, files, normalized on the host", by_ptfast(files, normalize=True), note="float32"),
         Row("ptfast, originals in memory", by_ptfast(files, hold=True), note=on_device),
         Row(f"ptfast, pack at {PACKED_SIZE}, the same boxes", by_ptfast(pack), note=on_device),
         Row(f"ptfast, pack at {PACKED_SIZE}, on the host", by_ptfast(pack, normalize=True), note="float32"),

@@ -103,7 +103,7 @@ def test_a_terminal_gets_families_as_headings(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", "100")
     assert run(["techniques", "transfers"]) == 0
     lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= 200  # colours take characters, too
+    assert max(map(len, lines)) <= 200  # colors take characters, too
     assert any("transfers" in line and "exact" not in line for line in lines)
 
 
@@ -130,7 +130,7 @@ def test_a_terminal_of_80_columns_shows_a_line_each(monkeypatch: pytest.MonkeyPa
 def test_what_a_run_without_a_recipe_has_on() -> None:
     tree = compose([], complete=False).tree
     states = {technique.name: default_state(technique, tree) for technique in CATALOGUE}
-    on = ("adamw", "cosine", "warm-up", "input normalisation", "fused optimizer step", "inference mode")
+    on = ("adamw", "cosine", "warm-up", "input normalization", "fused optimizer step", "inference mode")
     auto = ("data in memory", "channels last")
     off = ("selective checkpointing", "one cycle", "sgd with momentum", "gradient accumulation", "cutmix")
     assert [states[name] for name in on] == ["on"] * len(on)

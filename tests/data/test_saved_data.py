@@ -126,7 +126,7 @@ def test_running_text_is_read_by_the_vocabulary_of_training(tmp_path: Path) -> N
         read(TextFile(str(tmp_path / "c"), context_length=4), known=trained.info)
 
 
-def test_arrays_are_normalised_as_in_training(tmp_path: Path) -> None:
+def test_arrays_are_normalized_as_in_training(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 4)
     np.savez(tmp_path / "b.npz", x=5 * x + 7, y=np.arange(40) % 2)
@@ -219,7 +219,7 @@ def test_resuming_with_other_data_is_refused(in_tmp: Path, capsys: pytest.Captur
 def pictures(folder: Path, count: int, *, first: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(first, first + count):
-        # One colour takes as many bytes as another: what is compared are names and sizes.
+        # One color takes as many bytes as another: what is compared are names and sizes.
         Image.new("RGB", (8, 8), (number % 7 * 30, 0, 0)).save(folder / f"{number:03d}.bmp")
 
 

@@ -211,7 +211,7 @@ def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytes
         assert machine(context) == ["shared memory small"]
     assert machine(changed(context, device_type="cuda")) == ["tf32 off"]
     assert machine(changed(context, throttled=True)) == ["clocks throttled"]
-    assert machine(changed(context, others_cores=1.0)) == ["noisy neighbours"]
+    assert machine(changed(context, others_cores=1.0)) == ["noisy neighbors"]
 
 
 def test_overrides_are_measured_and_written(

@@ -50,7 +50,7 @@ def test_trials_walk_to_the_best_rate(best: float, start: float) -> None:
     losses = descend(losses_around(best, 0.3), start, 1e-6, 10.0)
     assert len(losses) <= 6
     assert best / 2 < min(losses, key=losses.__getitem__) < best * 2
-    # Neighbours only, and no way back.
+    # Neighbors only, and no way back.
     rates = sorted(losses)
     assert all(high / low == pytest.approx(10**0.5) for low, high in pairwise(rates))
 

@@ -224,11 +224,11 @@ def test_torchvision_classifiers_by_name() -> None:
     model = build_model(Stub(build_torchvision, name="squeezenet1_1"), IMAGES)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
     torch.manual_seed(0)
-    colour = build_torchvision("squeezenet1_1", 5).eval()
+    color = build_torchvision("squeezenet1_1", 5).eval()
     torch.manual_seed(0)
     grey = build_torchvision("squeezenet1_1", 5, in_channels=1).eval()
     image = torch.randn(2, 1, 32, 32)
-    torch.testing.assert_close(grey(image), colour(image.expand(2, 3, 32, 32)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grey(image), color(image.expand(2, 3, 32, 32)), rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"model.name=resnet5: .* Did you mean resnet50\?") as caught:
         build_torchvision("resnet5", 10)
     assert caught.value.code == "C003"

@@ -16,7 +16,7 @@ WORDS = ("model=resnet9", "model.width=4", "model.whitening=3", "optimizer=sgd",
 
 
 def smooth_images(num: int = 300) -> torch.Tensor:
-    """Images whose pixels are like their neighbours, in three channels that are alike."""
+    """Images whose pixels are like their neighbors, in three channels that are alike."""
     torch.manual_seed(0)
     grey = F.avg_pool2d(torch.randn(num, 1, 16, 16), 3, 1)
     return grey + 0.1 * torch.randn(num, 3, 14, 14)

@@ -69,9 +69,9 @@ _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?: *(.*?)(?=^    \S|\
 
 def argument_docs(function: Any) -> dict[str, str]:
     """Argument -> what `Args:` says of it, or the first paragraph if that names it in backquotes."""
-    initialiser = getattr(function, "__init__", None) if inspect.isclass(function) else None
+    initializer = getattr(function, "__init__", None) if inspect.isclass(function) else None
     found: dict[str, str] = {}
-    for documented in (initialiser, function):
+    for documented in (initializer, function):
         text = (inspect.getdoc(documented) if documented is not None else None) or ""
         summary = " ".join(text.partition("\n\n")[0].split())
         found |= dict.fromkeys(re.findall(r"`(\w+)`", summary), summary)

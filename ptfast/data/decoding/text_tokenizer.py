@@ -85,7 +85,7 @@ class Vocabulary:
         return ids, np.fromiter(map(len, texts), np.int64, len(texts))
 
     def describe(self) -> dict[str, Any]:
-        """A JSON-serialisable description, from which `read_tokenizer` builds the vocabulary again."""
+        """A JSON-serializable description, from which `read_tokenizer` builds the vocabulary again."""
         return {"kind": self.kind, "entries": self.entries, "unknown_id": self.unknown_id}
 
 

@@ -34,9 +34,9 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import MemoryBatches, padded_bytes
 
 CACHE_LIMIT_BYTES = 128 * 2**20
-"""Evaluation splits in memory up to this size once normalised are prepared once and cached."""
+"""Evaluation splits in memory up to this size once normalized are prepared once and cached."""
 STATIC_LIMIT_BYTES = 512 * 2**20
-"""Training data up to this size once normalised is normalised up front."""
+"""Training data up to this size once normalized is normalized up front."""
 
 
 class Loader:

@@ -189,7 +189,7 @@ class DeviceBatches(ChunkedBatches):
     augment. Draws are those of the other loaders, and pixels the same up to the rounding of turned and scaled
     images.
 
-    Images that are only cropped, mirrored or have a box hidden are normalised and cast before the first
+    Images that are only cropped, mirrored or have a box hidden are normalized and cast before the first
     step where there is room: each pixel stays the same, wherever it is moved. A batch is then one gather.
 
     Cost: the memory of the samples as they are stored (images with their padding), and that of some batches;

@@ -24,7 +24,7 @@ class ReaderOptions:
     channels_last: bool = False
     """Memory format of images on the device."""
     input_type: torch.dtype = torch.float32
-    """Type of images once normalised; another is that of autocast, for a model that casts them first."""
+    """Type of images once normalized; another is that of autocast, for a model that casts them first."""
     kind: str = "plain"
     """`plain` (this process fetches), `workers` (processes fetch whole micro-batches), `memory` (decoded in
     memory, gathered and augmented at once), `device` (the same on the training device), `packed` (as `plain`,
@@ -37,7 +37,7 @@ class ReaderOptions:
     """Threads of each worker process."""
     pin: bool | str = "auto"
     fused: bool = True
-    """Images on a GPU are gathered, changed and normalised in one kernel."""
+    """Images on a GPU are gathered, changed and normalized in one kernel."""
 
     @property
     def pins(self) -> bool:
@@ -54,7 +54,7 @@ class ReaderOptions:
 
 
 class Prepare:
-    """Moves raw batches to the device, brings them into the model's layout and normalises them.
+    """Moves raw batches to the device, brings them into the model's layout and normalizes them.
 
     Without statistics in `info`, `images` (uint8, channels last) are scaled to 0 to 1, and other inputs stay
     as they are; `statistics` are those that it applies.
@@ -87,7 +87,7 @@ class Prepare:
         return self.laid_out(self.move(inputs))
 
     def laid_out(self, inputs: Tensor) -> Tensor:
-        """Raw inputs on the device, normalised; images as (batch, channels, height, width)."""
+        """Raw inputs on the device, normalized; images as (batch, channels, height, width)."""
         if self.images:
             if inputs.shape[3] == 1 and not self.channels_last:
                 # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
@@ -102,7 +102,7 @@ class Prepare:
 
     @property
     def figures(self) -> tuple[Tensor, Tensor] | None:
-        """Mean and factor by which inputs are normalised."""
+        """Mean and factor by which inputs are normalized."""
         return self._normalizer and self._normalizer.figures
 
     def move(self, value: Any) -> Any:

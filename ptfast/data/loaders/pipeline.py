@@ -34,7 +34,7 @@ def batch_pipeline(
        A stream has the order in which it is read.
     2. Fetch: raw batches of these samples, with random changes by (seed, epoch, sample): by `RawBatches` in
        this process, in the processes of a `WorkerPool`, or gathered from memory by `MemoryBatches`.
-    3. Device: moved there, brought into the model's layout and normalised, by `Prepare`. `StaticBatches` and
+    3. Device: moved there, brought into the model's layout and normalized, by `Prepare`. `StaticBatches` and
        `DeviceBatches` keep data there: they gather many steps at a time, which is all three stages in one.
     4. Prefetch: on CUDA, stages 1 to 3 of the next batch on a `side` stream while one trains; `report`
        receives what time goes to.

@@ -22,7 +22,7 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented, cropped
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of normalised data that are gathered at once from memory."""
+"""Bytes of normalized data that are gathered at once from memory."""
 
 
 Shares = Callable[[int], tuple[list[MicroBatchIndices], int]]
@@ -125,7 +125,7 @@ class ChunkedBatches(Batches):
 
 
 class StaticBatches(ChunkedBatches):
-    """Batches of small, unaugmented data, normalised once and kept on the device.
+    """Batches of small, unaugmented data, normalized once and kept on the device.
 
     One gather and one split serve up to 64 MB of batches: a step costs about a microsecond.
     """

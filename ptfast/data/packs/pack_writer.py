@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     seen: int
     """Samples and those that were left out."""
     facts: dict[str, Any]
-    """JSON-serialisable; given to `Plan.describe`."""
+    """JSON-serializable; given to `Plan.describe`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plan:
     """The jobs of a pack, whose order and extent the source and the options alone decide."""
 
     header: dict[str, Any]
-    """`header_of` the pack and more that tells it from others of its source; JSON-serialisable."""
+    """`header_of` the pack and more that tells it from others of its source; JSON-serializable."""
     jobs: Sequence[tuple[str, Any]]
     """Split and what `convert` takes, in the order in which they are written."""
     num_seen: int

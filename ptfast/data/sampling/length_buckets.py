@@ -81,7 +81,7 @@ class LengthPlan(BatchPlan):
         which = int(turns[position])
         start, stop = int(cuts[which]), int(cuts[which + 1])
         if self._pads and self._cuts is None:
-            # The short one takes in its neighbours, which are of like length.
+            # The short one takes in its neighbors, which are of like length.
             start = max(0, min(start, len(self._classes) - self.batch_size))
             stop = start + self.batch_size
         return epoch, start, stop

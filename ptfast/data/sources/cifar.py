@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 60,000 colour images of 32x32 pixels, downloaded once."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 60,000 color images of 32x32 pixels, downloaded once."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class ShardedImages(ImageFiles):
 
     paths: Members
     shuffle_buffer: int | None = None
-    """Draw each sample out of about so many neighbours; None to shuffle all."""
+    """Draw each sample out of about so many neighbors; None to shuffle all."""
 
     def order(self, seed: int, epoch: int) -> Indices | None:
         if self.shuffle_buffer is None:

@@ -169,7 +169,7 @@ class Augment(transforms.AugmentSection):
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:
-    """The augmentation that the config asks for; with `normalize`, hidden boxes are zeros once normalised.
+    """The augmentation that the config asks for; with `normalize`, hidden boxes are zeros once normalized.
 
     Raises:
         ConfigError: C011 for data without images, changes that leave nothing of them, and targets that would

@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
-"""Gathering, mirroring, recoloring, erasing and normalising of a batch of images as one kernel, by Triton."""
+"""Gathering, mirroring, recoloring, erasing and normalizing of a batch of images as one kernel, by Triton."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _change(
     out, source, starts, flipped, greys, factors, boxes, constants, weights,
     of_image, of_row, of_pixel, of_channel, to_pixel, to_channel, num_pixels, width,
     CHANNELS: tl.constexpr, FLIPS: tl.constexpr, COLORS: tl.constexpr, CUTS: tl.constexpr,
-    NORMALISES: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALIZES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -83,7 +83,7 @@ def _change(
         value = value.to(tl.float32)
         if CUTS:
             value = tl.where(hidden, tl.load(constants + 2 * CHANNELS + channel), value)
-        if NORMALISES:
+        if NORMALIZES:
             mean_of_channel = tl.load(constants + channel)
             value = (value - mean_of_channel) * tl.load(constants + CHANNELS + channel)
         tl.store(target + channel * to_channel, value.to(out.dtype.element_ty), mask=inside)
@@ -100,7 +100,7 @@ def build_kernel(
     """Build the function of `change_images` for a run; what it needs beside a batch goes to `device` once.
 
     Args:
-        figures: mean and factor of each channel; None for pixels that are normalised already.
+        figures: mean and factor of each channel; None for pixels that are normalized already.
     """
     fill = torch.tensor(augment.fill or [0] * channels, dtype=torch.float32, device=device)
     constants = torch.stack([*(each.flatten() for each in figures or (fill, fill)), fill])
@@ -109,7 +109,7 @@ def build_kernel(
         change_images,
         constants=constants,
         weights=weights,
-        normalises=figures is not None,
+        normalizes=figures is not None,
         dtype=dtype,
         layout=layout,
     )
@@ -123,7 +123,7 @@ def change_images(
     drawn: dict[str, Tensor],
     constants: Tensor,
     weights: Tensor,
-    normalises: bool,
+    normalizes: bool,
     dtype: torch.dtype,
     layout: torch.memory_format,
 ) -> Tensor:
@@ -155,6 +155,6 @@ def change_images(
     how |= {"FLIPS": flipped is not None, "COLORS": color is not None, "CUTS": erased is not None}
     strides = (*crops.stride(), out.stride(3), out.stride(1))
     _change[batch, triton.cdiv(height * width, block)](
-        out, crops, starts, *given, constants, weights, *strides, *size, NORMALISES=normalises, **how
+        out, crops, starts, *given, constants, weights, *strides, *size, NORMALIZES=normalizes, **how
     )
     return out

@@ -47,7 +47,7 @@ class Normalizer:
         self._expanded: tuple[Any, Tensor, Tensor] | None = None
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """A normalised copy, in the memory format of `inputs`, or in `layout` if it `fuses`."""
+        """A normalized copy, in the memory format of `inputs`, or in `layout` if it `fuses`."""
         if self.fuses(inputs):
             return self.fused(inputs)
         mean, factor = self._mean, self._factor
@@ -83,7 +83,7 @@ def statistics(
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
     Exact if the samples are in memory or take at most 1 GiB once decoded, else from 10,000 evenly spaced
-    ones: the data alone decides, so that every loader normalises by the same bits. Statistics that needed
+    ones: the data alone decides, so that every loader normalizes by the same bits. Statistics that needed
     decoding are cached on disk by `cache_key`. `held` are the same samples, decoded already.
     """
     if isinstance(source, TensorSource):

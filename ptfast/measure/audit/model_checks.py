@@ -59,10 +59,10 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
             what = f"float64, {counted(count, 'operator')} in a forward pass"
             mend = "dtype=torch.float32 where it is made, or .float()"
             yield Finding("float64", what, place, mend, kind="reduced")
-    normalises = operators.normalises or any(
+    normalizes = operators.normalizes or any(
         "norm" in type(each).__name__.lower() for each in modules.values()
     )
-    if operators.weighted >= DEEP and not normalises and not context.untraced:
+    if operators.weighted >= DEEP and not normalizes and not context.untraced:
         what = f"{operators.weighted} layers with weights and no normalization"
         norms = "BatchNorm, LayerNorm or RMSNorm between layers, which allow higher learning rates"
         mend = f"{norms}; or clipping by layer: gradients=adaptive"

@@ -202,4 +202,4 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
     if others_cores >= OTHERS:
         what = f"other processes used {others_cores:.1f} cores"
         mend = "stop them, or measure when they are done"
-        yield Finding("noisy neighbours", what, "this machine", mend)
+        yield Finding("noisy neighbors", what, "this machine", mend)

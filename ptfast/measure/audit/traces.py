@@ -250,7 +250,7 @@ class OperatorTrace(DispatchMode):
         """Counts by place and by the `approximate` argument of `F.gelu`."""
         self.doubles: Counter[str] = Counter()
         """Operators that return a float64 tensor, by place."""
-        self.normalises, self.weighted = False, 0
+        self.normalizes, self.weighted = False, 0
         """Whether an operator normalizes, and the number of products and convolutions with a parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,7 +259,7 @@ class OperatorTrace(DispatchMode):
         name, first = func.overloadpacket.__name__, next(tensors_in(result), None)
         if self._clock.cause != "forward" or first is None:
             return result
-        self.normalises |= "norm" in name or name == "rsqrt"
+        self.normalizes |= "norm" in name or name == "rsqrt"
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
             self.doubles[place] += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -41,7 +41,7 @@ def html_table(
     """A table; columns of numbers are set to the right.
 
     Args:
-        colors: the class of a colour swatch for each row, empty for none.
+        colors: the class of a color swatch for each row, empty for none.
         links: the address that the last cell of each row leads to, empty for none.
     """
     columns = zip(*rows, strict=True) if rows else [()] * len(headers)

@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG that follows the page's colours."""
+"""Line charts and stacked bars as inline SVG that follows the page's colors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Series:
 
     @property
     def css(self) -> str:
-        """Colour class, and a dash once the palette is used up."""
+        """Color class, and a dash once the palette is used up."""
         return line_color(self.color) + (" dash" if self.color // NUM_COLORS % 2 else "")
 
 
@@ -72,7 +72,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
     """A chart of the figure `name` over the steps from 0 to `last_step`.
 
     The name decides how values are written. Positive values over more than a factor of 50 get a logarithmic
-    scale; rates such as samples per second start at 0. Long series are thinned to means of neighbours.
+    scale; rates such as samples per second start at 0. Long series are thinned to means of neighbors.
     """
     thinned = [replace(s, points=thin(s.points)) for s in series if s.points]
     if not thinned:
@@ -104,7 +104,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> str:
-    """One bar cut in proportion to `parts` (name, value), each in the colour of a CSS class."""
+    """One bar cut in proportion to `parts` (name, value), each in the color of a CSS class."""
     total = sum(value for _, value in parts)
     if total <= 0:
         return ""
@@ -125,7 +125,7 @@ def line_color(index: int) -> str:
 def thin(
     points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS
 ) -> Sequence[tuple[float, float]]:
-    """At most `max_points` points: each the mean of a run of neighbours, the last point kept as it is."""
+    """At most `max_points` points: each the mean of a run of neighbors, the last point kept as it is."""
     if len(points) <= max_points:
         return points
     size = math.ceil(len(points) / (max_points - 1))

@@ -17,7 +17,7 @@ from conftest import ROOT
 from resuming import Armed, arm, assert_same_run, train_in_child
 from running import WITH_TESTS, build_run, train
 from test_augment import EVERYTHING
-from test_loaders import BOTH, NONE, REFLECTED, colour, loader, same
+from test_loaders import BOTH, NONE, REFLECTED, loader, same
 
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
@@ -27,19 +27,19 @@ from ptfast.data.build_data import Data
 from ptfast.data.loaders import device_loader, step_batches
 from ptfast.data.map_source import MapSource, TensorSource
 
-__all__ = ["Armed", "colour"]
+__all__ = ["Armed", "color"]
 ALL = {**BOTH, "cutout": 3, "brightness": 0.4, "contrast": 0.4, "rotation_degrees": 10, "scaling": 0.1}
 SMALL = ("model.hidden=[16]", "batch_size=128", "steps=30", "log_every=5", "saving.every=10steps")
 
 
 @pytest.mark.parametrize("augment", [NONE, BOTH, REFLECTED, {"flip": "alternating"}, ALL])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_it_gives_the_batches_of_the_others(colour: Data, augment: dict[str, Any], channels_last: bool):
+def test_it_gives_the_batches_of_the_others(color: Data, augment: dict[str, Any], channels_last: bool):
     words: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "micro_batches": 3}
-    here = loader(colour, "device", **words)
+    here = loader(color, "device", **words)
     assert (here.kind, here.workers) == ("device", 0)
     # Over the ends of two epochs.
-    assert close(loader(colour, "plain", **words).steps(2, 12), here.steps(2, 12)) == 10
+    assert close(loader(color, "plain", **words).steps(2, 12), here.steps(2, 12)) == 10
 
 
 def close(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
@@ -72,15 +72,15 @@ CUT = {"flip": True, "cutout": 3}
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("augment", [NONE, BOTH, REFLECTED, CUT], ids=["none", "both", "reflected", "cut"])
 def test_pixels_that_are_ready_beforehand_have_the_same_bits(
-    colour: Data, augment: dict[str, Any], channels_last: bool, monkeypatch: pytest.MonkeyPatch
+    color: Data, augment: dict[str, Any], channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """In float32 and in a half type, and where there is no room for them."""
     words: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "micro_batches": 2}
     for room, kind in ((0.125, torch.float32), (0.0, torch.float32), (0.125, torch.bfloat16)):
         monkeypatch.setattr(device_loader, "READY_SHARE", room)
-        here = loader(colour, "device", input_type=kind, **words)
+        here = loader(color, "device", input_type=kind, **words)
         assert here.batches._ready == (room > 0)
-        for one, other in zip(here.steps(2, 8), loader(colour, "plain", **words).steps(2, 8), strict=True):
+        for one, other in zip(here.steps(2, 8), loader(color, "plain", **words).steps(2, 8), strict=True):
             for (data, _), (expected, _) in zip(one.micro_batches, other.micro_batches, strict=True):
                 assert data[0].dtype == kind
                 assert torch.equal(data[0], expected[0].to(kind))
@@ -101,9 +101,9 @@ class Operations(DispatchMode):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_batch_is_one_gather_of_its_images_and_one_of_its_targets(colour: Data, channels_last: bool):
+def test_a_batch_is_one_gather_of_its_images_and_one_of_its_targets(color: Data, channels_last: bool):
     how: dict[str, Any] = {"channels_last": channels_last, "input_type": torch.bfloat16}
-    here = loader(colour, "device", augment=BOTH, **how)
+    here = loader(color, "device", augment=BOTH, **how)
     here.batches._chunk_steps = 1
     steps = here.steps(0, 4)
     next(steps)
@@ -112,11 +112,11 @@ def test_a_batch_is_one_gather_of_its_images_and_one_of_its_targets(colour: Data
     assert operations.names == ["index", "index_select"]
 
 
-def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytest.MonkeyPatch):
-    whole = list(loader(colour, "plain", micro_batches=4, augment=ALL).steps(0, 11))
+def test_several_chunks_and_ranks_are_cut_alike(color: Data, monkeypatch: pytest.MonkeyPatch):
+    whole = list(loader(color, "plain", micro_batches=4, augment=ALL).steps(0, 11))
     monkeypatch.setattr(step_batches, "CHUNK_BYTES", 2 * 24 * 180 * 4)
     for rank in (0, 1):
-        here = loader(colour, "device", micro_batches=4, augment=ALL, rank=rank, world_size=2)
+        here = loader(color, "device", micro_batches=4, augment=ALL, rank=rank, world_size=2)
         assert here.batches._chunk_steps == 2
         mine = [
             StepBatch(step.micro_batches[2 * rank : 2 * rank + 2], step.num_samples) for step in whole[3:]
@@ -124,17 +124,15 @@ def test_several_chunks_and_ranks_are_cut_alike(colour: Data, monkeypatch: pytes
         assert close(iter(mine), here.steps(3, 11)) == 8
 
 
-def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(colour: Data):
-    whole = list(loader(colour, "device", augment=ALL).steps(0, 13))
-    assert same(iter(whole[7:]), loader(colour, "device", augment=ALL).steps(7, 13)) == 6
+def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(color: Data):
+    whole = list(loader(color, "device", augment=ALL).steps(0, 13))
+    assert same(iter(whole[7:]), loader(color, "device", augment=ALL).steps(7, 13)) == 6
 
 
 @pytest.mark.parametrize("last", ["drop", "pad"])
-def test_the_end_of_an_epoch_is_that_of_the_others(colour: Data, last: str):
+def test_the_end_of_an_epoch_is_that_of_the_others(color: Data, last: str):
     words: dict[str, Any] = {"augment": BOTH, "last": last, "micro_batches": 2}
-    assert close(
-        loader(colour, "plain", **words).steps(2, 11), loader(colour, "device", **words).steps(2, 11)
-    )
+    assert close(loader(color, "plain", **words).steps(2, 11), loader(color, "device", **words).steps(2, 11))
 
 
 def test_features_lie_there_too():
@@ -145,7 +143,7 @@ def test_features_lie_there_too():
     assert same(loader(data, "plain").steps(0, 5), loader(data, "device").steps(0, 5)) == 5
 
 
-def test_what_is_read_sample_by_sample_is_read_once(colour: Data):
+def test_what_is_read_sample_by_sample_is_read_once(color: Data):
     class Files(MapSource):
         images = True
         num_read = 0
@@ -155,15 +153,15 @@ def test_what_is_read_sample_by_sample_is_read_once(colour: Data):
 
         def fetch(self, indices: Any, epoch: int = 0) -> Any:
             Files.num_read += len(indices)
-            return colour.train.fetch(indices)
+            return color.train.fetch(indices)
 
-    files = Data(colour.info, Files(), None, None, "")
-    assert same(loader(colour, "device").steps(0, 9), loader(files, "device").steps(0, 9)) == 9
+    files = Data(color.info, Files(), None, None, "")
+    assert same(loader(color, "device").steps(0, 9), loader(files, "device").steps(0, 9)) == 9
     assert Files.num_read <= 101, "all of them once, and one for its shape"
 
 
-def test_nothing_is_copied_within_an_epoch(colour: Data, monkeypatch: pytest.MonkeyPatch):
-    here = loader(colour, "device", augment=ALL)
+def test_nothing_is_copied_within_an_epoch(color: Data, monkeypatch: pytest.MonkeyPatch):
+    here = loader(color, "device", augment=ALL)
     monkeypatch.setattr(step_batches, "CHUNK_BYTES", 1)
     here.batches._chunk_steps = 1
     batches = here.steps(0, 10)
@@ -175,14 +173,14 @@ def test_nothing_is_copied_within_an_epoch(colour: Data, monkeypatch: pytest.Mon
         next(batches)
 
 
-def test_no_room_is_one_error(colour: Data, monkeypatch: pytest.MonkeyPatch):
+def test_no_room_is_one_error(color: Data, monkeypatch: pytest.MonkeyPatch):
     # 100 images of 10 x 14 with their padding, and labels.
     needed = 100 * 10 * 14 * 3 + 800
     monkeypatch.setattr(device_loader, "free_bytes", lambda _: 2 * needed)
-    loader(colour, "device", augment=BOTH)
+    loader(color, "device", augment=BOTH)
     monkeypatch.setattr(device_loader, "free_bytes", lambda _: 2 * needed - 1)
     with pytest.raises(MachineError, match=r"dataloader\.kind=device: the data takes .* on cpu") as caught:
-        loader(colour, "device", augment=BOTH)
+        loader(color, "device", augment=BOTH)
     assert caught.value.code == "E005"
     assert "dataloader=memory" in (caught.value.suggestion or "")
 
@@ -263,7 +261,7 @@ def test_one_kernel_gives_the_bits_of_single_operators() -> None:
             (FUSED["cut"], 4, False, "float32"),
         )
     ]
-    # Pixels that are normalised beforehand.
+    # Pixels that are normalized beforehand.
     cases.append({**cases[0], "augment": CUT, "room": 0.125})
     script = ROOT / "tests" / "support" / "interpreted.py"
     environment = {**os.environ, **WITH_TESTS, "TRITON_INTERPRET": "1"}
@@ -277,7 +275,7 @@ def test_one_kernel_gives_the_bits_of_single_operators() -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_one_kernel_gives_the_bits_on_a_gpu(
-    colour: Data,
+    color: Data,
     augment: dict[str, Any],
     channels_last: bool,
     kind: torch.dtype,
@@ -286,7 +284,7 @@ def test_one_kernel_gives_the_bits_on_a_gpu(
     monkeypatch.setattr(device_loader, "READY_SHARE", 0.0)
     how: dict[str, Any] = {"augment": augment, "channels_last": channels_last, "input_type": kind}
     how["device"] = torch.device("cuda", 0)
-    fused, plain = (loader(colour, "device", fused=each, **how) for each in (True, False))
+    fused, plain = (loader(color, "device", fused=each, **how) for each in (True, False))
     assert (fused.batches.fused, plain.batches.fused) == (True, False)
     for one, other in zip(fused.steps(0, 9), plain.steps(0, 9), strict=True):
         images, expected = one.micro_batches[0].data[0], other.micro_batches[0].data[0]

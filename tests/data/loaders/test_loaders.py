@@ -37,8 +37,8 @@ def digits() -> Data:
 
 
 @pytest.fixture(scope="module")
-def colour() -> Data:
-    """Random colour images that are not square."""
+def color() -> Data:
+    """Random color images that are not square."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (100, 6, 10, 3), dtype=torch.uint8, generator=generator)
     info = DataInfo(kind="image", task="classification", num_classes=4, input_shape=(3, 6, 10), in_channels=3)
@@ -64,7 +64,7 @@ def same(one: Iterator[StepBatch], other: Iterator[StepBatch]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["digits", "colour"])
+@pytest.mark.parametrize("name", ["digits", "color"])
 @pytest.mark.parametrize(
     "augment",
     [NONE, BOTH, REFLECTED, {"crop_padding": 0, "flip": True}, {"crop_padding": 3, "flip": False}],
@@ -84,11 +84,11 @@ def test_every_kind_gives_the_same_bits(
 
 
 def test_images_without_room_for_padded_copies_are_augmented_batch_by_batch(
-    colour: Data, monkeypatch: pytest.MonkeyPatch
+    color: Data, monkeypatch: pytest.MonkeyPatch
 ):
-    quick = loader(colour, "memory", augment=BOTH)
+    quick = loader(color, "memory", augment=BOTH)
     monkeypatch.setattr("ptfast.data.loaders.build_loaders.available_memory", lambda: 0)
-    slow = loader(colour, "memory", augment=BOTH)
+    slow = loader(color, "memory", augment=BOTH)
     assert same(quick.steps(0, 6), slow.steps(0, 6)) == 6
     assert (quick.reason, slow.reason) == (
         "as the config says",
@@ -97,23 +97,23 @@ def test_images_without_room_for_padded_copies_are_augmented_batch_by_batch(
 
 
 @pytest.mark.parametrize("augment", [NONE, BOTH])
-def test_padded_epochs_are_the_same_from_every_kind(colour: Data, augment: dict[str, Any]):
+def test_padded_epochs_are_the_same_from_every_kind(color: Data, augment: dict[str, Any]):
     for kind in ("memory", "device"):
-        one, other = (loader(colour, k, augment=augment, last="pad").steps(0, 12) for k in ("plain", kind))
+        one, other = (loader(color, k, augment=augment, last="pad").steps(0, 12) for k in ("plain", kind))
         assert same(one, other) == 12
 
 
 @pytest.mark.parametrize("kind", ["plain", "memory", "workers"])
 @pytest.mark.parametrize("augment", [NONE, BOTH])
-def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(colour: Data, kind: str, augment: Any):
-    whole = list(loader(colour, kind, augment=augment).steps(0, 13))
-    assert same(iter(whole[7:]), loader(colour, kind, augment=augment).steps(7, 13)) == 6
+def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(color: Data, kind: str, augment: Any):
+    whole = list(loader(color, kind, augment=augment).steps(0, 13))
+    assert same(iter(whole[7:]), loader(color, kind, augment=augment).steps(7, 13)) == 6
 
 
-def test_two_ranks_share_the_micro_batches_of_one(colour: Data):
-    alone = list(loader(colour, "memory", micro_batches=4, augment=BOTH).steps(0, 10))
+def test_two_ranks_share_the_micro_batches_of_one(color: Data):
+    alone = list(loader(color, "memory", micro_batches=4, augment=BOTH).steps(0, 10))
     ranks = [
-        loader(colour, "memory", micro_batches=4, rank=r, world_size=2, augment=BOTH).steps(0, 10)
+        loader(color, "memory", micro_batches=4, rank=r, world_size=2, augment=BOTH).steps(0, 10)
         for r in (0, 1)
     ]
     joined = [
@@ -123,10 +123,10 @@ def test_two_ranks_share_the_micro_batches_of_one(colour: Data):
 
 
 @pytest.mark.parametrize("wanted", [BOTH, REFLECTED])
-def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Data, wanted: dict[str, Any]):
-    source, augment = colour.train, Augment(**wanted, seed=3)
+def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(color: Data, wanted: dict[str, Any]):
+    source, augment = color.train, Augment(**wanted, seed=3)
     assert isinstance(source, TensorSource)
-    batches = loader(colour, "memory", augment=wanted, normalize=False, seed=3)
+    batches = loader(color, "memory", augment=wanted, normalize=False, seed=3)
     for step in (0, 5, 9):
         (inputs, _), _ = next(batches.steps(step, step + 1)).micro_batches[0]
         (share,), _ = batches.batches.shares(step)
@@ -140,7 +140,7 @@ def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(colour: Dat
             assert torch.equal(image, expected)
 
 
-def test_inputs_are_normalised_by_the_training_statistics(digits: Data):
+def test_inputs_are_normalized_by_the_training_statistics(digits: Data):
     inputs = torch.cat([b.micro_batches[0].data[0] for b in loader(digits, "memory").steps(0, 68)])
     assert len(inputs) == len(digits.train)
     assert abs(float(inputs.mean())) < 1e-5

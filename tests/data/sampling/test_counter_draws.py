@@ -71,7 +71,7 @@ def test_seed_epoch_and_stream_give_unrelated_draws(other: tuple[int, int, int])
     assert abs(np.corrcoef(one, two)[0, 1]) < 0.015
 
 
-def test_neighbouring_indices_are_unrelated():
+def test_neighboring_indices_are_unrelated():
     u = counter_draws.integers(0, 0, INDICES, counter_draws.CROP_X, MOST)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.015
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_loaders import BOTH, colour, loader
+from test_loaders import BOTH, loader
 
 from ptfast.data.build_data import Data
 from ptfast.data.sampling.next_epoch import NextEpoch
 
-__all__ = ["colour"]
+__all__ = ["color"]
 
 
 def test_a_thread_computes_the_next_value_once() -> None:
@@ -51,10 +51,10 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("kind", "augment"), [("plain", BOTH), ("memory", BOTH), ("memory", {}), ("device", BOTH)]
 )
 def test_epochs_are_prepared_and_no_thread_is_left(
-    colour: Data, kind: str, augment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    color: Data, kind: str, augment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of five steps each; none that no step reaches, and none before the middle of the one before."""
-    names, here = begun(monkeypatch), loader(colour, kind, augment=augment)
+    names, here = begun(monkeypatch), loader(color, kind, augment=augment)
     here.batches._chunk_steps = 1
     count = []
     for _ in here.steps(0, 15):
@@ -66,14 +66,14 @@ def test_epochs_are_prepared_and_no_thread_is_left(
 
 
 def test_an_order_that_draws_from_global_generators_is_computed_in_its_turn(
-    colour: Data, monkeypatch: pytest.MonkeyPatch
+    color: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, here = begun(monkeypatch), loader(colour, "plain")
+    names, here = begun(monkeypatch), loader(color, "plain")
     here.batches._sampler.pure = False
     indices = [here.batches.shares(step)[0][0].indices for step in range(15)]
     assert len(list(here.steps(0, 15))) == 15
     assert names == []
-    ahead = loader(colour, "plain")
+    ahead = loader(color, "plain")
     own = [share.indices for shares, _ in ahead.batches._sampler.steps(0, 15) for share in shares]
     assert all(np.array_equal(one, other) for one, other in zip(indices, own, strict=True))
     assert names == ["ptfast-next-epoch"] * 2

@@ -127,7 +127,7 @@ def test_files_that_are_none(tmp_path: Path):
         load(save(tmp_path / "d.npz", x=VECTORS, y=CLASSES).rename(tmp_path / "d.csv"))
 
 
-def test_prediction_normalises_vectors_as_training_did(tmp_path: Path):
+def test_prediction_normalizes_vectors_as_training_did(tmp_path: Path):
     info = load(save(tmp_path / "a.npz", x=VECTORS, y=CLASSES)).info
     np.save(tmp_path / "new.npy", VECTORS)
     batches = list(read_inputs(info, [str(tmp_path / "new.npy")], device=torch.device("cpu"), batch_size=8))

@@ -64,10 +64,10 @@ def test_an_alternating_flip_mirrors_the_pixels() -> None:
     assert not torch.equal(even, source[torch.from_numpy(INDICES)])
 
 
-# Colour.
+# Color.
 
 
-def recoloured_alone(image: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
+def recolored_alone(image: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
     """One image by the formulas of PIL's ImageEnhance, without rounding in between."""
     rgb = image.double() * brightness
     grey = (rgb * torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).sum(-1, keepdim=True)
@@ -76,7 +76,7 @@ def recoloured_alone(image: Tensor, brightness: float, contrast: float, saturati
     return (grey + saturation * (rgb - grey)).clamp(0, 255)
 
 
-def test_colours_are_those_of_images_changed_one_by_one() -> None:
+def test_colors_are_those_of_images_changed_one_by_one() -> None:
     source, augment = images(), Augment(brightness=0.6, contrast=0.5, saturation=1.5)
     got = on_host(augment, source)
     factors = [
@@ -89,12 +89,12 @@ def test_colours_are_those_of_images_changed_one_by_one() -> None:
     ]
     assert all(len(set(drawn)) == len(INDICES) for drawn in factors)
     for i, (index, *own) in enumerate(zip(INDICES, *factors, strict=True)):
-        expected = recoloured_alone(source[index], *own)
+        expected = recolored_alone(source[index], *own)
         assert float((got[i].double() - expected).abs().max()) < 1.6
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
-def test_one_colour_is_what_torchvision_makes_of_it(name: str) -> None:
+def test_one_color_is_what_torchvision_makes_of_it(name: str) -> None:
     from torchvision.transforms.v2 import functional as V
 
     source, augment = images(), Augment(**{name: 0.5})
@@ -110,7 +110,7 @@ def test_one_colour_is_what_torchvision_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 2])
-def test_colours_of_other_images_than_rgb(channels: int) -> None:
+def test_colors_of_other_images_than_rgb(channels: int) -> None:
     source = images(channels=channels)
     got = on_host(Augment(brightness=0.5), source)
     factors = 0.5 + counter_draws.uniform(4, 1, INDICES, counter_draws.BRIGHTNESS)
@@ -209,7 +209,7 @@ def test_a_square_around_the_drawn_centre_is_hidden(side: int, fill: tuple[int, 
         assert torch.equal(image, expected)
 
 
-def test_what_is_hidden_is_the_mean_where_inputs_are_normalised() -> None:
+def test_what_is_hidden_is_the_mean_where_inputs_are_normalized() -> None:
     info = DataInfo("image", "classification", extra={"normalize": {"mean": [10.4, 99.6], "std": [1.0, 1.0]}})
     build = {"images": True, "task_name": "auto"}
     assert build_augment({"cutout": 3}, info, normalize=True, **build).fill == (10, 100)

@@ -1,4 +1,4 @@
-"""Normalised images: those of one kernel that reads bytes and writes the type of the step."""
+"""Normalized images: those of one kernel that reads bytes and writes the type of the step."""
 
 from __future__ import annotations
 

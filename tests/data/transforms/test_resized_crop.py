@@ -144,7 +144,7 @@ def test_images_held_in_memory_are_cut_as_large_as_they_were(jpegs: Path, tmp_pa
 
 
 def photos(count: int, height: int, width: int, channels: int = 3) -> Tensor:
-    """Images of neighbours that are alike, and of noise: what is averaged, and what rounding shows in."""
+    """Images of neighbors that are alike, and of noise: what is averaged, and what rounding shows in."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(count, channels, 5, 6, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1)
