@@ -46,7 +46,6 @@ COMPOSED = [
     for shown in COMMANDS_SHOWN
     if shown.words[0] in COMPOSING
     and not form(shown)
-    and "--claims" not in shown.words
     # Those are trained, or take a few steps, in test_docs_examples.
     and shown not in DRY_RUN
     and shown.page not in OWN_PARTS

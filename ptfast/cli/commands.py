@@ -189,13 +189,11 @@ COMMANDS: dict[str, Command] = {
             Flag("--budget TIME", "time to measure for; default 4m", read=seconds, default=240.0),
             Flag("--only NAME,NAME", "measure only these techniques"),
             switch("--compile", "also try torch.compile, which is slow to start"),
-            switch("--claims", "compare claims of guides and papers with this machine"),
             _FOLDER,
         ),
         (
             "ablate recipe=resnet_cifar --budget 10m",
             "ablate recipe=resnet_cifar --only 'fused optimizer step,channels last'",
-            "ablate --claims",
         ),
         alone=True,
     ),

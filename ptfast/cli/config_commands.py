@@ -102,15 +102,7 @@ def find(args: Namespace) -> int:
 
 
 def ablate(args: Namespace) -> int:
-    """Measure the gain of techniques for a config, or test the claims of guides about them."""
-    if args.claims:
-        from ptfast.measure.claims import compare_claims
-
-        others = [flag for flag, given in (("--only", args.only), ("--compile", args.compile)) if given]
-        if other := [*args.words, *others]:
-            what, hint = "claims use their own models and data", "Leave it out, or leave out --claims"
-            raise ConfigError("C011", what, key=other[0], place=COMMAND_LINE, suggestion=hint)
-        return compare_claims(budget_s=args.budget, out=args.out)
+    """Measure the gain of techniques for a config."""
     from ptfast.config.catalogue import technique_named
 
     only = [technique_named(name) for name in args.only.split(",")] if args.only else []

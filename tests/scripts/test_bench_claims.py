@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from ptfast.config.catalogue import ThisMachine
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
-from ptfast.measure import claims
-from ptfast.measure.claims import CLAIMS, Claim, ZeroedResNet, judge, make_data
 from ptfast.models.resnet_cifar import ResNetCifar
+
+sys.path.append(str(ROOT / "scripts"))
+
+import bench_claims
+from bench_claims import CLAIMS, Claim, ZeroedResNet, judge, make_data
 
 TRIED = [claim for claim in CLAIMS if not claim.takes and not any(map(ThisMachine().lacks, claim.needs))]
 
@@ -37,7 +42,7 @@ def test_a_finding_needs_the_whole_interval() -> None:
 
 def test_data_is_made_for_the_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NUM_IMAGES", "NUM_FILES", "NUM_TEXTS"):
-        monkeypatch.setattr(claims, name, 20)
+        monkeypatch.setattr(bench_claims, name, 20)
     paths = make_data(tmp_path)
     lengths = [len(line) for line in paths["texts"].read_text().splitlines()]
     assert len(lengths) == 20

@@ -1,8 +1,15 @@
-"""`ptfast ablate --claims`: compare published claims about techniques with this machine."""
+"""Compare published claims about techniques with this machine.
+
+    python scripts/bench_claims.py [--budget 4m] [--out FOLDER]
+
+Each claim is tested with blocks of four trials on generated data, two with the technique and two without.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +21,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor, nn
 
+from ptfast.cli.arguments import path, seconds
 from ptfast.config.catalogue import ThisMachine
 from ptfast.config.files.overlay import check_out
 from ptfast.config.overrides import merge
@@ -98,7 +106,7 @@ RECOMPUTED_LARGE: Comparison = (LARGE, *RECOMPUTED[1:])
 ACCUMULATED: Comparison = (LARGE, "gradients.accumulate=1", "gradients.accumulate=4", ())
 PADDED: Comparison = (TEXTS, "batching=none", "batching=longest", ())
 BUCKETS: Comparison = (TEXTS, "batching=longest", "batching=buckets", ())
-NO_GRADIENTS: Comparison = (RESNET, "model._target_=ptfast.measure.claims.ZeroedResNet", "", ())
+NO_GRADIENTS: Comparison = (RESNET, "model._target_=bench_claims.ZeroedResNet", "", ())
 POINTWISE: Comparison = (TEXTS, "compile=none", "compile=pointwise", ("compiler",))
 
 CLAIMS = (
@@ -178,7 +186,7 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
         facts |= {"finding": finding, "here": here, "range": [claim.least, claim.most]}
         receipts.append(facts | pair.receipt(effect))
     table(["technique", "claim", "against", "here", "finding"], rows)
-    command = ["ptfast", "ablate", "--claims", "--budget", f"{budget_s:g}s"]
+    command = ["scripts/bench_claims.py", "--budget", f"{budget_s:g}s"]
     facts = {"command": command, "environment": run_directory.environment([]), "claims": receipts}
     write_figures("claims", out, None, facts)
     return code
@@ -237,3 +245,15 @@ class ZeroedResNet(ResNetCifar):
             for parameter, gradient in self._kept.items():
                 parameter.grad = gradient.zero_()
         return super().forward(images)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--budget", type=seconds, default=240.0)
+    parser.add_argument("--out", type=path)
+    args = parser.parse_args()
+    return compare_claims(budget_s=args.budget, out=args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
