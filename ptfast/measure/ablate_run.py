@@ -96,7 +96,6 @@ def _receipt(ablation: Ablation) -> dict[str, Any]:
         for each in ablation.findings
     ]
     effects = {name: getattr(confirmed, name).receipt() for name in ("over_plain", "over_given") if confirmed}
-    pairs = [(*([each.name for each in term] for term in pair), more) for *pair, more in ablation.pairs]
     return {
         "environment": environment | {"usable_cores": usable_cores()},
         "budget_s": laboratory.budget_s,
@@ -106,11 +105,9 @@ def _receipt(ablation: Ablation) -> dict[str, Any]:
         "seed": SEED,
         "factors": [asdict(factor) for factor in ablation.factors],
         "plan": [[list(run) for run in block] for block in ablation.blocks],
-        "weights": ablation.fitted.weights,
         "process_sd": ablation.process_sd,
         "findings": findings,
         "pick": [technique.name for technique in ablation.picked],
-        "pairs": pairs,
         "predicted_speedup": ablation.predicted,
         "confirmed": confirmed and vars(confirmed) | effects,
         "best": ablation.best_words,
@@ -197,20 +194,12 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
             f"{num_runs} runs that vary {len(ablation.factors)} switches; processes of one config differ by "
             f"{ablation.process_sd or 0.0:.1%} here; intervals extend {half:.1%} to either side"
         )
-        for first, second, more in ablation.pairs:
-            names = (" or ".join(each.name for each in term) for term in (first, second))
-            say(f"together {math.exp(more):.2f}x the product of their single effects: {', and '.join(names)}")
         if ablation.fits_poorly:
             say("some switches interact, which widens the intervals: try --only")
-        if doubted := sum(weight < 0.5 for weight in ablation.fitted.weights):
-            noun = "run lies" if doubted == 1 else "runs lie"
-            say(f"{doubted} {noun} far from the rest; all are used, with the weights in measure.json")
     if any(finding.is_apart for finding, _ in ablation.measured):
         say("on top: measured with the selected config, not in the plan")
     if any(finding.verdict_text.endswith("per step") for finding, _ in ablation.measured):
         say("faster per step: use ptfast race to check that the same loss is reached sooner")
-    if again := ablation.laboratory.num_again:
-        say(f"{again} blocks were measured again, because other processes were using a core")
     reasons: dict[str, list[str]] = {}
     failed = {finding.technique.name: finding.why for finding in ablation.findings if finding.why}
     for name, why in {**failed, **left_out}.items():

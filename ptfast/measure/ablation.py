@@ -55,7 +55,7 @@ class Ablation:
         """How much two processes of one config differ, as a fraction."""
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
-        self.fitted = Fit([], [], 0.0, 1, [], [])
+        self.fitted = Fit([], [], 0.0, 1)
         self.picked: list[Technique] = []
         self.confirmed: Confirmation | None = None
         self.plain: TrialResult | None = None
@@ -294,21 +294,7 @@ class Ablation:
     @property
     def predicted(self) -> float:
         """The speed-up over plain that the plan predicts for the selected config."""
-        log_ratio = sum(f.expected for f in self.findings if f.technique in self.picked)
-        for *pair, more in self.pairs:
-            first, second = (any(each in self.picked for each in term) for term in pair)
-            # Each effect was estimated with the other switch on in half of the runs.
-            log_ratio -= more / 2 if first != second else 0.0
-        return math.exp(log_ratio)
-
-    @property
-    def pairs(self) -> list[tuple[list[Technique], list[Technique], float]]:
-        """Return interactions between the first and the second techniques, with their log ratios."""
-        known = [self._members[factor][level - 1].technique for factor, level in columns(self.factors)]
-        return [
-            ([known[i] for i in first], [known[i] for i in second], more)
-            for first, second, more in self.fitted.pairs
-        ]
+        return math.exp(sum(f.expected for f in self.findings if f.technique in self.picked))
 
     @property
     def best_words(self) -> list[str]:

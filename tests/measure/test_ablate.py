@@ -121,7 +121,6 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     _, best = read_config(["+recipe=./out/best.yaml"])
     assert (best.optimizer.target.kwargs["fused"], best.rewrites.channels_last) == ("auto", True)
     assert (best.precision.mode, best.model.target.kwargs["width"]) == ("fp32", 4)
-    assert len(receipt["weights"]) == 4 * len(receipt["plan"])
 
 
 def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Planted], in_tmp: Path) -> None:

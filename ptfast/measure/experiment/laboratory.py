@@ -19,8 +19,6 @@ from ptfast.measure.experiment.warm_parent import NO_MEMORY, Request, serve
 
 END_S = 5.0
 NOT_REACHED = "not reached: give a longer --budget"
-LOST_CORES, MOST_AGAIN = 0.5, 0.25
-"""Cores used by others from which a block is measured again; largest share of blocks measured again."""
 
 
 @dataclass
@@ -67,8 +65,6 @@ class Laboratory:
     def __init__(self, *, budget_s: float, timed_s: float = 0.7, turn_s: float = 0.05) -> None:
         self.budget_s, self.timed_s, self.turn_s = budget_s, timed_s, turn_s
         self.blocks: list[list[TrialResult]] = []
-        self.num_again = 0
-        """Blocks that were measured again, because other processes disturbed them."""
         self.block_s = 0.0
         """Seconds of the last block."""
         self._start_s = time.monotonic()
@@ -93,28 +89,13 @@ class Laboratory:
         return self._request(request)
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
-        """Measure a block of configs; rarely, measure it again if other processes used a core meanwhile.
-
-        A block counts as disturbed if others used half a core or more in one round of turns out of four.
-        """
+        """Measure a block of configs, a trial each."""
         start_s = time.monotonic()
-        seed = len(self.blocks) + self.num_again
-        request = Request([list(words) for words in configs], self.timed_s, self.turn_s, seed=seed)
+        request = Request(
+            [list(words) for words in configs], self.timed_s, self.turn_s, seed=len(self.blocks)
+        )
         found = self._request(request)
         self.block_s = time.monotonic() - start_s
-        systems = (each.facts["systems"] for each in found if "systems" in each.facts)
-        rounds = list(zip(*systems, strict=False))
-        disturbed = sum(
-            any(
-                statistics.fmean(turn.get(name) or 0.0 for turn in turns) >= LOST_CORES
-                for name in ("others_cores", "steal_cores")
-            )
-            for turns in rounds
-        )
-        if 4 * disturbed >= max(len(rounds), 1) and self.num_again < MOST_AGAIN * (len(self.blocks) + 4):
-            self.num_again += 1
-            if self.left_s > 2 * self.block_s:
-                found = self._request(request)
         self.blocks.append(found)
         return found
 

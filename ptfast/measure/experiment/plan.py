@@ -26,15 +26,11 @@ from ptfast.measure.experiment.verdicts import Effect, t_quantile
 Run = tuple[int, ...]
 """The level of each factor; the others are compared with level 0."""
 Block = Sequence[Run]
-Term = tuple[int, ...]
-"""Columns of one factor: one level, or several."""
 Floats = NDArray[np.float64]
 _REDRAWS = 50
 SPARE_DOF = 3
 """Degrees of freedom left for the error; with fewer, each factor is estimated by itself."""
 HUBER_K = 1.345
-LARGEST = 2
-"""Number of factors, by effect, that are checked for interactions with all others."""
 ENTERS = 0.1
 """Chance of taking noise for a clear effect."""
 
@@ -146,10 +142,6 @@ class Fit:
     """Standard deviation between processes of one block, as a logarithm."""
     dof: float
     """Degrees of freedom of `residual_sd`."""
-    weights: list[float]
-    """The weight of each run, block by block; below 1 where Huber's fit trusts it less."""
-    pairs: list[tuple[Term, Term, float]]
-    """Interactions between two factors, and how much faster both are together than each alone."""
 
 
 def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
@@ -158,7 +150,7 @@ def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
     num_rounds, processes = values.shape
     of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
     design = np.hstack([of_rounds, np.tile(np.eye(processes), (num_rounds, 1))])
-    found, _ = _huber(design, values.ravel())
+    found = _huber(design, values.ravel())
     return [float(mean) for mean in found[num_rounds - 1 :] + found[: num_rounds - 1].sum() / num_rounds]
 
 
@@ -170,9 +162,8 @@ def fit(
 ) -> Fit:
     """Estimate the effect of each level of each factor.
 
-    Clear interactions of the largest effects are estimated with them. If there are too few runs to separate
-    all effects, clear factors are estimated together, and each other factor is added to them alone, with the
-    rest counted as noise; its interval is wide, but it has one.
+    If there are too few runs to separate all effects, clear factors are estimated together, and each other
+    factor is added to them alone, with the rest counted as noise; its interval is wide, but it has one.
 
     Args:
         times: log times of the four runs of each block; `nan` for a failed run.
@@ -183,42 +174,22 @@ def fit(
     )
     values = np.asarray(times, np.float64)
     there = np.isfinite(values)
-    rows, values = _centred(levels, values, there)
+    rows, values = _centered(levels, values, there)
     seen = np.abs(rows).sum(axis=0) > 0
     full = rows[:, seen]
     num_blocks = int((there.sum(axis=1) > 1).sum())
-    dof = len(rows) - num_blocks - int(np.linalg.matrix_rank(full)) if full.size else 0
+    rank = int(np.linalg.matrix_rank(full)) if full.size else 0
+    separates = rank == full.shape[1] and len(rows) - num_blocks - rank >= spare_dof
     places = np.flatnonzero(seen).tolist()
     of_factor: dict[int, list[int]] = {}
     for index, place in enumerate(places):
         of_factor.setdefault(columns(factors)[place][0], []).append(index)
-    groups, all_columns = [*of_factor.values()], full
-    num_chosen, most = 0, max((len(rows) - num_blocks) // 3, *map(len, groups), 0)
-    couples: list[tuple[Term, Term]] = []
-    if dof >= spare_dof and np.linalg.matrix_rank(full) == full.shape[1]:
-        # An interaction uses one degree of freedom of all factors, so more must be left.
-        num_chosen, most = len(groups), len(rows) - num_blocks - 2 * spare_dof
-        couples = _couples(groups, places, np.abs(_least_squares(full, values)[0]).tolist())
-        products = [
-            (levels[:, :, first].sum(axis=2) - 0.5) * (levels[:, :, second].sum(axis=2) - 0.5)
-            for first, second in couples
-        ]
-        if products:
-            beside, _ = _centred(np.stack(products, axis=2), np.asarray(times, np.float64), there)
-            all_columns = np.hstack([full, beside])
-            groups += [[full.shape[1] + index] for index in range(len(products))]
-    chosen, slopes, errors, degrees, sd, dof_left = _step_by_step(
-        all_columns, values, num_blocks, groups, num_chosen, most
-    )
-    used = [*range(full.shape[1]), *(each for each in chosen if each >= full.shape[1])]
-    known = np.ones(there.shape)
-    if full.size:
-        known[there] = _huber(all_columns[:, used], values)[1]
-    pairs = [(*couples[each - full.shape[1]], -float(slopes[each])) for each in used[full.shape[1] :]]
+    groups = [*of_factor.values()]
+    slopes, errors, degrees, sd, dof = _step_by_step(full, values, num_blocks, groups, separates)
     effects: list[Effect | None] = [None] * len(seen)
     for index, place in enumerate(places):
         effects[place] = Effect(-float(slopes[index]), float(errors[index]), float(degrees[index]))
-    return Fit(effects, shrink(effects), sd, dof_left, known.ravel().tolist(), pairs)
+    return Fit(effects, shrink(effects), sd, dof)
 
 
 def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
@@ -252,7 +223,7 @@ def shrink(effects: Sequence[Effect | None]) -> list[float]:
     ]
 
 
-def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+def _centered(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Return levels and times of the runs with a time, each minus the mean of its block."""
     rows, times = [np.zeros((0, levels.shape[-1]))], [np.zeros(0)]
     for level, value, known in zip(levels, values, there, strict=True):
@@ -262,39 +233,17 @@ def _centred(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[
     return np.concatenate(rows), np.concatenate(times)
 
 
-def _couples(
-    groups: Sequence[list[int]], places: Sequence[int], sizes: Sequence[float]
-) -> list[tuple[Term, Term]]:
-    """Return pairs of terms of two factors, where at least one factor has one of the largest effects.
-
-    A group has the indices of a factor's columns in `places` and `sizes`.
-    """
-    largest = sorted(range(len(groups)), key=lambda factor: -max(sizes[index] for index in groups[factor]))
-    terms = [
-        dict.fromkeys([tuple(places[index] for index in group), *((places[index],) for index in group)])
-        for group in groups
-    ]
-    return [
-        pair
-        for index, factor in enumerate(largest[:LARGEST])
-        for other in range(len(groups))
-        if other not in largest[: index + 1]
-        for pair in itertools.product(terms[factor], terms[other])
-    ]
-
-
 def _step_by_step(
-    rows: Floats, values: Floats, num_blocks: int, groups: Sequence[list[int]], num_chosen: int, most: int
-) -> tuple[list[int], Floats, Floats, Floats, float, int]:
-    """Estimate groups of columns together, then each other group along with these.
-
-    The first `num_chosen` groups and clear ones are estimated together, up to `most` columns.
+    rows: Floats, values: Floats, num_blocks: int, groups: Sequence[list[int]], separates: bool
+) -> tuple[Floats, Floats, Floats, float, int]:
+    """Estimate all groups of columns together if `separates`, else each along with the clear ones.
 
     Returns:
-        Their columns; the slope of each column, its error and degrees of freedom; and the standard deviation
-            and degrees of freedom of the residuals.
+        The slope of each column, its error and degrees of freedom; and the standard deviation and degrees of
+            freedom of the residuals.
     """
-    together, others = [*groups[:num_chosen]], [*groups[num_chosen:]]
+    together, others = ([*groups], []) if separates else ([], [*groups])
+    most = max((len(rows) - num_blocks) // 3, *map(len, groups), 0)
     slopes, errors, degrees = np.zeros(rows.shape[1]), np.ones(rows.shape[1]), np.ones(rows.shape[1])
     while True:
         chosen = [column for group in together for column in group]
@@ -304,7 +253,7 @@ def _step_by_step(
         dof = max(len(values) - num_blocks - len(chosen), 1)
         sd = math.sqrt(float(residual @ residual) / dof)
         if chosen:
-            slopes[chosen], degrees[chosen] = _least_squares(kept, values)[0], dof
+            slopes[chosen], degrees[chosen] = _least_squares(kept, values), dof
             errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
         clearest: tuple[float, list[int]] = 1.0, []
         for group in others:
@@ -327,29 +276,25 @@ def _step_by_step(
             ratio = t / t_quantile(1 - ENTERS / 2 / rows.shape[1], left_dof)
             clearest = max(clearest, (ratio, group), key=lambda found: found[0])
         if not clearest[1]:
-            return chosen, slopes, errors, degrees, sd, dof
+            return slopes, errors, degrees, sd, dof
         together.append(clearest[1])
         others.remove(clearest[1])
 
 
-def _huber(design: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Return the slopes by Huber's estimator, and the weight of each value (1 if fully trusted)."""
-    weights = np.ones(len(values))
-    slopes, residual = _least_squares(design, values)
+def _huber(design: Floats, values: Floats) -> Floats:
+    """Return the slopes by Huber's estimator, which trusts outliers less."""
+    slopes = _least_squares(design, values)
     for _ in range(10):
+        residual = values - design @ slopes
         scale = 1.4826 * float(np.median(np.abs(residual)))
         if scale <= 1e-12:
             break
-        weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residual), 1e-300))
-        root = np.sqrt(weights)
-        before = slopes
-        slopes, _ = _least_squares(design * root[:, None], values * root)
-        residual = values - design @ slopes
+        root = np.sqrt(np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residual), 1e-300)))
+        before, slopes = slopes, _least_squares(design * root[:, None], values * root)
         if np.allclose(slopes, before, rtol=0, atol=1e-9):
             break
-    return slopes, weights
+    return slopes
 
 
-def _least_squares(design: Floats, values: Floats) -> tuple[Floats, Floats]:
-    slopes: Floats = np.asarray(np.linalg.lstsq(design, values, rcond=None)[0], np.float64)
-    return slopes, values - design @ slopes
+def _least_squares(design: Floats, values: Floats) -> Floats:
+    return np.asarray(np.linalg.lstsq(design, values, rcond=None)[0], np.float64)

@@ -25,12 +25,10 @@ from ptfast.core import run_directory
 from ptfast.core.distributed import Ranks, init_process_group
 from ptfast.core.machine import (
     die_with_parent,
-    machine_times,
     memory_limit,
     memory_of,
     peak_memory_bytes,
     processor_time_of,
-    processor_time_s,
 )
 from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Need
@@ -212,14 +210,11 @@ class Segments:
         if lead_steps:
             self._take(lead_steps)
         self._num_tokens = None
-        samples, spent_s, before = progress.samples, clock.ledger(), machine_times()
-        start_s, own_s = time.perf_counter(), processor_time_s()
+        samples, spent_s, start_s = progress.samples, clock.ledger(), time.perf_counter()
         self._take(num_steps)
-        wall_s, own_s = time.perf_counter() - start_s, processor_time_s() - own_s
-        after = machine_times()
+        wall_s = time.perf_counter() - start_s
         spent_s = {cause: now_s - spent_s[cause] for cause, now_s in clock.ledger().items()}
         samples, wall_s = progress.samples - samples, mean_over_ranks(wall_s, run)
-        own_s = sum_and_read([own_s], run.device, run.ranks)[0]
         if self._memory is None:
             workers = [process.pid for process in multiprocessing.active_children() if process.pid]
             self._memory = memory_of([os.getpid(), *workers])
@@ -234,7 +229,6 @@ class Segments:
             "memory": self._memory,
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
             "waiting": mean_over_ranks(spent_s["data"], run) / wall_s,
-            "system": cores_of_others(before, after, own_s, wall_s),
         }
         self._rest()
         return result
@@ -285,20 +279,3 @@ class Segments:
 def mean_over_ranks(value: float, run: Run) -> float:
     """Return the mean of a positive number over ranks, so that all ranks decide alike."""
     return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.world_size, 1e-6)
-
-
-def cores_of_others(
-    before: tuple[float | None, float | None],
-    after: tuple[float | None, float | None],
-    own_s: float,
-    wall_s: float,
-) -> dict[str, float | None]:
-    """Return the cores others used on average: processes here, and other virtual machines; None if unknown.
-
-    `before` and `after` are of `machine_times`; in between, the measurement's processes took `own_s` of them.
-    """
-    busy_s, steal_s = (
-        None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)
-    )
-    others = None if busy_s is None else max(busy_s - own_s, 0.0) / wall_s
-    return {"others_cores": others, "steal_cores": None if steal_s is None else steal_s / wall_s}

@@ -98,7 +98,7 @@ def _ask(
             answer = {"error": f"its process {ended}"}
         answers.append(answer)
     answer = next((answer for answer in answers if "error" in answer), answers[0])
-    for name in ("time", "waiting", "system"):
+    for name in ("time", "waiting"):
         if name in answer:
             found[index].setdefault(f"{name}s", []).append(answer.pop(name))
     if "samples_per_s" in answer:
