@@ -17,7 +17,7 @@ from conftest import ROOT
 from resuming import Armed, arm, assert_same_run, train_in_child
 from running import WITH_TESTS, build_run, train
 from test_augment import EVERYTHING
-from test_loaders import BOTH, NONE, REFLECTED, loader, same
+from test_loaders import BOTH, NONE, REFLECTED, color, loader, same
 
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_loaders import BOTH, loader
+from test_loaders import BOTH, color, loader
 
 from ptfast.data.build_data import Data
 from ptfast.data.sampling.next_epoch import NextEpoch
