@@ -97,7 +97,7 @@ class Result:
 def train(
     recipe: str | None = None, *overrides: str, model: Any = None, data: Any = None, **keys: Any
 ) -> Result:
-    """Train as `ptfast train +recipe=RECIPE OVERRIDES...` does, in this process.
+    """Train as `ptfast train recipe=RECIPE OVERRIDES...` does, in this process.
 
     Args:
         recipe: its name or path.
@@ -231,7 +231,7 @@ def _read(
     """The words of a call's arguments; a key without a value (`None`) of `model` and `data` is left out."""
     given = PythonWords(sweeps=sweeps)
     if recipe is not None:
-        given.words.append(recipe if "=" in recipe else f"+recipe={recipe}")
+        given.words.append(recipe if "=" in recipe else f"recipe={recipe}")
     given.words += overrides
     for key, value in keys.items():
         if value is not None or key not in ("model", "data"):

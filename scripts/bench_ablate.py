@@ -2,7 +2,7 @@
 
     python scripts/bench_ablate.py --images FOLDER --texts FOLDER --text FILE [--budget 4m] [--only char_gpt]
 
-FOLDERs are those of `data=imagefolder` and of `+recipe=text_sst2`, FILE is that of `+recipe=char_gpt`. Each
+FOLDERs are those of `data=imagefolder` and of `recipe=text_sst2`, FILE is that of `recipe=char_gpt`. Each
 recipe has some sessions. After each, for `--again` seconds and from a parent of their own, blocks of the pick
 and plain run in turns with those of `best.yaml` and the config as given.
 """
@@ -114,7 +114,7 @@ def main() -> None:
     close = disagree = compared = 0
     for recipe in asked.only:
         places = {name: str(getattr(asked, name).absolute()) for name in ("images", "texts", "text")}
-        words = [f"+recipe={recipe}", *(word.format(**places) for word in RECIPES[recipe])]
+        words = [f"recipe={recipe}", *(word.format(**places) for word in RECIPES[recipe])]
         sessions: list[dict[str, Any]] = []
         for turn in range(asked.sessions):
             sessions += session(words, asked.budget, asked.again, out / f"{recipe}-{turn}")

@@ -1,7 +1,7 @@
 """The cost of the ledger: steps with the clock's marks, beside the same steps without.
 
     python scripts/bench_accounting.py
-    python scripts/bench_accounting.py +recipe=resnet_cifar data=imagefolder data.root=FOLDER --steps 2
+    python scripts/bench_accounting.py recipe=resnet_cifar data=imagefolder data.root=FOLDER --steps 2
 
 One run is trained; every other stretch of it has a clock whose marks do nothing. A round is some such pairs,
 of which the first stretch changes. On a CPU it is processor time that is compared, which a busy machine
@@ -71,7 +71,7 @@ def measure(words: list[str], steps: int, pairs: int, rounds: int) -> tuple[list
     """Microseconds of a step without marks, and how many more with them, by round; and marks a step."""
     with tempfile.TemporaryDirectory() as name, silence():
         folder = Path(name)
-        run = build(folder, [*words, *(noise(folder) if "+recipe=resnet_cifar" in words[-1:] else [])])
+        run = build(folder, [*words, *(noise(folder) if "recipe=resnet_cifar" in words[-1:] else [])])
         from ptfast.training.loop.step import Trainer
 
         on_host = run.device.type == "cpu"
@@ -135,8 +135,8 @@ def main() -> None:
     mlp = ["model=mlp", "model.hidden=[64]", "batch_size=64", "data.val=0"]
     rows = [
         ("MLP, batch 64", mlp, 100, 4 * args.pairs),
-        ("resnet_digits", ["+recipe=resnet_digits"], 10, args.pairs),
-        ("resnet_cifar", ["+recipe=resnet_cifar"], 1, args.pairs),
+        ("resnet_digits", ["recipe=resnet_digits"], 10, args.pairs),
+        ("resnet_cifar", ["recipe=resnet_cifar"], 1, args.pairs),
     ]
     if args.words:
         rows = [(" ".join(args.words), args.words, args.steps, args.pairs)]

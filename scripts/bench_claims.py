@@ -147,7 +147,7 @@ CLAIMS = (
     Claim(
         *("all of them", "35 minutes become 10"),
         source="often repeated: DistilBERT, 150,000 texts, a T4; no breakdown",
-        takes="that GPU and model; ptfast ablate +recipe=NAME measures yours",
+        takes="that GPU and model; ptfast ablate recipe=NAME measures yours",
     ),
 )
 """In the order of the sources."""

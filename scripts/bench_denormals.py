@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data/sst2", help="folder of SST-2")
     asked = parser.parse_args()
-    words = ["+recipe=text_sst2", f"data.root={asked.data}", "device=cpu"]
+    words = ["recipe=text_sst2", f"data.root={asked.data}", "device=cpu"]
     found: dict[str, list[list[float]]] = {"false": [], "true": []}
     losses: dict[str, float] = {}
     for _ in range(asked.rounds):

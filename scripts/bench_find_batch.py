@@ -65,7 +65,7 @@ def main() -> None:
         codes = []
         for seed in range(arguments.runs):
             length = ["epochs=null", f"steps={arguments.steps}", f"eval.every={arguments.steps // 2}steps"]
-            words = ["train", "+recipe=./found.yaml", *length, f"seed={seed}", f"run.dir=run{seed}"]
+            words = ["train", "recipe=./found.yaml", *length, f"seed={seed}", f"run.dir=run{seed}"]
             trained = limited(words, arguments.limit_gib, folder)
             codes.append(trained.returncode)
             print(f"run {seed}: exit code {trained.returncode}", flush=True)

@@ -1,8 +1,8 @@
 """Train at the rate of `ptfast find lr`, at a tenth and at ten times it.
 
-    python scripts/bench_find_lr.py +recipe=resnet_digits
-    python scripts/bench_find_lr.py +recipe=resnet_cifar data.root=FOLDER --steps 200 --seeds 3
-    python scripts/bench_find_lr.py +recipe=resnet_cifar data.root=FOLDER --cycle    as --write made it
+    python scripts/bench_find_lr.py recipe=resnet_digits
+    python scripts/bench_find_lr.py recipe=resnet_cifar data.root=FOLDER --steps 200 --seeds 3
+    python scripts/bench_find_lr.py recipe=resnet_cifar data.root=FOLDER --cycle    as --write made it
 
 Without `--cycle` the rate stays what it is over all steps, and the figure is the mean training loss of the
 last quarter. With it the rate found is the maximum of one cycle, trained from the file that `--write` made,
@@ -29,7 +29,7 @@ from ptfast.cli import command_line  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("words", nargs="+", help="+recipe=NAME and overrides")
+    parser.add_argument("words", nargs="+", help="recipe=NAME and overrides")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cycle", action="store_true")
@@ -46,7 +46,7 @@ def main() -> None:
         )
         if arguments.cycle:
             sides = {
-                f"{chosen:.3g} (written)": [f"+recipe={written}"],
+                f"{chosen:.3g} (written)": [f"recipe={written}"],
                 f"{given / 10:.3g} (a tenth of the recipe's)": [*words, f"optimizer.lr={given / 10}"],
             }
         else:

@@ -4,7 +4,7 @@
 
 `slow` takes 20 ms a sample, spent waiting as for a disk far away, and its network waits 40 ms a step, as a
 host does for a GPU; `neighbor` reads files while another process keeps a core busy. FOLDERs are those of
-`data=imagefolder` and of `+recipe=text_sst2`. For each set-up the command chooses a loader; then every loader
+`data=imagefolder` and of `recipe=text_sst2`. For each set-up the command chooses a loader; then every loader
 of a grid trains by itself by `ptfast train`, in interleaved rounds, and the choice is held against the best.
 """
 
@@ -42,13 +42,13 @@ FILES = (
 )
 SETUPS = {
     "files": FILES,
-    "memory": ("+recipe=resnet_digits",),
+    "memory": ("recipe=resnet_digits",),
     "pack": tuple(word.replace("{images}", "{pack}") for word in FILES),
     "slow": (
         *("data=custom", "data._target_=bench_find_workers.Slow", "data.val=0", "batch_size=16"),
         *("model=custom", "model._target_=bench_find_workers.Waiting"),
     ),
-    "text": ("+recipe=text_sst2", "data.root={texts}"),
+    "text": ("recipe=text_sst2", "data.root={texts}"),
     "neighbor": FILES,
 }
 KINDS = {"files": ("memory",), "neighbor": ("memory",), "pack": ("packed", "memory"), "text": ("memory",)}

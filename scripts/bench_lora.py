@@ -46,7 +46,7 @@ def write_halves(data: Path, folder: Path) -> None:
 
 def train(folder: Path, half: str, run: str, *words: str) -> dict[str, float]:
     """Train in a process of its own; return its figures."""
-    command = [sys.executable, "-m", "ptfast", "train", "+recipe=text_sst2", f"data.root={folder / half}"]
+    command = [sys.executable, "-m", "ptfast", "train", "recipe=text_sst2", f"data.root={folder / half}"]
     command += [
         f"data.tokenizer={folder / 'tokenizer.json'}",
         "eval.every=1epochs",

@@ -3,7 +3,7 @@
     python scripts/bench_padding.py FOLDER                       five seeds, `batching=none` against `buckets`
     python scripts/bench_padding.py FOLDER --seeds 3 model.depth=2 precision=bf16
 
-FOLDER holds train.tsv, dev.tsv and test.tsv. Every run is `ptfast train +recipe=text_sst2` with the same seed
+FOLDER holds train.tsv, dev.tsv and test.tsv. Every run is `ptfast train recipe=text_sst2` with the same seed
 on either side; the figure is the accuracy of the last step on the test split.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
 def trained(root: str, seed: int, *words: str) -> tuple[float, float]:
     """Accuracy on the test split, and training samples a second."""
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ("+recipe=text_sst2", f"data.root={root}", f"seed={seed}", "log_every=100epochs")
+        fixed = ("recipe=text_sst2", f"data.root={root}", f"seed={seed}", "log_every=100epochs")
         with silence():
             exit_code = command_line.run(
                 ["train", *fixed, "eval.every=100epochs", f"run.dir={folder}/run", *words]

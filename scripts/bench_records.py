@@ -4,7 +4,7 @@
     python scripts/bench_records.py FOLDER --rounds 8         time of a step, in turns
     python scripts/bench_records.py FOLDER --seeds 0 1 2 --rounds 8 --compile model --results FILE
 
-FOLDER holds train/CLASS/*.jpg and test/CLASS/*.jpg. `ptfast` is `ptfast train +recipe=cifar_speedrun` as
+FOLDER holds train/CLASS/*.jpg and test/CLASS/*.jpg. `ptfast` is `ptfast train recipe=cifar_speedrun` as
 users type it. `by hand` is scripts/airbench94_by_hand.py: the same network, data, precision and schedule in
 plain torch. `by hand, memory kept` adds two of ptfast's settings: glibc keeps freed memory, and waiting
 threads spin for a millisecond only.
@@ -79,7 +79,7 @@ def run_ptfast(args: argparse.Namespace, own: list[str], seed: int, stop: int | 
     with tempfile.TemporaryDirectory() as folder:
         named = f"_target_: bench_records.Clock, file: {folder}/clock, clock: {args.clock}"
         clock = f"callbacks=[{{{named}, stop: {stop or 'null'}}}]"
-        words = ["-m", "ptfast", "train", f"+recipe={args.recipe}", "data=imagefolder"]
+        words = ["-m", "ptfast", "train", f"recipe={args.recipe}", "data=imagefolder"]
         words += [f"data.root={args.folder}", f"epochs={args.epochs}", f"batch_size={args.batch_size}"]
         words += [f"seed={seed}", f"run.dir={folder}/run", clock, *args.words, *own]
         execute(words, {}, accepts=130 if stop else 0)

@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a row in each round")
     args = parser.parse_intermixed_args()
     names = args.row or list(ROWS)
-    words = [word if "=" in word else f"+recipe={word}" for word in args.words]
+    words = [word if "=" in word else f"recipe={word}" for word in args.words]
     rows = [start(name, words) for name in names]
     left_out = []
     for row in list(rows):

@@ -67,7 +67,7 @@ def test_data(case: BadData, capsys: Capture) -> None:
 )
 def test_surprises_of_yaml_are_warned_of(text: str, warning: str, capsys: Capture) -> None:
     Path("mine.yaml").write_text(text)
-    _, err = train_once("+recipe=./mine.yaml", "steps=1", capsys=capsys)
+    _, err = train_once("recipe=./mine.yaml", "steps=1", capsys=capsys)
     assert err.startswith(f"ptfast: warning: {warning}")
     assert len(err.splitlines()) == 1
 
@@ -138,7 +138,7 @@ def test_a_data_set_that_cannot_be_pickled_under_spawn(capsys: Capture, monkeypa
 
 
 def test_as_a_user_sees_it(run_ptfast: RunPtfast, in_tmp: Path) -> None:
-    done = run_ptfast("train", "+recipe=resnet_cfar")
+    done = run_ptfast("train", "recipe=resnet_cfar")
     assert_says(done.err, "C003", ("Did you mean resnet_cifar?",))
     assert done.code == 2
     assert not tree(in_tmp)

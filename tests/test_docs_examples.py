@@ -97,9 +97,9 @@ def test_a_stream_trains(in_users_folder: Path) -> None:
 def test_files_of_config_say_what_the_page_says(in_users_folder: Path) -> None:
     (groups,) = [text for text in fences("docs/how-to/models/fine-tune.md", "yaml") if "groups:" in text]
     Path("groups.yaml").write_text(groups)
-    config = read_config(["+recipe=./groups.yaml"])[1]
+    config = read_config(["recipe=./groups.yaml"])[1]
     assert [group.match for group in config.optimizer.groups] == ["*.bias", "layers.1.*"]
-    assert read_config(["+recipe=./mine.yaml"])[1].epochs == 60
+    assert read_config(["recipe=./mine.yaml"])[1].epochs == 60
     words = ["data=custom", "data._target_=mine.Rings", "model=net", "model.width=32"]
     assert read_config(words)[1].model.target.path == "mine.Net"
 
@@ -121,11 +121,11 @@ EXEMPT = {
     "model.weights=pretrained": "downloads weights",
     "debug=nvtx": "needs CUDA",
     "task=detection.Detection": "needs pycocotools",
-    "+recipe=finetune_image": "downloads weights",
-    "+recipe=distilbert_text": "downloads weights",
-    "+recipe=resnet50_imagenet": "trained small by test_recipes",
-    "+recipe=gpt2_124m": "trained small by test_recipes",
-    "+recipe=segmentation": "trained small by test_recipes",
+    "recipe=finetune_image": "downloads weights",
+    "recipe=distilbert_text": "downloads weights",
+    "recipe=resnet50_imagenet": "trained small by test_recipes",
+    "recipe=gpt2_124m": "trained small by test_recipes",
+    "recipe=segmentation": "trained small by test_recipes",
     "data.shards=https://HOST/train-{000..146}.tar": "reads from a host",
     "data.shards=s3://BUCKET/train-{000..146}.tar": "reads from a host",
 }
@@ -148,8 +148,8 @@ def small_data(in_users_folder: Path) -> Path:
 
 def on_small_data(words: Sequence[str], folder: Path) -> list[str]:
     """A command as it stands, but with the files of `folder` in a user's place, and a run of its own."""
-    text = bool({"+recipe=char_gpt", "data=text_file", "--tokenizer"} & {*words})
-    tables = bool({"+recipe=text_sst2", "data=text_tsv"} & {*words})
+    text = bool({"recipe=char_gpt", "data=text_file", "--tokenizer"} & {*words})
+    tables = bool({"recipe=text_sst2", "data=text_tsv"} & {*words})
     files = {
         "FOLDER": "" if tables else "images",
         "FILE": "text.txt" if text else "points.npz",
@@ -161,7 +161,7 @@ def on_small_data(words: Sequence[str], folder: Path) -> list[str]:
         "DIR/val": "shards",
         "/shared/conf": "../shared/conf",
     }
-    cifar = {"+recipe=resnet_cifar", "+recipe=./mine.yaml"} & {*words} and "data=imagefolder" not in words
+    cifar = {"recipe=resnet_cifar", "recipe=./mine.yaml"} & {*words} and "data=imagefolder" not in words
     given = [word for word in words if not word.startswith(("run.resume=", "run.dir="))]
     parts = [word.rpartition("=") for word in given]
     swapped = [
@@ -194,7 +194,7 @@ def test_a_training_runs(shown: Shown, small_data: Path, tmp_path: Path) -> None
     if {*EXEMPT, NODES, "--cfg", "--info", "--dry-run"} & {*shown.words}:
         pytest.skip("not trained")
     words = on_small_data(shown.words, small_data)
-    if not {"+recipe=resnet_digits"} & {*words} and shown.page != OWN_CONF:
+    if not {"recipe=resnet_digits"} & {*words} and shown.page != OWN_CONF:
         shorter = ("epochs=", "steps=", "batch_size=", "data.image_size=")
         words = [word for word in words if not word.startswith(shorter)] + ["steps=12", "batch_size=10"]
         words += ["epochs=null"] + ["data.image_size=32"] * ("imagefolder" in str(words))
@@ -218,11 +218,11 @@ OTHER = [
 def finished(small_data: Path) -> dict[str, str]:
     """What commands that read a run name, by how pages write it."""
     text = on_small_data(
-        ["train", "+recipe=char_gpt", "data.path=FILE", "steps=2", "batch_size=4"], small_data
+        ["train", "recipe=char_gpt", "data.path=FILE", "steps=2", "batch_size=4"], small_data
     )
     assert run([*text, "run.dir=runs/text"]) == 0
-    assert run(["train", "+recipe=resnet_digits", "steps=2"]) == 0
-    assert run(["train", "-m", "+recipe=resnet_digits", "steps=2", "seed=0,1"]) == 0
+    assert run(["train", "recipe=resnet_digits", "steps=2"]) == 0
+    assert run(["train", "-m", "recipe=resnet_digits", "steps=2", "seed=0,1"]) == 0
     shutil.copytree(small_data / "images" / "train", "folder")
     shutil.copy(next(Path("folder").rglob("*.png")), "image.png")
     (digits,) = map(str, Path("runs/resnet_digits").iterdir())

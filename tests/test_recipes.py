@@ -51,7 +51,7 @@ def test_a_recipe_trains(name: str, files: Path, tmp_path: Path) -> None:
     if name == "distilbert_text":
         pytest.importorskip("transformers", reason="needs the package transformers")
     small = [word.replace("FILES", str(files)) for word in SMALL[name]]
-    words = (f"+recipe={name}", *small, "epochs=null", "steps=2", "device=cpu", "dataloader=plain")
+    words = (f"recipe={name}", *small, "epochs=null", "steps=2", "device=cpu", "dataloader=plain")
     run = build_run(tmp_path / "run", *words)
     try:
         assert fit(run) == "finished"

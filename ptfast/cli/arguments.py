@@ -193,7 +193,7 @@ def _unknown_flag(word: str, words: list[str], command: Command) -> ConfigError:
     if not hint and len(bare) > 1:
         from ptfast.config.checks.validate import key_named
 
-        key = "+recipe" if bare == "recipe" else key_named(bare.replace("-", "_"))
+        key = bare if bare == "recipe" else key_named(bare.replace("-", "_"))
         if key := key or ("." in bare and bare):
             shown = "VALUE" if value.startswith("-") or is_secret(key) else value
             hint = f"Config is key=value without dashes: {key}={shown}"

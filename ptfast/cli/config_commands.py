@@ -131,7 +131,7 @@ def race(args: Namespace) -> int:
     from ptfast.cli.time_to_target import Target, compare_to_target
 
     if args.target is None:
-        hint = "Usage: ptfast race [+recipe=NAME] key=a,b --target accuracy=0.9"
+        hint = "Usage: ptfast race [recipe=NAME] key=a,b --target accuracy=0.9"
         raise ConfigError("C016", "an argument is missing", key="--target", suggestion=hint)
     target = Target.parse(args.target)
     # The first word varies slowest: variants take turns, so that drift of the machine affects all equally.

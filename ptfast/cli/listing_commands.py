@@ -49,13 +49,13 @@ def copy(args: Namespace) -> int:
             copied = {path.resolve(): own for own, path in paths.options(paths.RECIPES).items()}
             called = copied.get(file.resolve()) or str(file if file.is_absolute() else f"./{file}")
             text = known[name].read_text(encoding="utf-8")
-            target.write(re.sub(rf"\+recipe={re.escape(name)}(?=\s|$)", lambda _: f"+recipe={called}", text))
+            target.write(re.sub(rf"\brecipe={re.escape(name)}(?=\s|$)", lambda _: f"recipe={called}", text))
     except FileExistsError:
         what = "already exists and is not overwritten"
         raise MachineError("E001", what, key=str(file), suggestion="Choose another name") from None
     except OSError as error:
         raise cannot_write(error, str(file)) from None
-    print(f"wrote {file}; run it with: ptfast train +recipe={called}")
+    print(f"wrote {file}; run it with: ptfast train recipe={called}")
     return EXIT_OK
 
 

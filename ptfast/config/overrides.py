@@ -163,11 +163,11 @@ def _check_shape(written: str, groups: list[str]) -> None:
         recipes = paths.options(paths.RECIPES)
         before, colon, after = written.partition(":")
         if written in recipes or written.endswith(".yaml"):
-            hint = f"Write +recipe={written}"
+            hint = f"Write recipe={written}"
         elif colon:
             hint = f"Write {before.strip()}={after.strip()}"
         else:
-            near = did_you_mean(written, recipes, "+recipe={}")
+            near = did_you_mean(written, recipes, "recipe={}")
             is_recipe = near and written not in groups and "." not in written
             hint = near if is_recipe else f"Write {written}=VALUE"
         what = "not of the form key=value"

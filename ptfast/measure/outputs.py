@@ -70,7 +70,7 @@ def write_recipe(
 ) -> None:
     """Write a recipe from the arguments and the result, and show how to train with it."""
     called = write_overlay(file, arguments, found, comment, flag)
-    say(f"wrote {file}; train with it: ptfast train +recipe={called}")
+    say(f"wrote {file}; train with it: ptfast train recipe={called}")
 
 
 def run_ptfast(

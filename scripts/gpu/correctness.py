@@ -28,9 +28,9 @@ BASE = (
     *("saving.every=10steps", f"eval.every={STEPS}steps"),
 )
 RUNS = {
-    "resnet": ("+recipe=resnet_digits", "augment=crop_flip", "augment.crop_padding=1"),
+    "resnet": ("recipe=resnet_digits", "augment=crop_flip", "augment.crop_padding=1"),
     "gpt": (
-        *("+recipe=char_gpt", "model.width=64", "model.depth=2", "model.dropout=0.1", "data.path=text.txt"),
+        *("recipe=char_gpt", "model.width=64", "model.depth=2", "model.dropout=0.1", "data.path=text.txt"),
         *("data.context_length=64", "batch_size=16", "ema=ema", "gradients.accumulate=2"),
     ),
 }

@@ -194,7 +194,7 @@ def images(check: Check) -> tuple[str, str]:
 def speedrun(seed: int, compile_as: str, check: Check) -> Figures:
     """`recipes/cifar_speedrun.yaml` with one seed."""
     check_compiler(compile_as, check)
-    words = ("+recipe=cifar_speedrun", *images(check), f"compile={compile_as}", "device=cuda")
+    words = ("recipe=cifar_speedrun", *images(check), f"compile={compile_as}", "device=cuda")
     small = ("model.widths=[4,8,8]", "batch_size=80", "eval.batch_size=80") if check.quick else ()
     folder = check.scratch / f"speedrun-{compile_as}-{seed}"
     check.ptfast("train", *words, *small, f"seed={seed}", f"run.dir={folder}")

@@ -70,7 +70,7 @@ def test_importing_ptfast_loads_nothing_heavy() -> None:
 
 
 def test_a_run_has_the_bits_and_the_files_of_the_command() -> None:
-    assert train_command("+recipe=resnet_digits", *DIGITS, "optimizer.lr=0.02", "run.dir=theirs") == 0
+    assert train_command("recipe=resnet_digits", *DIGITS, "optimizer.lr=0.02", "run.dir=theirs") == 0
     keys: dict[str, Any] = {"steps": 6, "optimizer": {"lr": 0.02}, "run": {"dir": "ours"}}
     result = ptfast.train("resnet_digits", *DIGITS[:3], "batch_size=32", **keys)
     assert result.path == Path("ours")
@@ -123,7 +123,7 @@ def test_a_result_shows_what_the_run_was(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_text_of_python_stays_that_text(value: str) -> None:
     words = PythonWords()
     words.add("vars", {"text": value, "list": [value, 1, None, 2.5, True], "float": 1e-5})
-    composed = compose(["+recipe=resnet_digits", *words.words], complete=False)
+    composed = compose(["recipe=resnet_digits", *words.words], complete=False)
     assert composed.tree["vars"] == {
         "text": value,
         "list": [value, 1, None, 2.5, True],

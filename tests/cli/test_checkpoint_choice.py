@@ -16,7 +16,7 @@ from ptfast.cli.command_line import run
 from ptfast.core.errors import PtfastError
 from ptfast.core.tensors.saved_state import find_checkpoint
 
-WORDS = ("+recipe=resnet_digits", "model=mlp", "epochs=null", "steps=9", "batch_size=32")
+WORDS = ("recipe=resnet_digits", "model=mlp", "epochs=null", "steps=9", "batch_size=32")
 # The highest loss is the best: that of the first evaluation.
 FIRST_IS_BEST = (
     "eval.every=3steps",

@@ -183,7 +183,7 @@ def test_a_recipe_can_be_copied_and_trained(in_tmp: Path, capsys: pytest.Capture
     assert run(["copy", "resnet_digits", "mine.yaml"]) == 0
     text = Path("mine.yaml").read_text()
     Path("mine.yaml").write_text(text.replace("epochs: ", "steps: 3 # epochs: "))
-    assert train("+recipe=./mine.yaml", "batch_size=32") == 0
+    assert train("recipe=./mine.yaml", "batch_size=32") == 0
     (folder,) = Path("runs/mine").iterdir()
     assert summary(folder)["steps"] == 3
     assert run(["copy", "resnet_digits", "mine.yaml"]) != 0
@@ -204,7 +204,7 @@ def test_views_of_the_config(
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
-    assert run(["train", "+recipe=resnet_digits", "optimizer.lr=0.5", "--cfg", "job"]) == 0
+    assert run(["train", "recipe=resnet_digits", "optimizer.lr=0.5", "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert (tree["optimizer"]["lr"], tree["recipe"]) == (0.5, "resnet_digits")
     assert run(["train", "--info", "defaults-tree"]) == 0
@@ -222,7 +222,7 @@ def test_a_dry_run_leaves_nothing_behind(
     monkeypatch.setenv("TMPDIR", str(in_tmp))
     monkeypatch.setattr("tempfile.tempdir", None)
     words = ("gradients.accumulate=2", "ema=ema", "precision=bf16", "--dry-run")
-    assert run(["train", "+recipe=resnet_digits", *words]) == 0
+    assert run(["train", "recipe=resnet_digits", *words]) == 0
     out = capsys.readouterr().out
     for row in ("parameters", "peak memory", "operations per step", "time per epoch", "disk"):
         assert row in out
@@ -329,7 +329,7 @@ def test_nothing_under_torchrun_runs_twice(
     }.items():
         monkeypatch.setenv(name, value)
     for name in ("find", "ablate", "audit", "race", "chaos"):
-        assert run([name, *["lr"] * (name == "find"), "+recipe=resnet_digits"]) == 2
+        assert run([name, *["lr"] * (name == "find"), "recipe=resnet_digits"]) == 2
         assert "would measure on its own" in capsys.readouterr().err
     assert run(["train", "--dry-run"]) == 0
     assert capsys.readouterr().out == ""

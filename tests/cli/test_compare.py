@@ -144,7 +144,7 @@ def write_sweep(folder: Path, accuracies: dict[str, float | None]) -> list[Path]
     for number, (words, accuracy) in enumerate(accuracies.items()):
         ending = {} if accuracy else {"status": "failed", "error": "killed"}
         runs.append(write_run(folder / str(number), accuracy, sgd(0.1), **ending))
-        line = ["train", "+recipe=x", *words.split(), f"run.dir={runs[-1]}"]
+        line = ["train", "recipe=x", *words.split(), f"run.dir={runs[-1]}"]
         (runs[-1] / "environment.json").write_text(json.dumps({"command_line": line}))
     return runs
 
@@ -154,7 +154,7 @@ def test_a_sweep_is_told_apart_by_its_arguments(tmp_path: Path, capsys: pytest.C
     runs = write_sweep(folder, {"optimizer=sgd": 0.9, "optimizer=adamw": 0.9})
     dead = folder / "2"
     dead.mkdir()
-    summary = {"status": "failed", "error": "killed", "arguments": ["+recipe=x", "optimizer=lamb"]}
+    summary = {"status": "failed", "error": "killed", "arguments": ["recipe=x", "optimizer=lamb"]}
     (dead / "summary.json").write_text(json.dumps(summary))
     ranking = rank_runs([*runs, dead, folder / "never started"])
     assert [label.get("optimizer") for label in ranking.labels] == ["sgd", "adamw", None, "lamb"]

@@ -25,7 +25,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.tensors.saved_state import find_state, read_state
 from ptfast.training.exports import export_run
 
-DIGITS = ("+recipe=resnet_digits", "model.width=4", "epochs=null", "steps=6", "batch_size=32")
+DIGITS = ("recipe=resnet_digits", "model.width=4", "epochs=null", "steps=6", "batch_size=32")
 PIXELS = ("data=custom", "data._target_=toys.shapes", "model=custom", "model._target_=toys.PixelNet")
 
 

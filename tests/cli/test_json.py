@@ -28,7 +28,7 @@ TINY = ["data=digits", "model=mlp", "model.hidden=[8]", "steps=4", "log_every=2"
 
 TYPED = "command line"
 ERRORS: dict[str, tuple[str, str | None, str | None, str | None, str | None]] = {
-    "train +recipe=resnet_cfar": ("C003", "+recipe", "resnet_cfar", TYPED, "Did you mean resnet_cifar?"),
+    "train recipe=resnet_cfar": ("C003", "recipe", "resnet_cfar", TYPED, "Did you mean resnet_cifar?"),
     "train optimizer.lrr=1": ("C002", "optimizer.lrr", "1", TYPED, "Did you mean optimizer.lr?"),
     "train optimizer.lr=fast": ("C004", "optimizer.lr", "fast", TYPED, None),
     "train batch_size=-1": ("C005", "batch_size", "-1", TYPED, None),
@@ -37,7 +37,7 @@ ERRORS: dict[str, tuple[str, str | None, str | None, str | None, str | None]] = 
     "train optimizer=sdg": ("C003", "optimizer", "sdg", TYPED, "Did you mean optimizer=sgd?"),
     "train epochs": ("C001", "epochs", None, TYPED, "Write epochs=VALUE"),
     "train epochs:3": ("C001", "epochs:3", None, TYPED, "Write epochs=3"),
-    "train +recipe=./bad.yaml": ("C007", None, None, "bad.yaml:2:1", None),
+    "train recipe=./bad.yaml": ("C007", None, None, "bad.yaml:2:1", None),
     "train seed=${nope}": ("C008", "seed", "${nope}", TYPED, None),
     "train seed=[1": ("C001", "seed", "[1", TYPED, "Check quotes"),
     "train model._target_=os.system": ("C009", "model._target_", "os.system", TYPED, None),
@@ -109,7 +109,7 @@ ERRORS: dict[str, tuple[str, str | None, str | None, str | None, str | None]] = 
     "schema --out /nowhere/x.json": ("E001", "--out", "/nowhere/x.json", TYPED, None),
     "completion tcsh": ("C015", "tcsh", None, None, "Name bash, zsh or fish"),
     "launch slrum": ("C003", "launch", "slrum", TYPED, "Did you mean slurm?"),
-    "launch slurm +recipe=none": ("C003", "+recipe", "none", TYPED, "Recipes: char_gpt"),
+    "launch slurm recipe=none": ("C003", "recipe", "none", TYPED, "Recipes: char_gpt"),
     "launch ray --nodes none": ("C005", "--nodes", "none", TYPED, None),
     "trian": ("C015", "trian", None, None, "Did you mean train?"),
     "--help optimzer": ("C003", "optimzer", None, None, "Did you mean ptfast --help optimizer?"),

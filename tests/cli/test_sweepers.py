@@ -111,7 +111,7 @@ def test_a_sweep_runs_every_point_and_survives_a_failure(tmp_path: Path) -> None
         return lambda: lr
 
     results = multirun.sweep(
-        ["+recipe=resnet_digits", "optimizer.lr=0.1,0.2", "preset=plain,fast"],
+        ["recipe=resnet_digits", "optimizer.lr=0.1,0.2", "preset=plain,fast"],
         job,
         tmp_path / "a sweep",
         lambda c: checked.append((c.tree["optimizer"]["lr"], c.tree["preset"])),

@@ -60,11 +60,11 @@ def test_every_option_composes_and_says_what_it_is(number: int) -> None:
 
 @pytest.mark.parametrize("name", ["char_gpt", "resnet_cifar", "resnet_digits", "text_sst2"])
 def test_every_recipe_composes_and_names_its_command(name: str) -> None:
-    composed = compose([f"+recipe={name}"], complete=False)
+    composed = compose([f"recipe={name}"], complete=False)
     assert composed.tree["recipe"] == name
     entry = next(e for e in config_help.entries(paths.RECIPES) if e.name == name)
-    assert entry.command.startswith(f"ptfast train +recipe={name}")
-    assert compose([f"recipe={name}"], complete=False).tree == composed.tree
+    assert entry.command.startswith(f"ptfast train recipe={name}")
+    assert compose([f"+recipe={name}"], complete=False).tree == composed.tree
 
 
 def test_the_default_preset_is_what_the_primary_config_says() -> None:
@@ -74,20 +74,20 @@ def test_the_default_preset_is_what_the_primary_config_says() -> None:
 def test_precedence_is_argument_then_preset_then_recipe_then_default() -> None:
     write("recipes/mine.yaml", "defaults:\n  - precision: bf16\nepochs: 3\nbatch_size: 8\n")
     assert compose().tree["precision"]["mode"] == "fp32"
-    assert compose(["+recipe=mine"]).tree["precision"]["mode"] == "bf16"
-    assert compose(["+recipe=mine", "preset=fast"]).tree["precision"]["mode"] == "amp"
-    assert compose(["preset=fast", "+recipe=mine", "precision=fp32"]).tree["precision"]["mode"] == "fp32"
-    assert compose(["+recipe=mine", "epochs=5"]).tree["epochs"] == 5
-    assert compose(["+recipe=mine", "preset=plain"]).tree["epochs"] == 3
+    assert compose(["recipe=mine"]).tree["precision"]["mode"] == "bf16"
+    assert compose(["recipe=mine", "preset=fast"]).tree["precision"]["mode"] == "amp"
+    assert compose(["preset=fast", "recipe=mine", "precision=fp32"]).tree["precision"]["mode"] == "fp32"
+    assert compose(["recipe=mine", "epochs=5"]).tree["epochs"] == 5
+    assert compose(["recipe=mine", "preset=plain"]).tree["epochs"] == 3
 
 
 def test_a_preset_that_a_recipe_names_goes_under_the_recipe() -> None:
     write("recipes/mine.yaml", "defaults:\n  - override /dataloader: workers\npreset: plain\n")
-    tree = compose(["+recipe=mine"]).tree
+    tree = compose(["recipe=mine"]).tree
     assert tree["dataloader"]["kind"] == "workers"
     assert tree["optimizer"]["fused"] is False
     assert tree["rewrites"]["channels_last"] is False
-    assert compose(["+recipe=mine", "preset=safe"]).tree["optimizer"]["fused"] == "auto"
+    assert compose(["recipe=mine", "preset=safe"]).tree["optimizer"]["fused"] == "auto"
 
 
 def test_a_preset_leaves_alone_what_an_option_does_not_have() -> None:
@@ -125,7 +125,7 @@ def test_a_section_alone_holds_its_defaults() -> None:
 
 
 def test_numbers_of_one_optimizer_do_not_leak_into_another() -> None:
-    assert "nesterov" not in compose(["+recipe=resnet_cifar", "optimizer=adamw"]).tree["optimizer"]
+    assert "nesterov" not in compose(["recipe=resnet_cifar", "optimizer=adamw"]).tree["optimizer"]
 
 
 def test_unknown_keys_stay_in_the_tree_for_validation_to_refuse() -> None:
@@ -137,7 +137,7 @@ def test_unknown_keys_stay_in_the_tree_for_validation_to_refuse() -> None:
 
 
 def test_each_key_has_a_place() -> None:
-    composed = compose(["+recipe=resnet_cifar", "optimizer.lr=0.2", "seed=1", "preset=plain"])
+    composed = compose(["recipe=resnet_cifar", "optimizer.lr=0.2", "seed=1", "preset=plain"])
     assert composed.place("optimizer.lr") == composed.place("seed") == "command line"
     assert composed.place("optimizer.nesterov") == _line("conf/optimizer/sgd_cifar.yaml", "nesterov")
     assert composed.place("optimizer.momentum") == _line("conf/optimizer/sgd.yaml", "momentum")
@@ -175,7 +175,7 @@ def test_own_options_and_recipes_come_first() -> None:
     own = {**defaults()["optimizer"], "_target_": "my.Sgd", "lr": 7}
     assert compose(["optimizer=sgd"]).tree["optimizer"] == own
     assert compose(["optimizer=tuned"]).tree["optimizer"]["betas"] == [0.9, 0.999]
-    composed = compose(["+recipe=resnet_digits"])
+    composed = compose(["recipe=resnet_digits"])
     assert composed.tree["epochs"] == 99
     assert composed.place("epochs") == "recipes/resnet_digits.yaml:1"
     assert "of" not in composed.tree
@@ -187,7 +187,7 @@ def test_a_recipe_by_path_needs_no_header(folder: str) -> None:
         f"{folder}mine.yaml", "defaults:\n  - override /data: cifar10\n  - model: resnet20\nepochs: 2\n"
     )
     for given in (f"./{file}", str(Path(file).absolute())):
-        composed = compose([f"+recipe={given}"])
+        composed = compose([f"recipe={given}"])
         assert composed.tree["recipe"] == "mine"
         assert composed.tree["epochs"] == 2
         assert composed.tree["data"]["name"] == "cifar10"
@@ -199,7 +199,7 @@ def test_a_recipe_by_path_needs_no_header(folder: str) -> None:
     [
         ("optimizer.lr:0.1", "C001", ["optimizer.lr:0.1 (command line)", "Write optimizer.lr=0.1"]),
         ("optimizer.lr", "C001", ["Write optimizer.lr=VALUE"]),
-        ("resnet_digits", "C001", ["Write +recipe=resnet_digits"]),
+        ("resnet_digits", "C001", ["Write recipe=resnet_digits"]),
         ("optimizer.lr='a", "C001", ["quotes"]),
         ("model.hidden=[1,2", "C001", ["brackets"]),
         ("=3", "C001", ["no key"]),
@@ -218,8 +218,8 @@ def test_a_recipe_by_path_needs_no_header(folder: str) -> None:
         ("checkpointing=last", "C003", ["Did you mean saving=last?", "activation checkpointing"]),
         ("model=adamw", "C003", ["Did you mean optimizer=adamw?"]),
         ("preset=fsat", "C003", ["Did you mean preset=fast?"]),
-        ("+recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "Recipes: char_gpt, cifar_speed"]),
-        ("+recipe=./mine.yaml", "C003", ["no such recipe file"]),
+        ("recipe=resnet_cfar", "C003", ["Did you mean resnet_cifar?", "Recipes: char_gpt, cifar_speed"]),
+        ("recipe=./mine.yaml", "C003", ["no such recipe file"]),
         ("optimizer.lr=0.1 optimizer.lr=0.2", "C006", ["given twice, with 0.1 and 0.2"]),
         ("optimizer.lr=0.1 +optimizer.lr=0.2", "C006", ["given twice"]),
         ("optimizer=sgd optimizer=adam", "C006", ["sgd and adam"]),
@@ -292,7 +292,7 @@ def test_sections_merge_and_interpolations_resolve() -> None:
 )
 def test_bad_yaml_is_named_by_line(text: str, place: str, what: str) -> None:
     write("recipes/mine.yaml", text)
-    error = refusal("+recipe=mine")
+    error = refusal("recipe=mine")
     assert error.code in ("C007", "C003")
     assert error.place is not None
     assert error.place.endswith(place)
@@ -301,13 +301,13 @@ def test_bad_yaml_is_named_by_line(text: str, place: str, what: str) -> None:
 
 def test_places_count_lines_as_editors_do() -> None:
     write("mine.yaml", 'run:\n  name: "x\u2028y\x85z"\nseed: 3\n')
-    composed = compose(["+recipe=./mine.yaml"])
+    composed = compose(["recipe=./mine.yaml"])
     assert composed.place("seed") == "mine.yaml:3"
 
 
 def test_a_file_that_is_no_text() -> None:
     Path("mine.yaml").write_bytes(b"epochs: \xff\xfe\n")
-    assert "UTF-8" in str(refusal("+recipe=./mine.yaml"))
+    assert "UTF-8" in str(refusal("recipe=./mine.yaml"))
 
 
 def test_yaml_surprises_are_warned_of() -> None:
@@ -322,7 +322,7 @@ def test_yaml_surprises_are_warned_of() -> None:
         "f: 2020-01-01": None,
     }
     write("mine.yaml", "\n".join(lines) + "\n")
-    composed = compose(["+recipe=./mine.yaml"])
+    composed = compose(["recipe=./mine.yaml"])
     expected = [(number, what) for number, what in enumerate(lines.values(), 1) if what]
     assert len(composed.warnings) == len(expected)
     for warning, (number, what) in zip(composed.warnings, expected, strict=True):
@@ -338,7 +338,7 @@ def test_several_loggers_each_have_a_section(in_tmp: Path) -> None:
     Path("mine.yaml").write_text(
         "defaults:\n  - override /logger: [csv, mine]\n\nlogger:\n  mine:\n    tags: [a]\n"
     )
-    for words in (["+recipe=./mine.yaml"], ["logger=[csv,mine]", "logger.mine.tags=[a]"]):
+    for words in (["recipe=./mine.yaml"], ["logger=[csv,mine]", "logger.mine.tags=[a]"]):
         composed, config = read_config([*words, "logger.csv.path=x.csv"])
         targets = config.logger.targets
         assert {key: target.path.rpartition(".")[2] for key, target in targets.items()} == {

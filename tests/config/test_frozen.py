@@ -37,7 +37,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_frozen_config_reads_back_as_the_same_tree() -> None:
-    composed = compose(["+recipe=resnet_digits", *HARD_VALUES])
+    composed = compose(["recipe=resnet_digits", *HARD_VALUES])
     assert freeze(composed, Path("config.yaml")) == []
     again = load(Path("config.yaml"))
     assert again.tree == composed.tree | {"run": composed.tree["run"] | {"dir": None}}
@@ -64,7 +64,7 @@ def test_the_folder_of_a_run_is_not_that_of_its_repetition() -> None:
 def test_a_frozen_config_has_one_length(length: str) -> None:
     Path("mine.yaml").write_text("steps: 7\n")
     key, value = length.split("=")
-    freeze(compose(["+recipe=./mine.yaml", length]), Path("config.yaml"))
+    freeze(compose(["recipe=./mine.yaml", length]), Path("config.yaml"))
     tree = load(Path("config.yaml")).tree
     assert {name: tree[name] for name in ("epochs", "steps") if tree[name] is not None} == {key: int(value)}
 
@@ -89,7 +89,7 @@ def test_arguments_go_over_a_frozen_config() -> None:
     replaced = load(Path("config.yaml"), ["optimizer=sgd"]).tree["optimizer"]
     assert replaced == compose(["optimizer=sgd"]).tree["optimizer"]
     with pytest.raises(ConfigError) as caught:
-        load(Path("config.yaml"), ["+recipe=resnet_cifar"])
+        load(Path("config.yaml"), ["recipe=resnet_cifar"])
     assert caught.value.code == "C011"
 
 

@@ -47,7 +47,7 @@ def test_only_what_the_new_target_takes_is_inherited(words: str, section: str, k
     [
         ("optimizer._target_=torch.optim.RMSprop optimizer.betas=[0.9,0.9]", "optimizer.betas"),
         ("optimizer={_target_:torch.optim.RMSprop,betas:[0.9,0.9]}", "optimizer.betas"),
-        ("+recipe=./mine.yaml optimizer._target_=torch.optim.RMSprop", "optimizer.amsgrad"),
+        ("recipe=./mine.yaml optimizer._target_=torch.optim.RMSprop", "optimizer.amsgrad"),
         ("optimizer=mine", "optimizer.betas"),
     ],
 )
@@ -63,7 +63,7 @@ def test_what_the_user_wrote_is_still_refused(words: str, key: str, in_tmp: Path
 
 def test_a_recipe_may_put_in_a_target_too(in_tmp: Path) -> None:
     Path("mine.yaml").write_text("optimizer:\n  _target_: torch.optim.RMSprop\n  alpha: 0.5\n")
-    kwargs = read_config(["+recipe=./mine.yaml"])[1].optimizer.target.kwargs
+    kwargs = read_config(["recipe=./mine.yaml"])[1].optimizer.target.kwargs
     assert kwargs == {"lr": 1e-3, "weight_decay": 0.01, "alpha": 0.5}
 
 

@@ -19,7 +19,7 @@ __all__ = ["empty_folder"]
 def test_recipes_inherit() -> None:
     write("recipes/base.yaml", "defaults:\n  - model: resnet20\nepochs: 2\nbatch_size: 8\n")
     write("recipes/child.yaml", "defaults:\n  - base\n  - _self_\nepochs: 4\n")
-    tree = compose(["+recipe=child"]).tree
+    tree = compose(["recipe=child"]).tree
     assert (tree["epochs"], tree["batch_size"], tree["model"]["depth"]) == (4, 8, 20)
 
 
@@ -32,7 +32,7 @@ def test_recipes_inherit_from_files_of_their_own_folder_or_of_any(base: str) -> 
     write(f"{folder}/base.yaml", "defaults:\n  - override /data: cifar10\nepochs: 2\nbatch_size: 8\n")
     entry = base.format(absolute=Path(folder, "base").absolute())
     write(f"{folder}/child.yaml", f"defaults:\n  - {entry}\n  - optimizer: sgd\nepochs: 4\n")
-    composed = compose([f"+recipe=./{folder}/child.yaml"])
+    composed = compose([f"recipe=./{folder}/child.yaml"])
     tree = composed.tree
     assert (tree["epochs"], tree["batch_size"], tree["data"]["name"]) == (4, 8, "cifar10")
     assert "momentum" in tree["optimizer"]
@@ -42,32 +42,32 @@ def test_recipes_inherit_from_files_of_their_own_folder_or_of_any(base: str) -> 
 def test_a_recipe_by_path_inherits_one_by_name() -> None:
     write("recipes/base.yaml", "epochs: 3\n")
     write("far/child.yaml", "defaults:\n  - resnet_cifar\n  - base\nbatch_size: 8\n")
-    tree = compose(["+recipe=far/child.yaml"]).tree
+    tree = compose(["recipe=far/child.yaml"]).tree
     assert (tree["epochs"], tree["batch_size"], tree["data"]["name"]) == (3, 8, "cifar10")
 
 
 def test_a_preset_is_inherited_with_its_recipe() -> None:
     write("base.yaml", "defaults:\n  - precision: bf16\npreset: plain\n")
     write("child.yaml", "defaults:\n  - ./base.yaml\n  - dataloader: workers\nepochs: 4\n")
-    tree = compose(["+recipe=./child.yaml"]).tree
+    tree = compose(["recipe=./child.yaml"]).tree
     assert (tree["preset"], tree["optimizer"]["fused"]) == ("plain", False)
     assert (tree["precision"]["mode"], tree["dataloader"]["kind"]) == ("bf16", "workers")
     write("other.yaml", "defaults:\n  - ./base.yaml\npreset: fast\n")
-    assert compose(["+recipe=./other.yaml"]).tree["optimizer"]["fused"] == "auto"
+    assert compose(["recipe=./other.yaml"]).tree["optimizer"]["fused"] == "auto"
 
 
 @pytest.mark.parametrize(
     ("files", "given", "place", "circle"),
     [
-        ({"a.yaml": "./a.yaml"}, "+recipe=./a.yaml", "a.yaml:2", "a.yaml -> a.yaml"),
+        ({"a.yaml": "./a.yaml"}, "recipe=./a.yaml", "a.yaml:2", "a.yaml -> a.yaml"),
         (
             {"a.yaml": "b", "b.yaml": "c", "c.yaml": "./b.yaml"},
-            *("+recipe=./a.yaml", "c.yaml:2", "b.yaml -> c.yaml -> b.yaml"),
+            *("recipe=./a.yaml", "c.yaml:2", "b.yaml -> c.yaml -> b.yaml"),
         ),
         (
             {"recipes/resnet_digits.yaml": "resnet_digits"},
             *(
-                "+recipe=resnet_digits",
+                "recipe=resnet_digits",
                 "recipes/resnet_digits.yaml:2",
                 "recipes/resnet_digits.yaml -> recipes",
             ),

@@ -97,7 +97,7 @@ def test_bad_recipes_do_not(text: str, validator: Any, in_tmp: Path) -> None:
     Path("mine.yaml").write_text(text)
     assert not validator.is_valid(read_yaml(Path("mine.yaml")).data)
     with pytest.raises(PtfastError):
-        read_config(["+recipe=./mine.yaml"])
+        read_config(["recipe=./mine.yaml"])
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))

@@ -317,7 +317,7 @@ from ptfast.config.read import read_config
 from ptfast.core.errors import ConfigError
 for argument in ("saving.keeep=1", "epohcs=3", "precision.foo=1"):
     try:
-        read_config(["+recipe=resnet_digits", argument])
+        read_config(["recipe=resnet_digits", argument])
     except ConfigError as error:
         assert error.code == "C002", error
     else:

@@ -75,7 +75,7 @@ def test_what_is_written_reads_back_equal(changes: Tree) -> None:
         ),
         (
             {"recpie": "resnet_cifar"},
-            "recpie=resnet_cifar (command line): unknown key. Did you mean +recipe=resnet_cifar?",
+            "recpie=resnet_cifar (command line): unknown key. Did you mean recipe=resnet_cifar?",
         ),
         ({"epoch": 3}, "epoch=3 (command line): unknown key. Did you mean epochs?"),
         (

@@ -65,14 +65,14 @@ def copied(name: str, file: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_copied_recipes_run_and_are_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     copied("resnet_digits", "new/mine.yaml", capsys)
     assert (
-        compose(["+recipe=new/mine.yaml"]).tree["batch_size"]
-        == compose(["+recipe=resnet_digits"]).tree["batch_size"]
+        compose(["recipe=new/mine.yaml"]).tree["batch_size"]
+        == compose(["recipe=resnet_digits"]).tree["batch_size"]
     )
-    assert copied("resnet_cifar", "mine.yaml", capsys).endswith("+recipe=./mine.yaml\n")
-    assert "ptfast train +recipe=./mine.yaml data=imagefolder" in Path("mine.yaml").read_text()
-    assert copied("resnet_digits", "recipes/mine.yaml", capsys).endswith("+recipe=mine\n")
+    assert copied("resnet_cifar", "mine.yaml", capsys).endswith("recipe=./mine.yaml\n")
+    assert "ptfast train recipe=./mine.yaml data=imagefolder" in Path("mine.yaml").read_text()
+    assert copied("resnet_digits", "recipes/mine.yaml", capsys).endswith("recipe=mine\n")
     (listed,) = (entry for entry in config_help.entries(paths.RECIPES) if entry.name == "mine")
-    assert listed.command == "ptfast train +recipe=mine"
+    assert listed.command == "ptfast train recipe=mine"
     assert "not overwritten" in copied("resnet_digits", "new/mine.yaml", capsys)
     assert "Did you mean resnet_digits" in copied("resnet_digit", "other.yaml", capsys)
     assert "Write mine.yaml" in copied("resnet_digits", "mine", capsys)
@@ -88,10 +88,10 @@ def test_copied_recipes_run_and_are_not_overwritten(capsys: pytest.CaptureFixtur
         ("train -m optimizer=adam,adamw_g", ["optimizer=adam,adamw_gpt", "optimizer=adam,adamw_gpt2"]),
         ("train optimizer.n", []),
         ("train optimizer=sgd optimizer.n", ["optimizer.nesterov="]),
-        ("train +recipe=resnet_cifar optimizer.n", ["optimizer.nesterov="]),
-        ("train +rec", ["+recipe="]),
+        ("train recipe=resnet_cifar optimizer.n", ["optimizer.nesterov="]),
+        ("train rec", ["recipe="]),
         ("train +recipe=resnet_c", ["+recipe=resnet_cifar"]),
-        ("train +recipe=./mi", ["+recipe=./mine.yaml"]),
+        ("train recipe=./mi", ["recipe=./mine.yaml"]),
         ("train run.na", ["run.name="]),
         ("train batch_", ["batch_size="]),
         ("find ", ["lr", "batch", "workers"]),

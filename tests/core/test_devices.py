@@ -32,7 +32,7 @@ def test_sums_are_float64_where_there_is_such_a_thing() -> None:
     assert devices.sum_dtype(torch.device("cpu")) is devices.sum_dtype(torch.device("cuda")) is torch.float64
 
 
-RECIPES = sorted(f"+recipe={path.stem}" for path in (ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(f"recipe={path.stem}" for path in (ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("word", [*RECIPES, "preset=safe", "preset=fast"])

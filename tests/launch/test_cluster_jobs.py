@@ -12,7 +12,7 @@ import pytest
 from ptfast.cli import command_line
 
 GOLDEN = Path(__file__).parent / "golden"
-WORDS = ("+recipe=resnet_cifar", "optimizer.lr=0.1", "trust=[mine]", "run.dir=/shared/runs/mine")
+WORDS = ("recipe=resnet_cifar", "optimizer.lr=0.1", "trust=[mine]", "run.dir=/shared/runs/mine")
 PRINTED = {
     "slurm": "--nodes 2 --gpus H100:8 --cpus 64 --time 4h --partition gpu",
     "ray": "--nodes 2 --gpus 8 --cpus 64",

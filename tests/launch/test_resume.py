@@ -121,9 +121,9 @@ def test_a_finished_run_names_the_commands_that_use_its_model(in_tmp: Path) -> N
 
 
 def test_a_job_of_a_sweep_is_resumed_by_what_its_user_would_type(tmp_path: Path) -> None:
-    words = ["ptfast", "train", "+recipe=resnet_digits", "++seed=1", "run.dir=sweep/0"]
+    words = ["ptfast", "train", "recipe=resnet_digits", "++seed=1", "run.dir=sweep/0"]
     (tmp_path / "environment.json").write_text(json.dumps({"command_line": words}))
-    said = f"ptfast train +recipe=resnet_digits seed=1 run.resume=auto run.dir={tmp_path}"
+    said = f"ptfast train recipe=resnet_digits seed=1 run.resume=auto run.dir={tmp_path}"
     assert resume_command(tmp_path) == said
 
 

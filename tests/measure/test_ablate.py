@@ -118,7 +118,7 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
     assert "ptfast race" in shown
     assert "processes of one config differ by" in shown
     assert "over plain: predicted 1.5" in shown
-    _, best = read_config(["+recipe=./out/best.yaml"])
+    _, best = read_config(["recipe=./out/best.yaml"])
     assert (best.optimizer.target.kwargs["fused"], best.rewrites.channels_last) == ("auto", True)
     assert (best.precision.mode, best.model.target.kwargs["width"]) == ("fp32", 4)
 

@@ -234,7 +234,7 @@ def test_overrides_are_measured_and_written(
     shown = capsys.readouterr().out
     assert "padding" in shown
     assert "2 ms a step [1 to 3]" in shown
-    assert read_config([f"+recipe={file}"])[1].batching.padding == "longest"
+    assert read_config([f"recipe={file}"])[1].batching.padding == "longest"
 
 
 def test_an_interrupted_audit_shows_what_was_found(

@@ -113,9 +113,9 @@ def test_what_the_data_has_no_batches_for_is_no_lack_of_memory(monkeypatch: pyte
 @pytest.mark.parametrize(("optimizer", "rule"), [("sgd", "linear"), ("adamw", "sqrt")])
 def test_the_recipe_written_scales_the_rate(optimizer: str, rule: str, tmp_path: Path) -> None:
     file = tmp_path / "found.yaml"
-    words = ["+recipe=resnet_digits", "checkpointing=every_n", f"optimizer={optimizer}", "batch_size=64"]
+    words = ["recipe=resnet_digits", "checkpointing=every_n", f"optimizer={optimizer}", "batch_size=64"]
     batch_finder._write(file, BatchSearch(read_config(words)[1], words, 0.1), 128)
-    _, config = read_config([f"+recipe={file}"])
+    _, config = read_config([f"recipe={file}"])
     assert (config.batch_size, config.checkpointing.mode, config.checkpointing.every) == (128, "every_n", 2)
     assert (config.optimizer.lr_scaling, config.optimizer.reference_batch) == (rule, 64)
 
@@ -139,10 +139,10 @@ def test_the_command(
     out = capfd.readouterr().out
     facts = json.loads(Path("out/batch.json").read_text())
     assert f"best: batch_size={facts['chosen']} at" in out
-    _, config = read_config(["+recipe=./found.yaml"])
+    _, config = read_config(["recipe=./found.yaml"])
     assert config.batch_size == facts["chosen"]
     assert (config.optimizer.reference_batch or 64) == 64
-    assert train("+recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
+    assert train("recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
 
 
 @pytest.mark.slow

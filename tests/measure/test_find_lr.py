@@ -122,7 +122,7 @@ def test_the_command_writes_a_recipe_that_trains(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("defaults:\n  - resnet_digits\n  - override /schedule: onecycle\n")
-    words = [*SMALL, "+recipe=./mine.yaml", "run.name=x"]
+    words = [*SMALL, "recipe=./mine.yaml", "run.name=x"]
     assert command_line.run(["find", "lr", *words, "--write", "found.yaml", "--out", "out"]) == 0
     out = capsys.readouterr().out
     facts = json.loads(Path("out/lr.json").read_text())
@@ -131,12 +131,12 @@ def test_the_command_writes_a_recipe_that_trains(
     assert 20 < len(max(bars)) <= 40
     assert any(f"chosen {facts['chosen']:.2g} " in " ".join(line.split()) for line in out.splitlines())
     assert min((loss, lr) for lr, loss in facts["trials"] if loss is not None)[1] == facts["chosen"]
-    _, config = read_config(["+recipe=./found.yaml"])
+    _, config = read_config(["recipe=./found.yaml"])
     assert config.optimizer.target.kwargs["lr"] == pytest.approx(facts["chosen"], rel=0.01)
     assert config.model.target.path.endswith("Mlp")
     assert config.schedule.target.path.endswith("OneCycle")
     assert config.run.name is None
-    assert train("+recipe=./found.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
+    assert train("recipe=./found.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
     assert command_line.run(["find", "lr", *words, "--write", "found.yaml"]) == 4
     assert "exists already" in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_a_reference_batch_scales_what_is_written(tmp_path: Path, monkeypatch: p
     words = [*SMALL, "optimizer.lr_scaling=linear", "optimizer.reference_batch=8"]
     assert command_line.run(["find", "lr", *words, "--write", "found.yaml", "--out", "out"]) == 0
     facts = json.loads(Path("out/lr.json").read_text())
-    _, config = read_config(["+recipe=./found.yaml"])
+    _, config = read_config(["recipe=./found.yaml"])
     assert config.optimizer.target.kwargs["lr"] * 4 == pytest.approx(facts["chosen"], rel=0.01)
 
 
@@ -191,18 +191,18 @@ def test_what_is_found_for_a_recipe_of_ones_own_builds_up(
     monkeypatch.chdir(tmp_path / "of mine")
     Path("a.yaml").write_text("defaults:\n  - override /model: mlp\nmodel: {hidden: [8]}\nbatch_size: 32\n")
     found = {"b": {"optimizer.lr": 0.25}, "c": {"batch_size": 64}, "d": {"dataloader.kind": "plain"}}
-    given = "+recipe=./a.yaml"
+    given = "recipe=./a.yaml"
     for name, values in found.items():
-        given = f"+recipe={write_overlay(Path(f'{name}.yaml'), [given, 'seed=3'], values, ['Found'])}"
+        given = f"recipe={write_overlay(Path(f'{name}.yaml'), [given, 'seed=3'], values, ['Found'])}"
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert write_overlay(Path("choices.yaml"), ["optimizer=sgd"], {}, []) == "./choices.yaml"
-    assert read_config(["+recipe=./choices.yaml"])[1].optimizer.target.path.endswith("SGD")
-    assert write_overlay(Path("e.yaml"), ["+recipe=../of mine/d.yaml"], {"epochs": 2}, []) == "./e.yaml"
+    assert read_config(["recipe=./choices.yaml"])[1].optimizer.target.path.endswith("SGD")
+    assert write_overlay(Path("e.yaml"), ["recipe=../of mine/d.yaml"], {"epochs": 2}, []) == "./e.yaml"
     check_overlay(Path("new folder/f.yaml"))
     with pytest.raises(MachineError, match="cannot be written to"):
         check_overlay(Path("e.yaml/f.yaml"))
     for name in ("./e.yaml", str(tmp_path / "elsewhere" / "e.yaml")):
-        _, config = read_config([f"+recipe={name}"])
+        _, config = read_config([f"recipe={name}"])
         assert config.optimizer.target.kwargs["lr"] == 0.25
         assert config.model.target.kwargs["hidden"] == [8]
         assert (config.batch_size, config.dataloader.kind) == (64, "plain")
@@ -213,14 +213,14 @@ def test_what_is_found_for_a_recipe_of_ones_own_builds_up(
 def test_rate_batch_and_loader_are_found_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("defaults:\n  - override /model: mlp\nmodel: {hidden: [8]}\nbatch_size: 32\n")
-    lr = ["find", "lr", "+recipe=./a.yaml", "--write", "b.yaml"]
-    batch = ["find", "batch", "+recipe=./b.yaml", "--write", "c.yaml", "--to", "128", "--seconds", "0.1"]
-    workers = ["find", "workers", "+recipe=./c.yaml", "--write", "d.yaml", "--to", "1", "--seconds", "0.1"]
+    lr = ["find", "lr", "recipe=./a.yaml", "--write", "b.yaml"]
+    batch = ["find", "batch", "recipe=./b.yaml", "--write", "c.yaml", "--to", "128", "--seconds", "0.1"]
+    workers = ["find", "workers", "recipe=./c.yaml", "--write", "d.yaml", "--to", "1", "--seconds", "0.1"]
     for command in (lr, batch, workers):
         assert command_line.run(command) == 0
-    assert train("+recipe=./d.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
-    _, config = read_config(["+recipe=./d.yaml"])
-    _, of_batch = read_config(["+recipe=./c.yaml"])
+    assert train("recipe=./d.yaml", "epochs=null", "steps=3", "run.dir=run") == 0
+    _, config = read_config(["recipe=./d.yaml"])
+    _, of_batch = read_config(["recipe=./c.yaml"])
     assert (config.batch_size, config.optimizer) == (of_batch.batch_size, of_batch.optimizer)
     assert config.model.target.kwargs["hidden"] == [8]
     assert config.dataloader.kind != "auto"

@@ -202,7 +202,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytes
     for name, chosen in {"a": MEMORY, "b": PLAIN, "c": three}.items():
         search.chosen = chosen
         loader_finder._write(Path(f"{name}.yaml"), search)
-        _, config = read_config([f"+recipe=./{name}.yaml"])
+        _, config = read_config([f"recipe=./{name}.yaml"])
         assert config.dataloader.kind == chosen.kind
         assert config.model.target.kwargs["hidden"] == [8]
         _, tried = read_config(search._words(chosen))

@@ -67,9 +67,9 @@ def test_the_command_picks_many_for_slow_data_and_none_for_fast(
     assert min(memory[8]) > max(memory[0])
     assert f"dataloader.workers={figures['chosen']['workers']}" in out
     monkeypatch.chdir(tmp_path / "a")
-    _, config = read_config(["+recipe=./found.yaml"])
+    _, config = read_config(["recipe=./found.yaml"])
     assert config.dataloader.workers == figures["chosen"]["workers"]
-    assert train("+recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
+    assert train("recipe=./found.yaml", "epochs=null", "steps=2", "run.dir=run") == 0
     figures, _ = find(tmp_path / "b", *POINTS, *flags)
     assert figures["chosen"]["workers"] == 0
 

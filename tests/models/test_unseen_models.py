@@ -10,8 +10,8 @@ from running import summary
 
 from ptfast.cli.command_line import run
 
-TIMM, TORCHVISION = ("+recipe=finetune_image", "model=timm"), ("+recipe=finetune_image",)
-MASKS = ("+recipe=segmentation",)
+TIMM, TORCHVISION = ("recipe=finetune_image", "model=timm"), ("recipe=finetune_image",)
+MASKS = ("recipe=segmentation",)
 Case = tuple[tuple[str, ...], str, tuple[str, ...], str]
 CASES: list[Case] = [
     (TIMM, "vit_tiny_patch16_224", ("model.img_size=32",), ""),

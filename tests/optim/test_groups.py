@@ -262,12 +262,12 @@ def test_a_whole_list_in_a_recipe_and_on_the_command_line(in_tmp: Path) -> None:
     )
     asked = '[{match: "*.bias", lr_scale: 64}, {match: layers.1.*, trains_until: 50%}]'
     words = (*SMALL, "steps=6")
-    from_recipe = read_config(("+recipe=./mine.yaml", *words))[1].optimizer
+    from_recipe = read_config(("recipe=./mine.yaml", *words))[1].optimizer
     assert (
         from_recipe
         == read_config((*words, "optimizer.decay_1d=false", f"optimizer.groups={asked}"))[1].optimizer
     )
-    assert train("+recipe=./mine.yaml", *words, "run.dir=recipe") == 0
+    assert train("recipe=./mine.yaml", *words, "run.dir=recipe") == 0
     frozen = load_config(Path("recipe/config.yaml"), trusted=True)[1].optimizer
     assert frozen == from_recipe
 

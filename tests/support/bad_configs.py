@@ -54,8 +54,8 @@ def typed(word: str, code: str, *says: str) -> Case:
 
 
 def recipe(text: str, code: str, *says: str) -> Case:
-    """`ptfast train +recipe=./mine.yaml` with that text in the file."""
-    return Case("train +recipe=./mine.yaml", code, says, {"mine.yaml": text})
+    """`ptfast train recipe=./mine.yaml` with that text in the file."""
+    return Case("train recipe=./mine.yaml", code, says, {"mine.yaml": text})
 
 
 def foreign(target: str, *says: str) -> Case:
@@ -74,7 +74,7 @@ TWICE = {
     "options": train(
         "optimizer=sgd optimizer=adam", "C006", f"optimizer {TYPED} given twice, with sgd and adam"
     ),
-    "recipes": train("+recipe=text_sst2 +recipe=char_gpt", "C006", f"recipe {TYPED} given twice"),
+    "recipes": train("recipe=text_sst2 recipe=char_gpt", "C006", f"recipe {TYPED} given twice"),
 }
 
 # By the number of the case in the list of bad inputs.
@@ -83,12 +83,12 @@ CASES: dict[str, Case] = {
     "2 unknown key with +": train("+optimizer.lrr=0.1", "C002", f"optimizer.lrr=0.1 (command line){LR}"),
     "3 unknown key with ++": train("++optimizer.lrr=0.1", "C002", f"optimizer.lrr=0.1 (command line){LR}"),
     "4 recipe misspelt": train(
-        "+recpie=resnet_cifar", "C002", f"recpie=resnet_cifar {TYPED}", "Did you mean +recipe=resnet_cifar?"
+        "+recpie=resnet_cifar", "C002", f"recpie=resnet_cifar {TYPED}", "Did you mean recipe=resnet_cifar?"
     ),
     "5 unknown recipe": train(
-        "+recipe=resnet_cfar",
+        "recipe=resnet_cfar",
         "C003",
-        f"+recipe=resnet_cfar {TYPED}",
+        f"recipe=resnet_cfar {TYPED}",
         "Did you mean resnet_cifar? Recipes: char_gpt, ",
     ),
     "6 unknown option": train(

@@ -7,16 +7,14 @@ from bad_configs import TYPED, Case, train
 SAVING = "checkpointing=last (command line): no such option of checkpointing. Did you mean saving=last?"
 HURRIED: dict[str, Case] = {
     "a command misspelt": Case("trian", "C015", ("trian: no such command. Did you mean train?",)),
-    "no command": Case(
-        "+recipe=resnet_digits", "C015", ("Did you mean ptfast train +recipe=resnet_digits?",)
-    ),
+    "no command": Case("recipe=resnet_digits", "C015", ("Did you mean ptfast train recipe=resnet_digits?",)),
     "a recipe for a command": Case(
         "resnet_digits", "C015", ("Did you mean ptfast train recipe=resnet_digits?",)
     ),
     "a flag for a command": Case("--config x.yaml", "C015", ("Did you mean ptfast train --config?",)),
-    "a bare recipe": train("resnet_digits", "C001", "Write +recipe=resnet_digits"),
-    "a recipe with dashes": train("--recipe resnet_digits", "C015", "without dashes: +recipe=resnet_digits"),
-    "a key with dashes": train("+recipe=resnet_digits --lr 3", "C015", "without dashes: optimizer.lr=3"),
+    "a bare recipe": train("resnet_digits", "C001", "Write recipe=resnet_digits"),
+    "a recipe with dashes": train("--recipe resnet_digits", "C015", "without dashes: recipe=resnet_digits"),
+    "a key with dashes": train("recipe=resnet_digits --lr 3", "C015", "without dashes: optimizer.lr=3"),
     "a short flag": train("-x", "C015", f"-x {TYPED} no such flag. Flags: --multirun, --dry-run, --config"),
     "a flag misspelt": train("--dryrun", "C015", "Did you mean --dry-run?"),
     "a flag without value": train("--config", "C015", "--config (command line): needs a value"),

@@ -82,8 +82,8 @@ def points(words: Sequence[str]) -> list[tuple[str, ...]]:
 
 TRAINING = [shown for shown in COMMANDS_SHOWN if shown.words[0] == "train" and not form(shown)]
 SMALL = (
-    "+recipe=resnet_digits",
-    "+recipe=char_gpt",
+    "recipe=resnet_digits",
+    "recipe=char_gpt",
     "data=arrays",
     "debug=gradcheck",
     "data._target_=mine.Rings",

@@ -67,7 +67,7 @@ def task_of(*words: str) -> tuple[str, dict[str, Any]]:
         ((f"task={HERE}.MyTask", "task.temperature=2"), f"{HERE}.MyTask", {"temperature": 2.0}),
         ((f"task._target_={HERE}.MyTask", "task.temperature=2"), f"{HERE}.MyTask", {"temperature": 2.0}),
         ((f"task={{_target_: {HERE}.MyTask, temperature: 2}}",), f"{HERE}.MyTask", {"temperature": 2.0}),
-        (("+recipe=./mine.yaml", "task.temperature=3"), f"{HERE}.MyTask", {"temperature": 3.0}),
+        (("recipe=./mine.yaml", "task.temperature=3"), f"{HERE}.MyTask", {"temperature": 3.0}),
     ],
 )
 def test_a_task_is_a_name_with_options(
@@ -169,13 +169,13 @@ def test_a_frozen_task_is_read_back_the_same(in_tmp: Path) -> None:
 
 def test_a_file_may_use_the_short_form(in_tmp: Path) -> None:
     Path("mine.yaml").write_text("task: classification\nepochs: 1\n")
-    assert task_of("+recipe=./mine.yaml", "task.label_smoothing=0.1") == (
+    assert task_of("recipe=./mine.yaml", "task.label_smoothing=0.1") == (
         "classification",
         {"label_smoothing": 0.1},
     )
     Path("mine.yaml").write_text("task: {name: regression, label_smoothing: 0.1}\nepochs: 1\n")
     with pytest.raises(ConfigError, match=r"task.label_smoothing=0.1 \(.*mine.yaml:1\)"):
-        read_config(["+recipe=./mine.yaml", "task=regression"])
+        read_config(["recipe=./mine.yaml", "task=regression"])
     freeze(compose(["task=classification"]), Path("whole.yaml"))
     text = Path("whole.yaml").read_text().replace("task:\n  name: classification", "task: classification")
     Path("whole.yaml").write_text(text)

@@ -58,7 +58,7 @@ def test_a_model_in_half_width_casts_them() -> None:
     assert casts_inputs(model, images, torch.bfloat16, lambda: model(images))
 
 
-RUN = ("+recipe=resnet_digits", "steps=8", "epochs=null", "eval.every=8steps", "augment=crop_flip")
+RUN = ("recipe=resnet_digits", "steps=8", "epochs=null", "eval.every=8steps", "augment=crop_flip")
 
 
 @pytest.mark.parametrize("kind", ["memory", "device"])

@@ -292,7 +292,7 @@ def test_a_save_waits_for_the_gpu_once(
     tmp_path: Path, no_waits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is written: one wait, in place of one for each of its tensors."""
-    words = ("+recipe=resnet_digits", "device=cuda", "steps=12", "epochs=null", "saving.every=4steps")
+    words = ("recipe=resnet_digits", "device=cuda", "steps=12", "epochs=null", "saving.every=4steps")
     words = (*words, "eval.every=12steps", "backend=deterministic", "ema.decay=0.9", "saving.keep=9")
     waits: list[Any] = []
     monkeypatch.setattr(

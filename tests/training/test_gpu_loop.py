@@ -46,7 +46,7 @@ SETTINGS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS)
 def test_a_step_that_does_not_log_never_waits_for_the_device(words, tmp_path: Path, no_waits):
-    run = build_run(tmp_path, "+recipe=resnet_digits", "device=cuda", *words)
+    run = build_run(tmp_path, "recipe=resnet_digits", "device=cuda", *words)
     trainer, clock = Trainer(run), run.clock
     batches = clock.waiting(run.train_loader.steps(0, run.total_steps))
     trainer.train(batches, 5)
@@ -87,7 +87,7 @@ def test_log_lines_and_evaluations_never_drain_the_device(
     """A line is read once the steps after it are under way; an evaluation waits for its own sums alone."""
     words = (f"precision={precision}", "steps=40", "epochs=null", "log_every=5", "schedule=constant")
     words = (*words, "backend=deterministic")
-    words = ("+recipe=resnet_digits", *words, "eval.every=20steps", "saving.every=20steps")
+    words = ("recipe=resnet_digits", *words, "eval.every=20steps", "saving.every=20steps")
     at_once, late = (build_run(tmp_path / name, *words, "device=cuda") for name in ("at once", "late"))
     at_once.logger, late.logger, late.callbacks = Lines(), Lines(), [Guarded()]
     with monkeypatch.context() as patched:

@@ -15,7 +15,7 @@ from running import records, train
 from ptfast.core.protocols import Callback
 from ptfast.training.hangs import hang_watch
 
-WORDS = ("+recipe=resnet_digits", "model=mlp", "steps=6", "epochs=null", "run.dir=r", "log_every=2steps")
+WORDS = ("recipe=resnet_digits", "model=mlp", "steps=6", "epochs=null", "run.dir=r", "log_every=2steps")
 
 
 class Sleeper(Callback):

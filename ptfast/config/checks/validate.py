@@ -261,7 +261,7 @@ class _Checker:
         near = None if name in ELSEWHERE else nearest(name, _known_keys(section))
         prefix, suffix = section and f"{section}.", leaf and f".{leaf}"
         if near == "recipe" and not section:
-            hint = f"Did you mean +recipe={value}?"
+            hint = f"Did you mean recipe={value}?"
         elif near:
             hint = f"Did you mean {prefix}{near}{suffix}?"
         else:

@@ -58,7 +58,7 @@ def write_overlay(
         found: values by dotted key.
         comment: lines at its head, the first of which `ptfast recipes` shows.
 
-    Returns what `+recipe=` takes for it.
+    Returns what `recipe=` takes for it.
     """
     check_overlay(file, flag)
     called = str(file if file.is_absolute() else f"./{file}")
@@ -75,7 +75,7 @@ def write_overlay(
             OmegaConf.update(values, argument.set_key, argument.value, merge=True, force_add=True)
     for key, value in found.items():
         OmegaConf.update(values, key, value, merge=True, force_add=True)
-    head = "".join(f"# {line}".rstrip() + "\n" for line in [*comment, "", f"  ptfast train +recipe={called}"])
+    head = "".join(f"# {line}".rstrip() + "\n" for line in [*comment, "", f"  ptfast train recipe={called}"])
     choices = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults})) + "\n" if defaults else ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,5 +84,5 @@ def write_overlay(
     except OSError as error:
         raise cannot_write(error, flag, file) from error
     # Nobody is told of a recipe that cannot be read.
-    compose([f"+recipe={called}"], complete=False)
+    compose([f"recipe={called}"], complete=False)
     return called

@@ -149,7 +149,7 @@ def find_recipe(name: str, place: str | None = COMMAND_LINE, folder: Path | None
     known = list(options(RECIPES))
     hint = " ".join(filter(None, (did_you_mean(name, known), f"Recipes: {', '.join(known)}")))
     what = "no such recipe file" if name.endswith(".yaml") or "/" in name else "no such recipe"
-    key = "+recipe" if folder is None else "defaults"
+    key = RECIPES if folder is None else "defaults"
     raise ConfigError("C003", what, key=key, value=name, place=place, suggestion=hint)
 
 

@@ -13,7 +13,7 @@ from ptfast.core.machine import die_with_parent
 
 FOLDER = "/shared/project"
 WORDS = [
-    "+recipe=resnet_cifar",
+    "recipe=resnet_cifar",
     "optimizer.lr=0.1",
     "trust=[mine]",
     "run.dir=/shared/runs/mine",

@@ -11,7 +11,7 @@
 #SBATCH --requeue
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=0 --cpus-per-task=$SLURM_CPUS_PER_TASK /venv/bin/python -m ptfast train +recipe=resnet_cifar optimizer.lr=0.1 'trust=[mine]' run.dir=/shared/runs/mine parallel=ddp parallel.nproc=8 run.resume=auto parallel.nnodes=2 parallel.rdzv="$head:$((20000 + SLURM_JOB_ID % 10000))" &
+srun --kill-on-bad-exit=0 --cpus-per-task=$SLURM_CPUS_PER_TASK /venv/bin/python -m ptfast train recipe=resnet_cifar optimizer.lr=0.1 'trust=[mine]' run.dir=/shared/runs/mine parallel=ddp parallel.nproc=8 run.resume=auto parallel.nnodes=2 parallel.rdzv="$head:$((20000 + SLURM_JOB_ID % 10000))" &
 training=$!
 trap 'kill -USR1 $training' USR1
 wait $training

@@ -22,7 +22,7 @@ from ptfast.training.fit import fit
 TEXT = ("data=text_file", "data.path=text", "data.context_length=16", "model=gpt", "model.width=32")
 TEXT = (*TEXT, "model.depth=2", "batch_size=16", "precision=bf16", "ema=ema", "optimizer=muon")
 IMAGES = (
-    "+recipe=resnet_digits",
+    "recipe=resnet_digits",
     "model.width=8",
     "batch_size=64",
     "gradients.clip_norm=0.5",
