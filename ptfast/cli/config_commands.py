@@ -189,7 +189,7 @@ def dry_run(config: Config) -> int:
         run.close()
         saved = (path for path in (folder / "saved").rglob("*") if not path.is_symlink())
         state_bytes = sum(path.stat().st_size for path in saved if path.is_file())
-        total = sum(operator.count * flops(operator) for operator in operators.found.values())
+        total = sum(map(flops, operators.products))
         step_s = statistics.median(seconds) if seconds else float("nan")
         per_epoch = run.train_loader.plan.steps_per_epoch
         whole, loss = duration(step_s * run.total_steps), run.progress.window_loss

@@ -1,9 +1,10 @@
-"""Count the operators of training steps, by operator, shapes and types."""
+"""Count the operators of training steps, and the floating-point operations of their matrix products."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -26,35 +27,31 @@ MANY_LENGTHS = 8
 """Steps that are counted if sequence lengths vary, because steps then differ."""
 
 
+PRODUCTS = ("mm", "conv", "attention")
+"""Parts of the names of operators that multiply matrices."""
+
+
 @dataclass(frozen=True)
-class TensorMeta:
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(eq=False)
-class Operator:
-    """Calls of one operator that differ only in the values of tensors."""
+class Product:
+    """A call of an operator that multiplies matrices, with meta tensors for tensors."""
 
     op: Any
-    name: str
-    """Its short name, such as `mm`."""
     args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    """Keyword arguments by name; here and in `args`, tensors are `TensorMeta` and lists are tuples."""
+    kwargs: dict[str, Any]
     outputs: Any
-    count: int = 0
+
+    @property
+    def name(self) -> str:
+        """The operator's short name, such as `mm`."""
+        return self.op.overloadpacket.__name__
 
 
 class Operators(DispatchMode):
-    """Records the operators that run inside it while `recording`: decomposed, by the kernels chosen."""
+    """Counts the operators that run inside it while `recording`: decomposed, by the kernels chosen."""
 
     def __init__(self, recording: bool = True) -> None:
         super().__init__()
-        self.found: dict[Hashable, Operator] = {}
-        self.recording = recording
+        self.recording, self.calls, self.products = recording, Counter[str](), list[Product]()
 
     supports_higher_order_operators = True
 
@@ -62,63 +59,41 @@ class Operators(DispatchMode):
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         if self.recording and isinstance(func, OpOverload) and "c10d" not in func.namespace:
-            # Tensors of a user's class may lack attributes read here: training continues.
-            with contextlib.suppress(Exception):
-                self._note(func, args, kwargs, outputs)
+            name = func.overloadpacket.__name__
+            self.calls[name] += 1
+            if any(part in name for part in PRODUCTS):
+                # Tensors of a user's class may lack attributes read here: training continues.
+                with contextlib.suppress(Exception):
+                    self.products.append(Product(func, *tree_map(_on_meta, (args, kwargs, outputs))))
         return outputs
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        named = tuple((name, _shaped(value)) for name, value in kwargs.items())
-        call = func, func.overloadpacket.__name__, _shaped(args), named
-        key: Hashable = call
-        try:
-            known = self.found.get(key)
-        except TypeError:
-            # An argument may not be hashable, for example a random generator.
-            key, known = object(), None
-        if known is None:
-            known = self.found[key] = Operator(*call, _shaped(outputs))
-        known.count += 1
+
+def _on_meta(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
 
 
-def _shaped(value: Any) -> Any:
-    """Return `value` with `TensorMeta` for tensors and tuples for lists."""
-    if isinstance(value, Tensor):
-        return TensorMeta(tuple(value.shape), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple(_shaped(item) for item in value)
-    return value
+def flops(product: Product) -> int:
+    """Return the floating-point operations of a call, by `torch.utils.flop_counter`; 0 without a formula.
 
-
-def flops(operator: Operator) -> int:
-    """Return floating-point operations of one call, by `torch.utils.flop_counter`; 0 without a formula.
-
-    Matrix products and convolutions have a formula: two operations per multiply-add. The first call takes
-    0.2 s, for an import.
+    A multiply-add counts as two. The first call takes 0.2 s, for an import.
     """
     from torch.utils.flop_counter import flop_registry
 
-    packet = operator.op.overloadpacket
-    formula = flop_registry.get(packet)
-    if formula is None and operator.name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+    formula = flop_registry.get(product.op.overloadpacket)
+    if formula is None and product.name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         # Older versions of torch have no formula for it.
-        formula = flop_registry.get(getattr(torch.ops.aten, operator.name.replace("_for_cpu", "")))
-    if formula is None:
-        return 0
-
-    def on_meta(value: Any) -> Any:
-        is_tensor = isinstance(value, TensorMeta)
-        return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
-
-    args, kwargs, outputs = tree_map(on_meta, (operator.args, dict(operator.kwargs), operator.outputs))
-    return int(formula(*args, **kwargs, out_val=outputs))
+        formula = flop_registry.get(getattr(torch.ops.aten, product.name.replace("_for_cpu", "")))
+    return int(formula(*product.args, **product.kwargs, out_val=product.outputs)) if formula else 0
 
 
 @dataclass
 class Counted:
     """Counts summed over some steps."""
 
-    operators: list[Operator]
+    products: list[Product]
+    calls: int
+    """Number of operator calls."""
     steps: int
     kept_bytes: int
     """Bytes of tensors that forward saves for backward, without weights."""
@@ -165,14 +140,15 @@ class StepCounter:
             if not run.ranks.is_first:
                 yield batches
                 return
-            look = _Look(run)
-            with look.operators, watched(run, look):
-                yield look.weighed(batches)
-            self.counted = found = self.counted or Counted([], 0, 0, 0)
-            found.operators += look.operators.found.values()
+            counts = _StepCounts(run)
+            with counts.operators, watched(run, counts):
+                yield counts.weighed(batches)
+            self.counted = found = self.counted or Counted([], 0, 0, 0, 0)
+            found.products += counts.operators.products
+            found.calls += counts.operators.calls.total()
             found.steps += 1
-            found.kept_bytes += look.kept_bytes
-            found.batch_bytes += look.batch_bytes
+            found.kept_bytes += counts.kept_bytes
+            found.batch_bytes += counts.batch_bytes
 
     @contextmanager
     def uncompiled(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch] | None]:
@@ -199,7 +175,7 @@ class StepCounter:
             yield chain(weighed, batches)
 
 
-class _Look(Phases):
+class _StepCounts(Phases):
     """Collect the counts of one step: operators, bytes saved for backward, bytes of batches."""
 
     def __init__(self, run: Run) -> None:

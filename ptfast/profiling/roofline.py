@@ -21,9 +21,9 @@ from ptfast.core.errors import MachineError
 from ptfast.core.machine import cache_folder, is_memory_error
 from ptfast.core.run_directory import read_json, write_json
 from ptfast.core.tensors.dtensors import local_part
-from ptfast.core.tensors.trees import tree_leaves
+from ptfast.core.tensors.trees import tensors_in
 from ptfast.core.units import short_time
-from ptfast.profiling.operator_counting import Counted, Operator, StepCounter, TensorMeta, flops
+from ptfast.profiling.operator_counting import Counted, Product, StepCounter, flops
 from ptfast.run import Run
 from ptfast.techniques.precision.mixed_precision import set_float32
 
@@ -175,16 +175,15 @@ def count_work(run: Run, counted: Counted) -> Work:
     """Return the work of one step, from counts over several."""
     steps = counted.steps
     totals: dict[str, float] = defaultdict(float)
-    for operator in counted.operators:
-        if count := flops(operator):
-            totals[_format(run, operator)] += operator.count / steps * count
+    for product in counted.products:
+        if count := flops(product):
+            totals[_format(run, product)] += count / steps
     weights = _bytes(p for group in run.optimizer.param_groups for p in group["params"])
     state = _bytes(value for kept in run.optimizer.state.values() for value in kept.values())
     # Weights are read by forward, backward and the optimizer, which also reads gradients and state; gradients
     # are written by backward, weights and state by the optimizer.
     moved = 6 * weights + 2 * state + 2 * counted.kept_bytes / steps
-    calls = sum(operator.count for operator in counted.operators) / steps
-    return Work(dict(totals), moved, calls, counted.batch_bytes / steps)
+    return Work(dict(totals), moved, counted.calls / steps, counted.batch_bytes / steps)
 
 
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
@@ -233,13 +232,13 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
     }
 
 
-def _format(run: Run, operator: Operator) -> str:
+def _format(run: Run, product: Product) -> str:
     """Return the number format in which an operator multiplies."""
-    inputs = [x for x in tree_leaves((operator.args, operator.kwargs)) if isinstance(x, TensorMeta)]
+    inputs = tensors_in((product.args, product.kwargs))
     dtype = next((x.dtype for x in inputs if x.dtype.is_floating_point), torch.float32)
     if (name := next((name for name, each in _TYPES.items() if each == dtype), None)) is not None:
         return name
-    setting, convolves = run.precision.matmul, "conv" in operator.name
+    setting, convolves = run.precision.matmul, "conv" in product.name
     if run.device.type == "cuda":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Please use the new API")

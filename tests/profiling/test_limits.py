@@ -28,7 +28,7 @@ RESNET = (*DIGITS, "model=resnet_digits", "model.depth=8", "model.width=4")
 def counted_flops(step: Any) -> int:
     with Operators() as operators:
         step()
-    return sum(flops(operator) * operator.count for operator in operators.found.values())
+    return sum(map(flops, operators.products))
 
 
 def test_the_operations_of_products_convolutions_and_attention_are_those_of_their_formulas() -> None:
@@ -45,13 +45,13 @@ def test_the_operations_of_products_convolutions_and_attention_are_those_of_thei
     assert counted_flops(lambda: F.scaled_dot_product_attention(heads, heads, heads)) == products
 
 
-def test_operators_are_told_apart_by_shape() -> None:
+def test_every_operator_counts_while_recording() -> None:
     with Operators() as operators:
-        for size in (2, 2, 3):
-            torch.ones(size).add(1).view(-1)
-    found = {(o.name, o.outputs.shape): o.count for o in operators.found.values()}
-    assert found["add", (2,)] == 2
-    assert found["add", (3,)] == 1
+        torch.ones(2).add(1).view(-1)
+        operators.recording = False
+        torch.ones(3).add(1)
+    assert operators.calls == {"ones": 1, "add": 1, "view": 1}
+    assert operators.products == []
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,8 @@ def test_a_counted_step_trains_to_the_same_bits(
     assert fit(counted) == "finished"
     found = counted.counter.counted
     assert found.steps == 1
-    counted_names = {operator.name for operator in found.operators}
-    for part in (("relu", "_to_copy"), ("threshold_backward",), ("_fused", "_foreach")):
-        assert any(name.startswith(part) for name in counted_names), part
+    assert len(found.products) >= 5
+    assert found.calls > 3 * len(found.products)
     assert found.kept_bytes > 0
     assert found.batch_bytes >= 32 * 64 * (2 if counted.precision.autocast_dtype is not None else 4)
 
