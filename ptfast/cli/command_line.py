@@ -42,33 +42,21 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    code = EXIT_OK
     try:
-        code = _dispatch(words)
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    except BrokenPipeError:
-        # The program that reads our output has exited (`ptfast recipes | head`).
-        from ptfast.report.terminal.display import flush
-
-        flush(sys.stdout, sys.stderr)
+        return _dispatch(words)
     except (Exception, KeyboardInterrupt) as error:
-        from ptfast.report.terminal.display import drop_unread, flush, say
+        from ptfast.report.terminal.display import drop_unread, say, standard_output
         from ptfast.report.terminal.json_lines import emit_error
 
-        code = exit_code_of(error)
         if isinstance(error, KeyboardInterrupt):
             drop_unread(sys.stdout, sys.stderr)
-        flush(sys.stdout)
+        standard_output().flush()
         shows = "--traceback" in words
-        with contextlib.suppress(BrokenPipeError):
-            if emit_error(error, details=shows):
-                return code
+        if not emit_error(error, details=shows):
             if shows and (details := traceback_of(error)):
                 print(details, file=sys.stderr)
             say(error_line(error), sys.stderr)
-        flush(sys.stdout, sys.stderr)
-    return code
+        return exit_code_of(error)
 
 
 def _dispatch(words: list[str]) -> int:

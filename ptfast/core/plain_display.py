@@ -266,9 +266,9 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     if spikes := summary.get("loss_spikes"):
         rows.append(("loss spikes", f"{spikes['count']}, the largest {spike(spikes['largest'])}"))
     rows += ledger(summary.get("time_budget") or {})
-    light = summary.get("speed_of_light") or {}
-    if light.get("mfu"):
-        rows += [("roofline", light["line"]), ("lower bounds", light["floors"])]
+    roofline = summary.get("roofline") or {}
+    if roofline.get("mfu"):
+        rows += [("roofline", roofline["line"]), ("lower bounds", roofline["floors"])]
         rows.append(("faster", "ptfast ablate measures what each switch gains on this model and machine"))
     if summary.get("run_dir"):
         folder = Path(summary["run_dir"])

@@ -279,7 +279,7 @@ class Goodput(TypedDict):
     seconds: Figures
 
 
-class SpeedOfLight(TypedDict, total=False):
+class Roofline(TypedDict, total=False):
     line: str
     step_s: Number
     floors_s: dict[str, float]
@@ -308,7 +308,7 @@ class Summary(TypedDict, total=False):
     loss_spikes: Spikes
     time_budget: Figures
     goodput: Goodput | None
-    speed_of_light: SpeedOfLight
+    roofline: Roofline
     next: list[str]
 
 

@@ -235,25 +235,25 @@ class RankPart:
             return
         from ptfast.report.html.run_report import write_report
 
-        run, display, failure, light = self.run, self.display, None, None
+        run, display, failure, roofline = self.run, self.display, None, None
         path = self.folder / run_directory.SUMMARY
         if run is not None and outcome.error_line is None:
-            from ptfast.profiling.roofline import speed_of_light
+            from ptfast.profiling.roofline import roofline_of
 
             try:
                 may_measure = outcome.status in ("finished", "stopped", "paused")
-                light = speed_of_light(run, may_measure=may_measure)
+                roofline = roofline_of(run, may_measure=may_measure)
             except Exception as error:
                 display.warn(f"the machine's limits could not be computed: {type(error).__name__}: {error}")
         # Closing loggers may take long, and the system may end the run meanwhile.
         with contextlib.suppress(PtfastError):
-            run_directory.write_json(path, self.summary(outcome, light))
+            run_directory.write_json(path, self.summary(outcome, roofline))
         try:
             self.logger.close()
         except PtfastError as error:
             if outcome.error_line is None:
                 failure, outcome = error, Outcome(exit_code=error.exit_code, error_line=str(error))
-        summary = self.summary(outcome, light)
+        summary = self.summary(outcome, roofline)
         try:
             run_directory.write_json(path, summary)
             if run is not None and run.progress.step:
@@ -272,7 +272,7 @@ class RankPart:
         if failure is not None:
             raise failure
 
-    def summary(self, outcome: Outcome, light: dict[str, Any] | None = None) -> dict[str, Any]:
+    def summary(self, outcome: Outcome, roofline: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the content of `summary.json`: the outcome, the metrics, and all wall time by cause."""
         run = self.run
         summary: dict[str, Any] = {"status": outcome.status, "exit_code": outcome.exit_code}
@@ -285,8 +285,8 @@ class RankPart:
         if self.attempt is not None:
             self.attempt.write(summary.get("steps", 0), outcome.status)
             summary["goodput"] = read_goodput(self.folder)
-        if light is not None:
-            summary["speed_of_light"] = light
+        if roofline is not None:
+            summary["roofline"] = roofline
         summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
         if outcome.status in CUT_SHORT and summary.get("steps"):
             summary["resume"] = resume_command(self.folder)
@@ -329,8 +329,7 @@ def leave(exit_code: int) -> NoReturn:
     During the interpreter's own exit, threads left by gloo sometimes abort the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):
-            stream.flush()
+        stream.flush()
     os._exit(exit_code)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ptfast.core.errors import EXIT_INTERRUPTED
 from ptfast.core.machine import die_with_parent, watch_others
+from ptfast.core.plain_display import LastingOutput
 from ptfast.launch.rank_main import STARTED_VARIABLE
 
 PRELOADED = (
@@ -84,6 +85,7 @@ def _main(
             with output.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
+        LastingOutput.install()
         watch_others()
         # Otherwise the start method of this process would also start the workers of its loaders.
         multiprocessing.set_start_method(None, force=True)
@@ -93,7 +95,7 @@ def _main(
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
         die_with_parent()
-        exit_code = act(*arguments)
+        exit_code = LastingOutput.exit_code(act(*arguments))
     # An interpreter runs these at exit; multiprocessing does not.
     atexit._run_exitfuncs()
     sys.exit(exit_code)

@@ -260,8 +260,8 @@ def flop(number: float) -> str:
     return f"{number / 1e6:.3g} MFLOP"
 
 
-def speed_of_light(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
-    """Return the entry `speed_of_light` of summary.json; None if the run was too short for one.
+def roofline_of(run: Run, *, may_measure: bool) -> dict[str, Any] | None:
+    """Return the entry `roofline` of summary.json; None if the run was too short for one.
 
     The machine's limits are measured after training, once per machine: later runs find them in the cache
     folder. A run of less than a minute does not measure them.

@@ -146,22 +146,22 @@ def test_a_long_run_measures_and_a_short_one_does_not(
     assert fit(run) == "finished"
     measured: list[Any] = []
     monkeypatch.setattr(roofline, "measured_peaks", lambda *args: measured.append(args) or PEAKS)
-    assert roofline.speed_of_light(run, may_measure=True) is None
+    assert roofline.roofline_of(run, may_measure=True) is None
 
     for name in ("forward", "backward"):
         run.clock.seconds[name] += 10.0
-    told = roofline.speed_of_light(run, may_measure=True)
+    told = roofline.roofline_of(run, may_measure=True)
     assert told is not None
     assert "60 s" in told["line"]
     assert told["flops_per_step"] > 0
     assert not measured
 
     run.clock.seconds["forward"] += 100.0
-    told = roofline.speed_of_light(run, may_measure=False)
+    told = roofline.roofline_of(run, may_measure=False)
     assert told is not None
     assert "mfu" not in told
     assert not measured
-    told = roofline.speed_of_light(run, may_measure=True)
+    told = roofline.roofline_of(run, may_measure=True)
     assert told is not None
     assert len(measured) == 1
     products = 2 * 32 * (64 * 16 + 16 * 10)

@@ -163,10 +163,10 @@ def test_a_run_of_one_step_is_not_one_steps() -> None:
 
 
 def test_the_roofline_is_shown_once_the_machine_is_measured() -> None:
-    light = {"line": "12 GFLOP/s; this machine's peak is not measured yet"}
-    assert "GFLOP" not in str(closing({"speed_of_light": light}))
-    light = {"line": "40 % of the peak", "floors": "compute 40 %", "mfu": 0.4}
-    assert ("roofline", "40 % of the peak") in closing({"speed_of_light": light})[1]
+    roofline = {"line": "12 GFLOP/s; this machine's peak is not measured yet"}
+    assert "GFLOP" not in str(closing({"roofline": roofline}))
+    roofline = {"line": "40 % of the peak", "floors": "compute 40 %", "mfu": 0.4}
+    assert ("roofline", "40 % of the peak") in closing({"roofline": roofline})[1]
 
 
 def test_a_run_too_short_to_tell_shows_no_throughput() -> None:

@@ -108,7 +108,7 @@ def write_report(run_dir: Path) -> Path:
         ),
         _time_budget(run),
         _goodput(run),
-        _speed_of_light(run),
+        _roofline(run),
         _commands(run),
         _settings(run),
     ]
@@ -276,13 +276,13 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], colors: Sequence[str
     return f"<h2>{title}</h2>{stacked_bar(parts, colors)}{table}"
 
 
-def _speed_of_light(run: RunFiles) -> str:
+def _roofline(run: RunFiles) -> str:
     """The time of a step beside the machine's limits."""
-    light = run.summary.get("speed_of_light")
-    if not isinstance(light, dict) or not light.get("line"):
+    found = run.summary.get("roofline")
+    if not isinstance(found, dict) or not found.get("line"):
         return ""
-    body = [f"<h2>Roofline: the machine's limits</h2><p>{escape(str(light['line']))}</p>"]
-    step_s, floors, waits = light.get("step_s"), light.get("floors_s"), light.get("waits_s")
+    body = [f"<h2>Roofline: the machine's limits</h2><p>{escape(str(found['line']))}</p>"]
+    step_s, floors, waits = found.get("step_s"), found.get("floors_s"), found.get("waits_s")
     if isinstance(floors, dict) and isinstance(waits, dict) and is_finite(step_s) and step_s > 0:
         named = {f"{name}, lower bound": s for name, s in floors.items()}
         named |= {f"wait for {label(name)}": s for name, s in waits.items() if s}

@@ -82,28 +82,12 @@ def is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def flush(*streams: TextIO | None) -> None:
-    """Write what streams hold back; one whose reader has left writes nowhere from now on.
-
-    Python would complain at exit about what is left in it.
-    """
-    for stream in filter(None, streams):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            _drop(stream)
-
-
 def drop_unread(*streams: TextIO | None) -> None:
     """Have streams whose reader does not read, such as a full pipe, write nowhere from now on."""
     for stream in filter(None, streams):
         with contextlib.suppress(OSError, ValueError):  # of one that is no file
             if not select.select([], [stream.fileno()], [], UNREAD_S)[1]:
-                _drop(stream)
-
-
-def _drop(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(
