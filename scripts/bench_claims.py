@@ -107,7 +107,6 @@ ACCUMULATED: Comparison = (LARGE, "gradients.accumulate=1", "gradients.accumulat
 PADDED: Comparison = (TEXTS, "batching=none", "batching=longest", ())
 BUCKETS: Comparison = (TEXTS, "batching=longest", "batching=buckets", ())
 NO_GRADIENTS: Comparison = (RESNET, "model._target_=bench_claims.ZeroedResNet", "", ())
-POINTWISE: Comparison = (TEXTS, "compile=none", "compile=pointwise", ("compiler",))
 
 CLAIMS = (
     Claim("mixed precision", "1.5 to 5.5 times float32", AMP, *AUTOCAST, least=1.5),
@@ -135,7 +134,6 @@ CLAIMS = (
     Claim(
         *("gradients set to None", "saves a write and a read of all gradients", TUNING_GUIDE), *NO_GRADIENTS
     ),
-    Claim("fused pointwise operations", "fewer kernels that wait for memory", TUNING_GUIDE, *POINTWISE),
     Claim(
         *("one cycle", "10 times fewer steps than a step schedule", ONE_CYCLE),
         takes="hours of training: ptfast race, see docs/speed/race.md",

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from compiling import NET, RUN, Remembers, captured_only, forgotten  # noqa: F401 - fixtures
 from conftest import RunPtfast
-from nets import Gated, Net
+from nets import Net
 from running import WITH_TESTS, build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
 
@@ -24,25 +24,14 @@ from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import VARIABLE, Compilation, keep_code
-from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.training import fit
 
-MODES = ("pointwise", "blocks", "model", "max_autotune")
+MODES = ("blocks", "model", "max_autotune")
 pytestmark = [
     pytest.mark.usefixtures("forgotten"),
     # What torch itself provokes and hides, in looking at tensors that are no leaves.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-
-
-@pytest.fixture
-def chains_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains are cut out as ever, and run by torch as they are."""
-
-    def run(graph: Any, inputs: Any) -> Any:
-        return lambda values: graph(*values)
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", run)
 
 
 def grads(model: nn.Module, inputs: Tensor, *, autocast: bool = False) -> list[Tensor]:
@@ -76,7 +65,6 @@ class TestRefusals:
             (["compile=reduce_overhead", "device=cpu"], "E005", "Use compile=model"),
             (["compile=reduce_overhead", "gradients.accumulate=2"], "C011", "overwrites the gradients"),
             (["compile=reduce_overhead", "micro_batches=2"], "C011", "one micro-batch per rank"),
-            (["compile=pointwise", "checkpointing=budget"], "C011", "only the compiler can follow"),
             (["compile=blocks"], "C011", "Mlp has no repeated blocks. Name modules"),
             (["compile=blocks", "compile.blocks=[layer.*]"], "C005", "matches no module"),
         ],
@@ -186,48 +174,6 @@ class TestRun:
         assert build_run(tmp_path / "digits", *RUN).choices.get("compile.dynamic") is False
 
 
-@pytest.mark.usefixtures("chains_as_they_are")
-class TestPointwise:
-    @pytest.mark.parametrize("autocast", [False, True])
-    def test_it_computes_what_it_did(self, autocast: bool) -> None:
-        """Dropout draws what it drew, running statistics move once, casts stay where they were."""
-        torch.manual_seed(0)
-        model, inputs = Gated(dropout=0.3), torch.randn(6, 8)
-        fused, fusion = copy.deepcopy(model), PointwiseFusion()
-        fused.compile(backend=fusion, dynamic=False)
-        for _ in range(2):
-            for one, two in zip(
-                grads(fused, inputs, autocast=autocast), grads(model, inputs, autocast=autocast), strict=True
-            ):
-                torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
-        assert fusion.num_chains >= 2
-        assert fusion.num_operations > 2 * fusion.num_chains
-
-    def test_only_chains_are_fused(self) -> None:
-        fusion = PointwiseFusion()
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
-        model.compile(backend=fusion, dynamic=False)
-        model(torch.randn(3, 4)).sum().backward()
-        assert (fusion.num_chains, fusion.num_operations) == (0, 0)
-
-    def test_nothing_to_fuse_is_told(self, tmp_path: Path) -> None:
-        run = build_run(tmp_path, "model=mlp", "model.hidden=[4]", "steps=1", "compile=pointwise")
-        run.display = display = Remembers()
-        fit.fit(run)
-        assert "compile=pointwise found nothing to fuse; use compile=none or compile=model" in display.notes
-
-    @pytest.mark.slow
-    def test_what_was_fused_is_told(self, tmp_path: Path) -> None:
-        run = build_run(tmp_path, *RUN, "steps=1", "compile=pointwise")
-        run.display = display = Remembers()
-        fit.fit(run)
-        assert run.compilation is not None
-        report = run.compilation.report()
-        assert report["kernels"] >= 6
-        assert report["fused_operations"] > 2 * report["kernels"]
-        assert f"into {report['kernels']} kernels" in display.notes[-1]
-
-
 # With the C++ compiler.
 
 
@@ -278,7 +224,7 @@ def test_a_resumed_run_has_every_bit(mode: str, extra: tuple[str, ...], in_tmp: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["pointwise", "blocks", "model"])
+@pytest.mark.parametrize("mode", ["blocks", "model"])
 def test_several_ranks(mode: str, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", WITH_TESTS["PYTHONPATH"])
     words = (*RUN, "micro_batches=2", "steps=6", "saving.every=3steps", "saving.keep=9", "eval.every=3steps")

@@ -26,7 +26,7 @@ class Checkpointing(Section):
 def what_the_mode_needs(checkpointing: Checkpointing, compile: Compile) -> PtfastError | None:
     """Reject a budget without a compiler, and a mode without its setting."""
     mode = checkpointing.mode
-    if mode == "budget" and compile.mode in ("none", "pointwise"):
+    if mode == "budget" and compile.mode == "none":
         what = "only the compiler can follow a memory budget"
         hint = "Set compile=model, or use checkpointing=full"
         return ConfigError("C011", what, key="checkpointing", value=mode, suggestion=hint)

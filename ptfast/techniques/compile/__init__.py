@@ -15,8 +15,8 @@ from ptfast.techniques.parallel import Parallel
 class Compile(Section):
     """The parts that `torch.compile` compiles, and how."""
 
-    mode: Literal["none", "pointwise", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
-    """Compile elementwise chains, blocks or the model; or the model with CUDA graphs, or autotuned."""
+    mode: Literal["none", "blocks", "model", "reduce_overhead", "max_autotune"] = "none"
+    """Compile blocks or the model; or the model with CUDA graphs, or autotuned."""
     blocks: str | tuple[str, ...] = "auto"
     """For `blocks`: one or more patterns of module names; `auto` for the repeated blocks."""
     dynamic: bool | OrAuto = "auto"

@@ -18,10 +18,9 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.machine import cache_folder
 from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
-from ptfast.techniques.compile.pointwise_fusion import PointwiseFusion
 from ptfast.techniques.repeated_blocks import find_blocks
 
-Mode = Literal["pointwise", "blocks", "model", "reduce_overhead", "max_autotune"]
+Mode = Literal["blocks", "model", "reduce_overhead", "max_autotune"]
 
 MANY_SHAPES = 3
 """Number of recompilations of everything, beyond the usual one for an epoch's last batch."""
@@ -48,7 +47,7 @@ class Compilation:
 
     A shape runs the same code wherever a run begins, so that a resumed run gives the same bits as one never
     stopped: every shape has its own code, or (`dynamic`) all share one from the start. Dropout draws other
-    masks than without a compiler, except under `pointwise`.
+    masks than without a compiler.
 
     If a step `accumulates` several micro-batches on a rank, a CUDA graph would silently overwrite the
     gradients of the previous one: C011 for `reduce_overhead`. E005 if a tool or device is missing.
@@ -65,16 +64,13 @@ class Compilation:
             raise problem
         self.mode: Mode = mode
         self.blocks: dict[str, nn.Module] = {}
-        self.fusion: PointwiseFusion | None = None
         self.options: dict[str, Any] = {"dynamic": dynamic}
         # Else a fused kernel keeps float32 where the plain step rounds, and compares it with rounded numbers:
         # `amax` then has a wrong gradient, or NaN, in bf16.
         from torch._inductor import config as settings
 
         settings.emulate_precision_casts = True  # pyright: ignore[reportAttributeAccessIssue]
-        if mode == "pointwise":
-            self.fusion = self.options["backend"] = PointwiseFusion()
-        elif mode == "reduce_overhead":
+        if mode == "reduce_overhead":
             self.options["mode"] = "reduce-overhead"
         elif mode == "max_autotune":
             self.options["mode"] = "max-autotune" + "-no-cudagraphs" * accumulates
@@ -132,15 +128,7 @@ class Compilation:
     def start(self, seconds: float) -> str:
         """Record that the first step is compiled, and report it."""
         self._at_start, self._start_s = num_compiled(), seconds
-        if self.fusion is None:
-            return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s"
-        if not self.fusion.num_chains:
-            self._warned_of.add("length")
-            return "compile=pointwise found nothing to fuse; use compile=none or compile=model"
-        chains, operations = self.fusion.num_chains, self.fusion.num_operations
-        return (
-            f"fused {operations} elementwise operations into {counted(chains, 'kernel')} in {seconds:.1f} s"
-        )
+        return f"compiled {counted(self.num_graphs, 'graph')} in {seconds:.1f} s"
 
     @property
     def num_graphs(self) -> int:
@@ -185,16 +173,8 @@ class Compilation:
 
     def report(self) -> dict[str, Any]:
         """Return the entry in summary.json."""
-        report: dict[str, Any] = {
-            "mode": self.mode,
-            "graphs": self.num_graphs,
-            "recompiled": self.num_recompiled,
-        }
-        if self.fusion is not None:
-            report |= {"kernels": self.fusion.num_chains, "fused_operations": self.fusion.num_operations}
-        if advice := self._advice():
-            report["advice"] = advice
-        return report
+        report = {"mode": self.mode, "graphs": self.num_graphs, "recompiled": self.num_recompiled}
+        return report | ({"advice": advice} if (advice := self._advice()) else {})
 
 
 def num_compiled() -> int:

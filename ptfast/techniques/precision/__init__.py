@@ -15,8 +15,8 @@ class Precision(Section):
 
     mode: Literal["fp32", "tf32", "amp", "bf16", "amp_fp16", "bf16_true"] = "fp32"
     """`amp` chooses by device: native bfloat16, else float16 with a gradient scaler on CUDA, else float32."""
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "highest"
-    """Precision of float32 matrix products; `auto` measures, and uses the fastest as exact as float32."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Precision of float32 matrix products, as in `torch.set_float32_matmul_precision`."""
     tf32_convolutions: bool = True
     """Let cuDNN round inputs of float32 convolutions to TF32, which is torch's default."""
     float8: bool = False

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,6 @@ from ptfast.core.tensors.trees import map_tensors, tree_leaves
 from ptfast.techniques.precision import Precision
 from ptfast.techniques.rewrites.model_rewrites import undisturbed
 
-Matmul = Literal["highest", "high", "medium"]
-
-FP32_GRADE = 1e-5
-"""Relative error up to which a product counts as float32: float32 errs by 2e-7 to 1e-6, TF32 by 3e-4."""
-WORTH = 1.2
-"""Speed-up over `highest` that `auto` needs to change the setting; small layers lose a smaller gain."""
 PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
@@ -45,7 +39,7 @@ class MixedPrecision:
     """One line for the panel, e.g. `bf16 autocast`."""
     half_weights: bool
     """Whether to call `apply_half_weights`."""
-    matmul: Matmul
+    matmul: str
     """Torch's setting for float32 matrix products."""
     warning: str | None
     """A warning shown before training."""
@@ -59,8 +53,7 @@ def build_precision(
     Half-precision types halve memory traffic and run on matrix units: 1.5 to 3 times the speed on a GPU with
     matrix units, 2 times on a CPU with native bf16. E005 if the device cannot run the mode.
 
-    `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU. Any setting of
-    `matmul_precision` but `highest` is tried, on the first rank, and the note states its error. Both become
+    `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU; it is recorded in
     `choices`.
     """
     mode, ranks, choices = section.mode, ranks or Ranks(), choices or AutoChoices()
@@ -71,21 +64,7 @@ def build_precision(
         choices.previous.pop("precision.mode", None)
     wanted = "auto" if mode == "amp" else mode
     kind = choices.resolve("precision.mode", wanted, str, lambda: _choose_amp(device.type))
-
-    def choose_matmul() -> tuple[Matmul, str]:
-        if mode == "fp32":
-            return on_first_rank(lambda: _quickest_exact(device), ranks)
-        # Autocast and bf16 weights leave hardly any float32 products.
-        return "high" if mode == "tf32" else "highest", ""
-
-    matmul: Matmul = choices.resolve(
-        "precision.matmul_precision", section.matmul_precision, Matmul, choose_matmul
-    )
-    tried = ""
-    if matmul != "highest":
-        trial = on_first_rank(lambda: try_matmuls((matmul,), device)[matmul], ranks)
-        tried = f", {matmul} matmuls: {trial}"
-    set_float32(matmul, tf32_convolutions=section.tf32_convolutions)
+    set_float32(section.matmul_precision, tf32_convolutions=section.tf32_convolutions)
     text = {"fp32": "fp32", "tf32": "fp32 with TF32 products", "bf16_true": "bf16 weights"}.get(kind, "")
     if mode == "fp32" and section.tf32_convolutions and check_precision("tf32", device.type) is None:
         text += " with TF32 convolutions, torch's default"
@@ -99,7 +78,9 @@ def build_precision(
     if lack is not None:
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
-    return MixedPrecision(context, half, scaler, text + tried, mode == "bf16_true", matmul, warning)
+    matmul = section.matmul_precision
+    text += f", matrix products at `{matmul}`" * (matmul != "highest" and mode != "tf32")
+    return MixedPrecision(context, half, scaler, text, mode == "bf16_true", matmul, warning)
 
 
 def _choose_amp(device_type: str) -> tuple[str, str]:
@@ -140,65 +121,20 @@ def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
         seconds: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
         for _ in range(rounds):
             for kind, times in seconds.items():
-                times.append(_timed(operation, *(value.to(kind) for value in inputs))[1])
+                times.append(_timed(operation, *(value.to(kind) for value in inputs)))
         found[name] = min(seconds[dtype]) / min(seconds[torch.float32])
     return " and ".join(f"{name} take {ratio:.1f}x" for name, ratio in found.items()) + " as long as in fp32"
 
 
-class MatmulTrial(NamedTuple):
-    """Speed and error of a setting of `torch.set_float32_matmul_precision`."""
-
-    setting: Matmul
-    speedup: float
-    error: float
-    """Error of a product of normal numbers relative to float64, in the Frobenius norm."""
-
-    def __str__(self) -> str:
-        grade = "as exact as fp32" if self.error <= FP32_GRADE else "coarser than fp32"
-        return f"{self.speedup:.1f}x at relative error {self.error:.0e}, {grade}"
-
-
-def try_matmuls(
-    settings: tuple[Matmul, ...], device: torch.device, rounds: int = 7
-) -> dict[Matmul, MatmulTrial]:
-    """Return the error and speed of float32 products at each of `settings`, in some 50 ms; one stays set."""
-    size = PROBE_SIZE.get(device.type, 512)
-    draws = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, size, generator=draws).to(device) for _ in range(2))
-    exact_on = device if device.type == "cuda" else torch.device("cpu")
-    exact = left.to(exact_on).double() @ right.to(exact_on).double()
-    seconds: dict[Matmul, list[float]] = {name: [] for name in ("highest", *settings)}
-    errors: dict[Matmul, float] = {}
-    for _ in range(rounds):
-        for name, times in seconds.items():
-            set_float32(name)
-            product, took = _timed(torch.mm, left, right)
-            times.append(took)
-            if name not in errors:
-                errors[name] = float((product.to(exact_on).double() - exact).norm() / exact.norm())
-    fastest = {name: min(times) for name, times in seconds.items()}
-    return {name: MatmulTrial(name, fastest["highest"] / fastest[name], errors[name]) for name in settings}
-
-
-def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, float]:
-    """Return the result of the second of two calls, and its seconds."""
-    result, start = left, 0.0
+def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> float:
+    """Return the seconds of the second of two calls."""
+    start = 0.0
     for _ in range(2):
         start = time.perf_counter()
-        result = operation(left, right)
+        operation(left, right)
         if left.device.type != "cpu":
             torch.accelerator.synchronize(left.device)
-    return result, time.perf_counter() - start
-
-
-def _quickest_exact(device: torch.device) -> tuple[Matmul, str]:
-    """The quickest setting that is as exact as fp32, and why."""
-    trials = try_matmuls(("high", "medium"), device)
-    good = [trial for trial in trials.values() if trial.error <= FP32_GRADE]
-    best = max(good, key=lambda trial: trial.speedup, default=None)
-    if best is not None and best.speedup >= WORTH:
-        return best.setting, "it is as exact as fp32, and quicker"
-    return "highest", "; ".join(f"{name}: {trial}" for name, trial in trials.items())
+    return time.perf_counter() - start
 
 
 def set_float32(matmul: str, *, tf32_convolutions: bool | None = None) -> None:
