@@ -11,7 +11,7 @@ from ptfast.core.sections.targets import Target
 
 MIXTURE = "ptfast.data.mixture.Mixture"
 Amount = Annotated[Duration, InUnit("samples", ("percent", "samples"))]
-SPLIT_KEYS = ("split", "group", "folds", "fold", "fraction", "overfit")
+SPLIT_KEYS = ("test", "split", "group", "folds", "fold", "fraction", "overfit")
 """Keys that go to a dataset of the user's where it takes them itself, such as torchvision's `split`."""
 
 
@@ -20,6 +20,8 @@ class DataSection(TargetSection):
 
     val: Amount = Duration(10, "percent")
     """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
+    test: Amount | None = None
+    """The share held out for a test at the end of the run: `10%` or `500samples`. Folds leave it out."""
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
     """Hold out the same share of each class, samples at random, or whole groups; `auto` goes by the data."""
     group: str | None = None

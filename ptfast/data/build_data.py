@@ -162,8 +162,11 @@ def build_data(
         for split, each in splits.sources.items()
         if known is None or split != "train" or len(splits.sources) == 1
     ]
-    if known is not None and kept is not None and isinstance(splits.val, MapSource):
-        counts.append(f"held out of {len(kept) + len(splits.val):,}")
+    held_out = [
+        each for each in (splits.val, splits.test if rules.test else None) if isinstance(each, MapSource)
+    ]
+    if known is not None and kept is not None and held_out:
+        counts.append(f"held out of {len(kept) + sum(map(len, held_out)):,}")
     data = Data(
         replace(info, extra=extra),
         train,

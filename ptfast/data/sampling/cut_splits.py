@@ -22,7 +22,7 @@ def cut_splits(
     """The splits of the dataset `source` by the rules, and the training samples kept; None for all."""
     train, kept, notes = splits.train, None, [splits.note]
     if isinstance(train, IterableSource):
-        rules.reject("iterable data cannot be cut", "folds", "group", "fraction", "overfit")
+        rules.reject("iterable data cannot be cut", "test", "folds", "group", "fraction", "overfit")
         if splits.val is not None or val.value == 0:
             return splits, None
         if val.unit != "percent":
@@ -31,10 +31,16 @@ def cut_splits(
             raise ConfigError("C011", what, key="data.val", value=val, suggestion=hint)
         notes.append("nothing is held out of iterable data")
     elif not getattr(source, "cuts_itself", False):
+        if splits.test is not None:
+            rules.reject("this data has a test split of its own", "test")
         labels = train.known_labels() if splits.info.task == "classification" else None
         classes = labels.numpy() if labels is not None and labels.dim() == 1 else None
         wanted = val if splits.val is None else None
-        groups = _groups(splits, source, rules.group) if rules.group is not None and wanted else None
+        groups = (
+            _groups(splits, source, rules.group)
+            if rules.group is not None and (wanted or rules.test)
+            else None
+        )
         parts = rules.cut(len(train), wanted, seed, classes, groups)
         if len(parts) > 1 or len(parts["train"]) < len(train):
             splits = replace(splits, **{split: train.take(places) for split, places in parts.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,8 +23,11 @@ class SplitRules:
     folds: int | None = None
     fold: int | None = None
     fraction: Duration | None = None
+    test: Duration | None = None
     overfit: int | None = None
     """In samples."""
+    key: str = "data.val"
+    """The key that errors about the share name."""
 
     def reject(self, what: str, *names: str) -> None:
         """Raise ConfigError C011, for the reason `what`, if one of the keys `names` is set."""
@@ -36,11 +39,13 @@ class SplitRules:
     def cut(
         self, size: int, val: Duration | None, seed: int, classes: Any = None, groups: Any = None
     ) -> dict[str, Indices]:
-        """The samples of `train`, and of `val` where it is held out, each ascending.
+        """The samples of `train`, and of `val` and `test` where they are held out, each ascending.
 
         `val` is None where the data has such a split; `classes` and `groups` are of the samples, if known.
         Raises C011 for keys that do not fit, D005 without a group, D006 for an empty split or class.
         """
+        if self.test is not None and self.test.value:
+            return self._with_test(size, self.test, val, seed, classes, groups)
         if val is None:
             self.reject("this data has a val split of its own, so none is cut out of train", "folds", "group")
         if self.split == "stratified" and classes is None:
@@ -51,6 +56,20 @@ class SplitRules:
             held = np.sort(self._held(order, val, classes, groups))
         train = self._fraction(np.delete(train, held), seed, classes)
         return {"train": train, "val": held} if len(held) else {"train": train}
+
+    def _with_test(
+        self, size: int, test: Duration, val: Duration | None, seed: int, classes: Any, groups: Any
+    ) -> dict[str, Indices]:
+        """The samples of `test`, and the others as they are cut without them: folds share one test."""
+        for_test = replace(self, test=None, folds=None, fraction=None, key="data.test")
+        rest, tested = for_test.cut(size, test, seed, classes, groups).values()
+        if val is not None and val.unit == "percent":
+            # A share of all samples, as that of the test is.
+            val = Duration(held_out(size, val), "samples")
+        left = (None if each is None else np.asarray(each)[rest] for each in (classes, groups))
+        rules = replace(self, test=None, group=None if val is None else self.group)
+        parts = rules.cut(len(rest), val, seed, *left)
+        return {**{split: rest[places] for split, places in parts.items()}, "test": tested}
 
     def _held(self, order: Indices, val: Duration, classes: Any, groups: Any) -> Indices:
         """The samples that are held out, out of all of them in a random `order`."""
@@ -66,9 +85,9 @@ class SplitRules:
             size, units = len(numbers), "groups"
         strata = None if self.split == "random" else classes
         if self.folds is None:
-            count = held_out(len(order), val)
+            count = held_out(len(order), val, self.key)
             if groups is not None:
-                return _some_groups(count, groups, val)
+                return _some_groups(count, groups, val, self.key)
             if strata is not None:
                 return _in_proportion(order, count, strata, keep=1)
             if classes is not None:
@@ -106,15 +125,15 @@ class SplitRules:
 NO_RULES = SplitRules()
 
 
-def held_out(size: int, val: Duration) -> int:
-    """How many of `size` samples `data.val` holds out."""
+def held_out(size: int, val: Duration, key: str = "data.val") -> int:
+    """How many of `size` samples the value `val` of `key` holds out."""
     if val.value == 0:
         return 0
     count = max(1, round(size * val.value / 100)) if val.unit == "percent" else int(val.value)
     if count >= size:
         what = f"holds out {count:,} of {size:,} training samples, which leaves none to train on"
-        hint = "Hold out less, or use data.val=0 for none"
-        raise DataError("D006", what, key="data.val", value=val, suggestion=hint)
+        hint = f"Hold out less, or use {key}=0 for none"
+        raise DataError("D006", what, key=key, value=val, suggestion=hint)
     return count
 
 
@@ -128,7 +147,7 @@ def _group_folds(folds: int, groups: NDArray[np.int64]) -> NDArray[np.int64]:
     return of_group[groups]
 
 
-def _some_groups(count: int, groups: NDArray[np.int64], val: Duration) -> Indices:
+def _some_groups(count: int, groups: NDArray[np.int64], val: Duration, key: str) -> Indices:
     """The samples of the first groups, as close to `count` as they come; larger ones are the last resort."""
     sizes = np.bincount(groups)
     order = np.argsort(sizes > count, kind="stable")
@@ -136,9 +155,7 @@ def _some_groups(count: int, groups: NDArray[np.int64], val: Duration) -> Indice
     held = np.flatnonzero(np.isin(groups, order[:number]))
     if number == len(order) or len(held) > 2 * count:
         what = f"holds out {count:,} samples, and the smallest of {len(order):,} groups has {sizes.min():,}"
-        raise DataError(
-            "D006", what, key="data.val", value=val, suggestion="Hold out more, in smaller groups"
-        )
+        raise DataError("D006", what, key=key, value=val, suggestion="Hold out more, in smaller groups")
     return held
 
 

@@ -103,5 +103,7 @@ class Table(ReadsAsKnown):
         classes = targets["train"].numpy() if facts["task"] == "classification" else None
         train.check("data.group", *filter(None, [group]))
         groups = None if group is None else train.columns[group]
+        if "test" in rows:
+            self.rules.reject("this data has a test split of its own", "test")
         parts = self.rules.cut(len(train.numbers), None if "val" in rows else val, seed, classes, groups)
         return {split: train.take(places.tolist()) for split, places in parts.items()}

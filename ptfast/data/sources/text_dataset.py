@@ -157,7 +157,7 @@ class TextFile(ReadsAsKnown):
         self.documents = documents
 
     def load(self, *, val: Duration, seed: int) -> Splits:
-        self.rules.reject("a text has no samples to choose from", "folds", "group", "fraction")
+        self.rules.reject("a text has no samples to choose from", "test", "folds", "group", "fraction")
         manifest = open_pack(self.path, "data.path") if self.path.is_dir() else None
         if manifest is not None:
             tokenizer, encoded, text_bytes = self._read_packed(manifest)

@@ -140,7 +140,7 @@ def test_runs_that_say_nothing_of_the_split_keep_the_random_one():
     assert not np.array_equal(again.kept, new.kept)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("rules", [{"folds": 5}, {"fraction": Duration(10, "percent")}, {"overfit": 8}])
+@pytest.mark.parametrize("rules", [{"folds": 5}, {"test": Duration(10, "percent")}, {"overfit": 8}])
 def test_streams_and_running_text_cannot_be_cut(rules: dict[str, object], tmp_path: Path):
     with pytest.raises(ConfigError, match="iterable data cannot be cut"):
         cut(Stream(), 0, **rules)
@@ -165,6 +165,27 @@ def test_a_killed_run_of_a_fold_resumes_to_the_same_bits_and_evaluates_the_same_
     assert "1,348 train, 449 val; val is fold 2 of 4" in capsys.readouterr().out
     figures = ptfast.evaluate("a")["val"]
     assert figures["accuracy"] == pytest.approx(summary(Path("a"))["best"]["accuracy"])
+
+
+def test_a_test_split_is_evaluated_at_the_end_and_on_demand(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        train("data=digits", "data.test=20%", "model=mlp", "model.hidden=[8]", "epochs=1", "run.dir=a") == 0
+    )
+    assert "1,258 train, 180 val, 359 test" in capsys.readouterr().out
+    assert ptfast.evaluate("a", split="test")["test"]["accuracy"] == summary(Path("a"))["test"]["accuracy"]
+
+
+def test_a_table_is_prepared_without_its_test_rows(tmp_path: Path):
+    rows = "\n".join(f"{i},{'ab'[i % 2]}" for i in range(40))
+    (tmp_path / "rows.csv").write_text(f"x,label\n{rows}\n")
+    data = cut(Table(str(tmp_path / "rows.csv"), "label"), test=Duration(25, "percent"))
+    assert labels_of(data) == {"train": [10, 10], "val": [5, 5], "test": [5, 5]}
+    (tmp_path / "test.csv").write_text("x,label\n1,a\n2,b\n")
+    with pytest.raises(ConfigError, match="data.test=25%: this data has a test split of its own"):
+        own = Table(str(tmp_path / "rows.csv"), "label", test_path=str(tmp_path / "test.csv"))
+        cut(own, test=Duration(25, "percent"))
 
 
 def test_the_loss_on_a_few_batches_falls(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

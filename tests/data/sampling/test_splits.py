@@ -141,6 +141,40 @@ def test_folds_and_groups_beside_a_given_val_split_are_rejected(rules: SplitRule
         rules.cut(20, None, 0)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_test_split_has_each_class_and_is_the_same_in_every_fold(seed: int):
+    fifth = Duration(20, "percent")
+    parts = SplitRules(test=fifth).cut(403, TENTH, seed, RARE)
+    assert {split: np.bincount(RARE[part]).tolist() for split, part in parts.items()}["test"] in (
+        [40, 40, 1],
+        [41, 39, 1],
+        [39, 41, 1],
+    )
+    assert [len(parts["train"]), len(parts["val"]), len(parts["test"])] == [282, 40, 81]
+    assert sorted(np.concatenate([*parts.values()])) == list(range(403))
+    assert all(np.bincount(RARE[part], minlength=3).all() for part in parts.values())
+    folds = [SplitRules(test=fifth, folds=4, fold=fold).cut(403, TENTH, seed, RARE) for fold in range(4)]
+    assert all(np.array_equal(fold["test"], parts["test"]) for fold in folds)
+    held = np.concatenate([parts["test"], *(fold["val"] for fold in folds)])
+    # The only sample of a class that the test leaves may stay in train.
+    assert 402 <= len(np.unique(held)) == len(held)
+
+
+def test_no_group_of_the_test_split_is_in_another():
+    groups = np.random.default_rng(1).integers(0, 40, 300)
+    for val in (TENTH, None):
+        rules = SplitRules(test=TENTH, group="patient")
+        parts = [{*groups[part]} for part in rules.cut(300, val, 0, groups=groups).values()]
+        assert sum(map(len, parts)) == len(set.union(*parts)) == 40
+
+
+def test_a_test_split_that_leaves_too_little_is_named():
+    with pytest.raises(DataError, match="data.test=20samples: holds out 20 of 20 training samples"):
+        SplitRules(test=Duration(20, "samples")).cut(20, TENTH, 0)
+    with pytest.raises(DataError, match="data.val=.*: holds out 10 of 10 training samples"):
+        SplitRules(test=Duration(10, "samples")).cut(20, Duration(10, "samples"), 0)
+
+
 def test_samples_without_a_group_and_unknown_classes_are_rejected():
     with pytest.raises(DataError, match="does not name a group for each of the 20 samples"):
         SplitRules(group="site").cut(20, TENTH, 0, groups=["a", None] * 10)
