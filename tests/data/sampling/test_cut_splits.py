@@ -183,8 +183,8 @@ def test_a_table_is_prepared_without_its_test_rows(tmp_path: Path):
     data = cut(Table(str(tmp_path / "rows.csv"), "label"), test=Duration(25, "percent"))
     assert labels_of(data) == {"train": [10, 10], "val": [5, 5], "test": [5, 5]}
     (tmp_path / "test.csv").write_text("x,label\n1,a\n2,b\n")
-    with pytest.raises(ConfigError, match="data.test=25%: this data has a test split of its own"):
-        own = Table(str(tmp_path / "rows.csv"), "label", test_path=str(tmp_path / "test.csv"))
+    own = Table(str(tmp_path / "rows.csv"), "label", test_path=str(tmp_path / "test.csv"))
+    with pytest.raises(ConfigError, match=r"data.test=25%: this data has a test split of its own"):
         cut(own, test=Duration(25, "percent"))
 
 

@@ -169,9 +169,9 @@ def test_no_group_of_the_test_split_is_in_another():
 
 
 def test_a_test_split_that_leaves_too_little_is_named():
-    with pytest.raises(DataError, match="data.test=20samples: holds out 20 of 20 training samples"):
+    with pytest.raises(DataError, match=r"data.test=20samples: holds out 20 of 20 training samples"):
         SplitRules(test=Duration(20, "samples")).cut(20, TENTH, 0)
-    with pytest.raises(DataError, match="data.val=.*: holds out 10 of 10 training samples"):
+    with pytest.raises(DataError, match=r"data.val=.*: holds out 10 of 10 training samples"):
         SplitRules(test=Duration(10, "samples")).cut(20, Duration(10, "samples"), 0)
 
 
