@@ -134,7 +134,7 @@ class Stateful(Protocol):
 
 
 class Metrics(Protocol):
-    """Figures summed on the device, such as a torchmetrics `MetricCollection`."""
+    """Metrics summed on the device, such as a torchmetrics `MetricCollection`."""
 
     def update(self, *args: Any, **kwargs: Any) -> None: ...
     def compute(self) -> dict[str, Any]: ...
@@ -151,7 +151,7 @@ class Task(Protocol):
     """
 
     metric: str
-    """The figure that `best` follows when none is named, e.g. `accuracy`."""
+    """The metric that `best` follows when none is named, e.g. `accuracy`."""
     mode: str
     """`max` or `min`: which way `metric` is better."""
     counts_samples: bool
@@ -173,8 +173,8 @@ class Task(Protocol):
         """One forward pass, without gradients: update `metrics`, return loss sum and count."""
         ...
 
-    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
-        """Figures of an evaluation from its mean loss and computed metrics (adds e.g. bits per character)."""
+    def log_values(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+        """The metrics to log, from the mean loss and the computed ones (adds e.g. bits per character)."""
         ...
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from ptfast.core.sections.section import Section
 
 
 class TaskSection(Section):
-    """The meaning of a batch and of its loss: a name or import path, and the task's keywords beside it."""
+    """The meaning of a batch and of its loss: a name or import path, and the task's keywords."""
 
     name: str = "auto"
     """A built-in task, `auto` for what the data is for, or the import path of your own."""
@@ -45,6 +45,11 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
             what = f"the task {chosen} takes no such option"
             raise ConfigError("C002", what, key=f"task.{option}", value=value)
     task = factory(info, **options)
+    if hasattr(task, "figures"):
+        hint = "Rename it to log_values; its arguments are the same"
+        raise ConfigError(
+            "C009", "its method figures has a new name", key="task", value=name, suggestion=hint
+        )
     trains = ("step",) if takes_own_steps(task) else ("count", "loss")
     missing = [part for part in ("metric", "mode", *trains, "metrics", "evaluate") if not hasattr(task, part)]
     if missing:

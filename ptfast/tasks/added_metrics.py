@@ -32,7 +32,7 @@ class MetricTable(NamedTuple):
 
 
 class Added:
-    """The metrics of a task, and others beside them.
+    """The metrics of a task, and others next to them.
 
     Args:
         added: metrics and collections of metrics, by the key of the config.
@@ -41,13 +41,13 @@ class Added:
 
     def __init__(self, own: Metrics, added: Mapping[str, Any], *, labels: bool = False) -> None:
         self._own, self._added, self._labels = own, added, labels
-        self.figures: dict[str, dict[str, str]] = {}
-        """By the key of each added metric, its figures and the class that gives each."""
+        self.kinds: dict[str, dict[str, str]] = {}
+        """By the key of each added metric, its values by name and the class that gives each."""
         for name, metric in added.items():
             parts = metric.items() if hasattr(metric, "items") else [(name, metric)]
-            self.figures[name] = {figure: type(part).__name__ for figure, part in parts}
+            self.kinds[name] = {each: type(part).__name__ for each, part in parts}
         if (keys := getattr(own, "keys", None)) is not None:
-            self.keys = lambda: (*keys(), *itertools.chain(*self.figures.values()))
+            self.keys = lambda: (*keys(), *itertools.chain(*self.kinds.values()))
 
     def to(self, device: Any) -> Added:
         added = {name: metric.to(device) for name, metric in self._added.items()}
@@ -73,16 +73,16 @@ class Added:
                 raise _failure(name, metric, "update", error, as_metrics_take) from error
 
     def compute(self) -> dict[str, Any]:
-        """The figures of all: a number each, or a `MetricTable`."""
+        """The values of all: a number each, or a `MetricTable`."""
         values = with_tables(self._own)
         for name, metric in self._added.items():
             try:
                 given = metric.compute()
             except Exception as error:
                 raise _failure(name, metric, "compute", error) from error
-            for figure, kind in self.figures[name].items():
-                value = given.get(figure, given) if isinstance(given, dict) else given
-                values[figure] = _number_or_table(value, kind, f"metrics.{name}._target_", name_of(metric))
+            for each, kind in self.kinds[name].items():
+                value = given.get(each, given) if isinstance(given, dict) else given
+                values[each] = _number_or_table(value, kind, f"metrics.{name}._target_", name_of(metric))
         return values
 
 
@@ -143,7 +143,7 @@ def is_number(value: Any) -> bool:
 
 
 def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Task:
-    """Give `task` the metrics of the config beside its own, with unset keywords filled from the data."""
+    """Give `task` the metrics of the config next to its own, with unset keywords filled from the data."""
     if not targets:
         return task
     facts = {
@@ -166,10 +166,10 @@ def add_metrics(task: Task, targets: Mapping[str, Target], info: DataInfo) -> Ta
                 raise _failure(name, target.resolve(), "its constructor", error) from error
         return Added(own(), added, labels=info.task == "multilabel")
 
-    own_figures = {*getattr(own(), "keys", tuple)()}
-    for name, figures in metrics().figures.items():
-        if taken := own_figures & figures.keys():
-            what = f"the task has a figure {min(taken)} itself, which this one would replace"
+    own_names = {*getattr(own(), "keys", tuple)()}
+    for name, kinds in metrics().kinds.items():
+        if taken := own_names & kinds.keys():
+            what = f"the task has a metric {min(taken)} itself, which this one would replace"
             hint = f"Give it another name, such as metrics.own_{name}"
             raise ConfigError("C011", what, key=f"metrics.{name}", value=targets[name].path, suggestion=hint)
     task.metrics = metrics  # pyright: ignore[reportAttributeAccessIssue] # of this object alone

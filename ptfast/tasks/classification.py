@@ -16,7 +16,7 @@ from ptfast.tasks.supervised import names_of_classes
 class Classification(CrossEntropyTask):
     """Cross entropy between logits (batch, num_classes) and class indices (batch,), of which -100 is ignored.
 
-    Figures are the accuracy, and from 100 classes on the top-5 accuracy.
+    The metrics are the accuracy, and from 100 classes on the top-5 accuracy.
     """
 
     metric = "accuracy"

@@ -93,15 +93,15 @@ class LanguageModelling(TokenClassification):
         hidden, weight = outputs.hidden.flatten(0, -2), outputs.weight
         return ChunkedCrossEntropy.apply(hidden, weight, targets.flatten())  # pyright: ignore[reportReturnType]
 
-    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+    def log_values(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         """Adds the perplexity, and bits per byte of text where the data says how long its tokens are."""
-        figures = {"loss": loss, **values, "perplexity": math.exp(min(loss, MAX_EXPONENT))}
+        found = {"loss": loss, **values, "perplexity": math.exp(min(loss, MAX_EXPONENT))}
         bits_per_token = loss / math.log(2)
         if self.info.extra.get("tokenizer", {}).get("kind") == "characters":
-            figures["bits_per_character"] = bits_per_token
+            found["bits_per_character"] = bits_per_token
         if self.info.token_bytes:
-            figures["bits_per_byte"] = bits_per_token / self.info.token_bytes
-        return figures
+            found["bits_per_byte"] = bits_per_token / self.info.token_bytes
+        return found
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
         """Score each sequence: its loss in nats per token, from the second token on."""

@@ -21,7 +21,7 @@ from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 class MultiLabel(SupervisedTask):
     """Binary cross entropy between logits and 0/1 targets (batch, num_classes), averaged over classes.
 
-    Figures are the F1 score and the accuracy over all pairs of input and class.
+    The metrics are the F1 score and the accuracy over all pairs of input and class.
 
     Args:
         loss: replaces the binary cross entropy, see `SupervisedTask`.

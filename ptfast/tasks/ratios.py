@@ -1,4 +1,4 @@
-"""Figures that are ratios of two sums: kept on the device, added up over batches and ranks."""
+"""Metrics that are ratios of two sums: kept on the device, added up over batches and ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DeviceSums:
     They are exact for whole numbers up to 2**53.
     """
 
-    def __init__(self, figures: Iterable[str], *shape: int) -> None:
-        self._figures = tuple(figures)
+    def __init__(self, names: Iterable[str], *shape: int) -> None:
+        self._names = tuple(names)
         self.sums = torch.zeros(shape, dtype=devices.sum_dtype(torch.device("cpu")))
         """Of this rank so far."""
 
@@ -37,7 +37,7 @@ class DeviceSums:
         return self
 
     def keys(self) -> tuple[str, ...]:
-        return self._figures
+        return self._names
 
     def over_ranks(self) -> Tensor:
         """The sums of all ranks; waits for them."""
@@ -64,7 +64,7 @@ class Ratios(DeviceSums):
                 place += part
 
     def compute(self) -> dict[str, Tensor]:
-        """The figures over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
+        """The metrics over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
         dividends, divisors = self.over_ranks().unbind(1)
         values = torch.where(divisors > 0, dividends / divisors, 0.0)
         return dict(zip(self._ratios, values, strict=True))

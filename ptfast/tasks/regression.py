@@ -1,4 +1,4 @@
-"""Numbers per input: squared error, with the absolute error as a figure."""
+"""Numbers per input: squared error, with the absolute error as a metric."""
 
 from __future__ import annotations
 

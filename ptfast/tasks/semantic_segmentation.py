@@ -1,4 +1,4 @@
-"""One class per pixel: cross entropy, and mean intersection over union and accuracy as figures."""
+"""One class per pixel: cross entropy, and mean intersection over union and accuracy as metrics."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Overlaps(DeviceSums):
         table.scatter_add_(0, places, table.new_ones(()).expand_as(places))
 
     def compute(self) -> dict[str, Tensor]:
-        """The figures over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
+        """The metrics over all batches of all ranks, 0-d; 0 where nothing counts. Waits for all ranks."""
         table = self.over_ranks()[:-1].view(self._num_classes, self._num_classes + 1)
         right = table.diagonal()
         union = table.sum(0)[:-1] + table.sum(1) - right

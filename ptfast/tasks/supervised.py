@@ -28,7 +28,7 @@ class SupervisedTask:
     metric = "loss"
     mode = "min"
     ratios: Mapping[str, Callable[[Tensor, Tensor], Parts]] = {}
-    """The figures beside the loss, by name."""
+    """The metrics next to the loss, by name."""
     counts_samples = True
     """Every sample counts as one item, so that a step counts nothing."""
     averages = True
@@ -38,7 +38,7 @@ class SupervisedTask:
     needs_classes = False
     """The data has to say how many classes there are, as `num_classes`."""
     class_dim: int | None = None
-    """Where outputs have a dimension of classes beside those of the targets: 1 or -1; 0 for outputs of the
+    """Where outputs have a dimension of classes next to those of the targets: 1 or -1; 0 for outputs of the
     targets' own shape; None if the shape is not known."""
     takes_linear_logits = False
     """The loss of a training batch may be taken of `LinearLogits`."""
@@ -178,7 +178,7 @@ class SupervisedTask:
         update_metrics(metrics, *given)
         return self._sums(self.evaluation_loss_sum, outputs, targets)
 
-    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+    def log_values(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         return {"loss": loss, **values}
 
     def predict(self, model: nn.Module, inputs: Any) -> list[dict[str, Any]]:

@@ -146,12 +146,12 @@ def plan_run(run: PartialRun) -> RunPlan:
     if split not in run.splits.evals:
         split, metric = default, best_metric
     names = getattr(task.metrics(), "keys", None)
-    # As far as that is known before an evaluation; callbacks may add figures to it.
+    # As far as that is known before an evaluation; callbacks may add metrics to it.
     if names is not None and metric != "loss" and not hooks(run.callbacks, "on_evaluation"):
-        known = {"loss": 0.0} if split == "train" else task.figures(0.0, dict.fromkeys(names(), 0.0))
+        known = {"loss": 0.0} if split == "train" else task.log_values(0.0, dict.fromkeys(names(), 0.0))
         if metric not in known:
             of_sets = (f"{name}/{each}" for name in run.splits.evals for each in known)
-            what, hint = "no such figure", f"There are: {name_some([*known, *of_sets], 12)}"
+            what, hint = "no such metric", f"There are: {name_some([*known, *of_sets], 12)}"
             raise ConfigError("C005", what, key="stop.metric", value=best_metric, suggestion=hint)
     mode = task.mode if metric == task.metric else better_mode(metric)
     best_mode = mode if stop.mode == "auto" else stop.mode

@@ -191,7 +191,7 @@ def evaluate(
             values |= zip(on_device, figures.read(), strict=True)
         total_loss, total_items, _ = sums.read()
         values = {name: float(value) for name, value in values.items()}
-        return task.figures(total_loss / (total_items or 1), values)
+        return task.log_values(total_loss / (total_items or 1), values)
 
     with run.uncompiled():
         if run.ema is None:

@@ -154,7 +154,7 @@ class Task:
 
     evaluate = loss
 
-    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+    def log_values(self, loss: float, values: dict[str, float]) -> dict[str, float]:
         return {"loss": loss}
 
 

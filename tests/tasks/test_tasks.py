@@ -15,6 +15,7 @@ from ptfast.core.distributed import Ranks, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo, Task
 from ptfast.tasks import TASKS, build_task
+from ptfast.tasks.classification import Classification
 
 CLASSES = DataInfo("image", "classification", num_classes=4, class_names=("a", "b", "c", "d"))
 TOKENS = DataInfo("tokens", "language_modelling", vocab_size=6, token_bytes=2.0)
@@ -62,7 +63,7 @@ def mean_loss(task: str, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluate(task: Task, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """The figures of a split, as the loop makes them."""
+    """The metrics of a split, as the loop makes them."""
     metrics = task.metrics()
     sums = torch.zeros(2, dtype=torch.float64)
     with torch.inference_mode():
@@ -70,7 +71,7 @@ def evaluate(task: Task, batches: list[tuple[Tensor, Tensor]]) -> dict[str, floa
             loss, count = task.evaluate(Fixed(), data, metrics)
             sums += torch.tensor([float(loss), float(count)])
     values = {name: float(value) for name, value in metrics.compute().items()}
-    return task.figures(float(sums[0] / sums[1]), values)
+    return task.log_values(float(sums[0] / sums[1]), values)
 
 
 SUPERVISED = [name for name in TASKS if name != "hf"]
@@ -169,15 +170,17 @@ def test_a_batch_whose_tokens_are_all_ignored_adds_nothing(loss: Any) -> None:
 
 def test_language_modelling_figures() -> None:
     task = build_task("auto", TOKENS)
-    figures = task.figures(math.log(8), {})
+    figures = task.log_values(math.log(8), {})
     assert figures["perplexity"] == pytest.approx(8)
     assert figures["bits_per_byte"] == pytest.approx(1.5)
     assert "bits_per_character" not in figures
     characters = DataInfo(
         "tokens", "language_modelling", token_bytes=1.0, extra={"tokenizer": {"kind": "characters"}}
     )
-    assert build_task("auto", characters).figures(math.log(8), {})["bits_per_character"] == pytest.approx(3)
-    assert math.isfinite(task.figures(1e6, {})["perplexity"])
+    assert build_task("auto", characters).log_values(math.log(8), {})["bits_per_character"] == pytest.approx(
+        3
+    )
+    assert math.isfinite(task.log_values(1e6, {})["perplexity"])
 
 
 def test_predictions() -> None:
@@ -266,6 +269,17 @@ def test_tasks_by_name_and_import_path() -> None:
     with pytest.raises(ConfigError, match="takes no such option") as caught:
         build_task("regression", CLASSES, label_smoothing=0.1)
     assert caught.value.code == "C002"
+
+
+def test_a_task_with_the_old_name_of_log_values_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="Rename it to log_values") as caught:
+        build_task(f"{__name__}.Renamed", CLASSES)
+    assert caught.value.code == "C009"
+
+
+class Renamed(Classification):
+    def figures(self, loss: float, values: dict[str, float]) -> dict[str, float]:
+        return {"loss": loss}
 
 
 def test_classes_must_be_known() -> None:

@@ -38,7 +38,7 @@ class Arrays(ReadsAsKnown):
 
     Their types show what they are. Inputs of uint8 with 3 or 4 dimensions are images, (samples, height,
     width), with the channels last or first; others are features, flattened. Targets that are whole numbers
-    are classes, floats are figures to predict, and a matrix of 0 and 1 is several labels for each sample.
+    are classes, floats are numbers to predict, and a matrix of 0 and 1 is several labels for each sample.
     Images may have targets of (height, width), one for each pixel.
 
     Args:

@@ -296,7 +296,7 @@ def _labels(dataset: Any, source: DatasetSource) -> Tensor:
             return signed(torch.as_tensor(targets))
     if _stated(dataset, "classes") is not None or _stated(dataset, "num_classes") is not None:
         first = source.fetch(np.zeros(1, np.int64))[1]
-        # Only all labels show whether floats are classes or figures.
+        # Only all labels show whether floats are classes or numbers to predict.
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return first
     return _scan(source)[1]
