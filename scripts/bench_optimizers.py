@@ -29,11 +29,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ptfast.optim.cautious_adamw import CautiousAdamW
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
-from ptfast.optim.novograd import Novograd
 
 Shapes = list[tuple[int, ...]]
 LR = 1e-6
@@ -143,7 +141,6 @@ CONTENDERS = (
     Contender("SGD fused", lambda p: torch.optim.SGD(p, **SGD, fused=True), (("SGD default", 1 / 4),)),
     Contender("SGD default", lambda p: torch.optim.SGD(p, **SGD)),
     Contender(CLIPPED, lambda p: ClippedAdamW(p, LR, fused=True)),
-    Contender("AdamW cautious", lambda p: CautiousAdamW(p, LR)),
     Contender("LARS", ours(Lars, **DECAY), ((BASE, 1.5), ("timm LARS", 1.0), ("timm LARS foreach", 1.0))),
     Contender("timm LARS", timm("Lars", **TIMM_LARS)),
     Contender("timm LARS foreach", timm("Lars", **TIMM_LARS, foreach=True)),
@@ -157,8 +154,6 @@ CONTENDERS = (
     ),
     Contender("timm NVLAMB", timm("Lamb")),
     Contender("timm NVLAMB foreach", timm("Lamb", foreach=True)),
-    Contender("NovoGrad", ours(Novograd, **DECAY), ((BASE, 1.5), ("timm NovoGrad", 1.0))),
-    Contender("timm NovoGrad", timm("NvNovoGrad", **DECAY)),
     Contender(
         "Muon", lambda p: Muon(p, LR, ends=True, fused=True), (("Muon by matrix", 1.0),), on_request=True
     ),
