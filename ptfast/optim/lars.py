@@ -13,8 +13,8 @@ from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
 class Lars(LayerwiseOptimizer):
     """SGD with a learning rate per layer, for batches of thousands of images.
 
-    At large batch sizes one global learning rate overshoots layers whose gradients are large next to their weights.
-    Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
+    At large batch sizes one global learning rate overshoots layers whose gradients are large next to
+    their weights. Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
 
         ratio = trust * |w| / (|g| + weight_decay * |w| + eps), or 1 where |w| or |g| is 0
         v <- momentum * v + ratio * (g + weight_decay * w);    w <- w - lr * v
@@ -60,7 +60,7 @@ class Lars(LayerwiseOptimizer):
         sgd = {name: group[name] for name in ("lr", "momentum", "nesterov")}
         sgd |= {"maximize": False, "is_first_step": False, "found_inf": batch.found_inf}
         if ratios is not None and ratios.is_cpu and sgd["momentum"] and not sgd["nesterov"]:
-            # Reading from the CPU is free, and with the ratio as its dampening the kernel needs no other pass.
+            # Reading from the CPU is free: with the ratio as its dampening the kernel needs no other pass.
             unscale = 1.0 if batch.grad_factor is None else batch.grad_factor.item()
             numbers = (ratios if unscale == 1 else ratios * unscale).tolist()
             for columns in batch.pieces:
