@@ -297,8 +297,3 @@ def test_every_code_is_explained() -> None:
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == known | {
         128 + signal.SIGKILL
     }
-
-
-def test_the_table_of_stages_is_what_acts_in_them() -> None:
-    page = PAGES["docs/contributing/adding-a-part.md"]
-    assert doc_tables.stages(page) == page, "scripts/doc_tables.py writes it"
