@@ -6,13 +6,15 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ptfast.core.durations import Duration
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+DropLast = bool | Literal["pad"]
 
 
 class Stages(NamedTuple):
@@ -45,13 +47,13 @@ class BatchPlan:
     Args:
         size: samples of an epoch; None for data of unknown length, which is one endless epoch.
         sizes: samples of a step over all ranks, by step.
-        last: `keep` or `drop` the last batch of an epoch if it is short, or `pad` it.
+        drop_last: leave out the last batch of an epoch if it is short, or `pad` it.
     """
 
-    def __init__(self, size: int | None, sizes: Stages, last: str = "keep") -> None:
+    def __init__(self, size: int | None, sizes: Stages, drop_last: DropLast = False) -> None:
         self.size, self.sizes, self.batch_size = size, sizes, sizes.values[-1]
         self.grows = len(sizes.values) > 1
-        self.last, self._drops, self._pads = last, last == "drop", last == "pad"
+        self.drop_last, self._drops, self._pads = drop_last, drop_last is True, drop_last == "pad"
         stages = zip(sizes.values, pairwise(sizes.starts), strict=False)
         self._before = [0]
         for value, (start, stop) in stages:

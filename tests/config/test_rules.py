@@ -97,7 +97,9 @@ def test_keys_that_what_is_chosen_leaves_without_effect() -> None:
     (warning,) = unused_keys(check(batching__pack=True, batching__multiple=8), typed)
     assert warning.startswith("batching.multiple=8")
     tokens = {"batching__buckets": True, "batching__batch_tokens": 4096}
-    assert "dataloader.last=drop" in " ".join(unused_keys(check(**tokens, dataloader__last="drop"), typed))
+    assert "dataloader.drop_last=true" in " ".join(
+        unused_keys(check(**tokens, dataloader__drop_last=True), typed)
+    )
     only = {"batch_size": "command line"}
     (warning,) = unused_keys(check(**tokens, batch_size=32), lambda key: only.get(key, "mine.yaml:3"))
     assert warning.startswith("batch_size=32 (command line): means nothing to training by batching.batch_tok")

@@ -236,7 +236,7 @@ def test_the_tasks_are_those_that_can_be_built() -> None:
             {"seed": 5, "epochs": 20, "run__name": "x", "eval__every": 3, "log_every": 7, "device": "cpu"},
             ["seed"],
         ),
-        ({"dataloader__workers": 2, "dataloader__last": "drop"}, ["dataloader.last"]),
+        ({"dataloader__workers": 2, "dataloader__drop_last": True}, ["dataloader.drop_last"]),
         ({"parallel": {"strategy": "ddp"}, "logger": {"_target_": f"{HERE}.Writer"}, "saving__keep": 9}, []),
     ],
 )

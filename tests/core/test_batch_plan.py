@@ -6,18 +6,20 @@ import itertools
 
 import pytest
 
-from ptfast.core.batch_plan import BatchPlan, Stages, constant, grow
+from ptfast.core.batch_plan import BatchPlan, DropLast, Stages, constant, grow
 from ptfast.core.durations import Duration
 
 
-def walked(size: int, sizes: Stages, last: str, num_steps: int) -> list[tuple[int, int, int]]:
+def walked(size: int, sizes: Stages, drop_last: DropLast, num_steps: int) -> list[tuple[int, int, int]]:
     """The batches of the first steps, taken one after another."""
     found, epoch, position = [], 0, 0
     for step in range(num_steps):
         batch = sizes.values[max(i for i, start in enumerate(sizes.starts) if start <= step)]
-        if position >= size or (last == "drop" and position + batch > size):
+        if position >= size or (drop_last is True and position + batch > size):
             epoch, position = epoch + 1, 0
-        found.append((epoch, position, position + batch if last == "pad" else min(position + batch, size)))
+        found.append(
+            (epoch, position, position + batch if drop_last == "pad" else min(position + batch, size))
+        )
         position += batch
     return found
 
@@ -33,22 +35,22 @@ def test_stages_are_multiples_and_equally_long() -> None:
 CASES = list(
     itertools.product(
         [(23, grow(2, 8, 2, 9)), (100, grow(3, 12, 3, 40)), (40, grow(10, 40, 10, 3)), (50, constant(8))],
-        ["keep", "drop", "pad"],
+        [False, True, "pad"],
     )
 )
 
 
-@pytest.mark.parametrize(("case", "last"), CASES)
-def test_batches_are_those_taken_one_after_another(case: tuple[int, Stages], last: str) -> None:
+@pytest.mark.parametrize(("case", "drop_last"), CASES)
+def test_batches_are_those_taken_one_after_another(case: tuple[int, Stages], drop_last: DropLast) -> None:
     size, sizes = case
-    plan = BatchPlan(size, sizes, last)
-    assert [plan.batch(step) for step in range(80)] == walked(size, sizes, last, 80)
+    plan = BatchPlan(size, sizes, drop_last)
+    assert [plan.batch(step) for step in range(80)] == walked(size, sizes, drop_last, 80)
 
 
-@pytest.mark.parametrize(("case", "last"), CASES)
-def test_an_epoch_has_every_sample_once(case: tuple[int, Stages], last: str) -> None:
+@pytest.mark.parametrize(("case", "drop_last"), CASES)
+def test_an_epoch_has_every_sample_once(case: tuple[int, Stages], drop_last: DropLast) -> None:
     size, sizes = case
-    plan = BatchPlan(size, sizes, last)
+    plan = BatchPlan(size, sizes, drop_last)
     for epoch in range(6):
         first, end = (plan.steps(Duration(n, "epochs"), None) if n else 0 for n in (epoch, epoch + 1))
         batches = [plan.batch(step) for step in range(first, end)]
@@ -56,12 +58,12 @@ def test_an_epoch_has_every_sample_once(case: tuple[int, Stages], last: str) -> 
         seen = [sample for _, start, stop in batches for sample in range(start, stop)]
         assert seen == list(range(len(seen)))
         most = sizes.values[-1]
-        fits = {
-            "keep": len(seen) == size,
-            "drop": size - most < len(seen) <= size,
+        fits: dict[DropLast, bool] = {
+            False: len(seen) == size,
+            True: size - most < len(seen) <= size,
             "pad": size <= len(seen) < size + most,
         }
-        assert fits[last]
+        assert fits[drop_last]
         assert plan.epoch_of(first) == plan.epoch_of(end - 1) == (epoch, first, end)
         assert (plan.epoch_at(first), plan.epoch_at(end)) == (epoch, epoch + 1)
         assert plan.all_sizes() >= {stop - start for _, start, stop in batches}

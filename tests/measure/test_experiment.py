@@ -165,7 +165,7 @@ def test_a_failing_trial_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> 
     words = ["data=digits", "model=mlp", "model.hidden=[16]", "device=cpu", "preset=plain"]
     configs = [
         words,
-        [*words, "batch_size=100000", "dataloader.last=drop"],
+        [*words, "batch_size=100000", "dataloader.drop_last=true"],
         [*words, "optimizer=lamb"],
         words,
     ]

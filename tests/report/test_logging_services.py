@@ -83,10 +83,10 @@ def test_what_may_change_in_a_run_is_no_setting_of_it() -> None:
     config = {
         "seed": 1,
         "log_every": 5,
-        "dataloader": {"workers": 2, "last": "drop"},
+        "dataloader": {"workers": 2, "drop_last": True},
         "compile": {"keep": True},
     }
-    assert settings_of(config | {"debug": {"mode": "none"}}) == {"seed": 1, "dataloader.last": "drop"}
+    assert settings_of(config | {"debug": {"mode": "none"}}) == {"seed": 1, "dataloader.drop_last": True}
 
 
 class WandbService:

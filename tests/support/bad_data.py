@@ -350,7 +350,7 @@ CASES: dict[str, BadData] = {
     ),
     "47 less than a batch": BadData(
         lambda: arrays([0, 1] * 8),
-        "data=arrays data.path=arrays.npz batch_size=64 dataloader.last=drop",
+        "data=arrays data.path=arrays.npz batch_size=64 dataloader.drop_last=true",
         "D006",
         (
             "batch_size=64 (command line): 14 training samples do not fill one batch",
@@ -359,9 +359,12 @@ CASES: dict[str, BadData] = {
     ),
     "48 a batch of one": BadData(
         lambda: arrays([0, 1] * 6 + [1], size=8),
-        "data=arrays data.path=arrays.npz data.val=0 model=resnet20 batch_size=4 dataloader.last=keep",
+        "data=arrays data.path=arrays.npz data.val=0 model=resnet20 batch_size=4 dataloader.drop_last=false",
         "D006",
-        ("batch_size=4 (command line): 13 samples leave a last micro-batch of 1", "Set dataloader.last=drop"),
+        (
+            "batch_size=4 (command line): 13 samples leave a last micro-batch of 1",
+            "Set dataloader.drop_last=true",
+        ),
     ),
     "a dataset that cannot be made": _own(
         "Unmade", "D008", TARGET, "its constructor raises RuntimeError (their_sets.py:", "no such base"

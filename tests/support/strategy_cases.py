@@ -47,7 +47,7 @@ RESNET = (
     "data.val=1samples",
 )
 RUNNING = ("model=resnet_digits", "model.width=4", "micro_batches=4", "batch_size=120", "epochs=1")
-RUNNING = (*RUNNING, "eval.every=5steps", "optimizer=sgd", "dataloader.last=drop")
+RUNNING = (*RUNNING, "eval.every=5steps", "optimizer=sgd", "dataloader.drop_last=true")
 ELASTIC = ("model=resnet_digits", "model.width=4", "determinism=elastic", "micro_batches=6", "batch_size=48")
 ELASTIC = (*ELASTIC, "epochs=1", "log_every=3", "eval.every=5steps", "gradients.clip_norm=0.5", "ema=swa")
 ELASTIC = (*ELASTIC, "ema.swa_start=50%", "ema.swa_every=4steps", "data.val=293samples")

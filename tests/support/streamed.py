@@ -121,11 +121,11 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
     """The batches of steps of six samples; `sums` in place of a process group."""
     source = IterableSource(dataset, 0) if isinstance(dataset, IterableDataset) else dataset
     info, how = load(Plain()).info, ("kind", "workers")
-    given = {"micro_batches": 2, "last": "keep", **options}
+    given = {"micro_batches": 2, "drop_last": False, **options}
     loading = ReaderOptions(
         torch.device("cpu"), normalize=False, **{name: given.pop(name) for name in how if name in given}
     )
-    sharding = Sharding(BatchPlan(None, constant(6), given.pop("last")), **given)
+    sharding = Sharding(BatchPlan(None, constant(6), given.pop("drop_last")), **given)
     prepare = Prepare(loading, info, images=source.images)
     with mock.patch.object(stream_loaders, "host_sums", lambda world_size: sums or host_sums(world_size)):
         return stream_loaders.build_stream_batches(source, prepare, sharding, loading)

@@ -211,7 +211,7 @@ def test_a_kept_result_is_not_overwritten() -> None:
 def test_a_run_trains_and_resumes_to_the_same_bits(in_tmp: Path) -> None:
     words = (
         *("model=resnet_digits", "model.width=4", "model.depth=14", "steps=4", "saving.every=2steps"),
-        *("saving.keep=3", "batch_size=16", "micro_batches=2", "dataloader.last=drop"),
+        *("saving.keep=3", "batch_size=16", "micro_batches=2", "dataloader.drop_last=true"),
     )
     assert train(*words, "run.dir=plain") == 0
     assert train(*words, "checkpointing=every_n", "run.dir=whole") == 0

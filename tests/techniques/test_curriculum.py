@@ -133,14 +133,14 @@ def test_batches_of_keywords_are_cut_too() -> None:
 # Batches
 
 
-@pytest.mark.parametrize("last", ["keep", "drop"])
+@pytest.mark.parametrize("drop_last", ["false", "true"])
 @pytest.mark.parametrize("kind", ["plain", "memory", "workers"])
-def test_every_sample_comes_once_an_epoch_whoever_loads(kind: str, last: str, tmp_path: Path) -> None:
+def test_every_sample_comes_once_an_epoch_whoever_loads(kind: str, drop_last: str, tmp_path: Path) -> None:
     words = (
         *MLP,
         *BATCHES,
         "epochs=3",
-        f"dataloader.last={last}",
+        f"dataloader.drop_last={drop_last}",
         "dataloader.workers=2",
         "augment.flip=true",
     )
@@ -153,7 +153,11 @@ def test_every_sample_comes_once_an_epoch_whoever_loads(kind: str, last: str, tm
     assert sizes[:2] == [32, 32]
     assert sizes[-2] == 128
     for first, end in pairwise(ends):
-        assert sum(sizes[first:end]) == 1617 if last == "keep" else 1617 - 128 < sum(sizes[first:end]) <= 1617
+        assert (
+            sum(sizes[first:end]) == 1617
+            if drop_last == "false"
+            else 1617 - 128 < sum(sizes[first:end]) <= 1617
+        )
     reference = build_run(tmp_path / "plain", *words, "gradients.accumulate=2", "dataloader.kind=plain")
     expected = list(reference.train_loader.steps(5, 25))
     assert same_bits(list(loader.steps(5, 25)), expected)

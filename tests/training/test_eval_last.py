@@ -53,7 +53,7 @@ def figures_of_first(built: Run, num_samples: int) -> dict[str, float]:
 
 
 def test_what_is_dropped_is_left_out_of_every_figure(tmp_path: Path) -> None:
-    dropped, sizes = evaluated(build_run(tmp_path / "drop", *WORDS, "eval.last=drop"))
+    dropped, sizes = evaluated(build_run(tmp_path / "drop", *WORDS, "eval.drop_last=true"))
     assert sizes == [8, 8, 8]
     whole = build_run(tmp_path / "keep", *WORDS)
     assert dropped == pytest.approx(figures_of_first(whole, 24), rel=1e-5)
@@ -61,12 +61,12 @@ def test_what_is_dropped_is_left_out_of_every_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("last", "counted"), [("keep", 45), ("drop", 40)])
+@pytest.mark.parametrize(("drop_last", "counted"), [("false", 45), ("true", 40)])
 def test_over_two_ranks_each_sample_counts_once_or_not_at_all(
-    strategy: str, last: str, counted: int, two_ranks: dict[str, Any], tmp_path: Path
+    strategy: str, drop_last: str, counted: int, two_ranks: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = figures_of_first(build_run(tmp_path / "one", *LAST), counted)
-    assert two_ranks[f"{last} {strategy}"] == pytest.approx(expected, rel=1e-5)
+    assert two_ranks[f"drop_last={drop_last} {strategy}"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -79,7 +79,7 @@ def test_a_rank_without_samples_agrees_on_metrics_that_keep_them(
 
 
 def test_a_run_says_what_it_leaves_out(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(*WORDS, "eval.last=drop", "run.dir=drop") == 0
+    assert train(*WORDS, "eval.drop_last=true", "run.dir=drop") == 0
     assert "without the samples of a last, smaller batch (6 of val)" in capsys.readouterr().out
     assert summary(Path("drop"))["left_out"] == {"val": 6}
     assert run(["eval", "drop"]) == 0
@@ -90,13 +90,13 @@ def test_a_run_says_what_it_leaves_out(in_tmp: Path, capsys: pytest.CaptureFixtu
     ("words", "error", "code", "what"),
     [
         (
-            ("eval.last=drop", "data.val=5samples"),
+            ("eval.drop_last=true", "data.val=5samples"),
             DataError,
             "D006",
             "5 held-out samples do not fill a batch of 8",
         ),
         (
-            ("data=custom", "data._target_=streamed.WithHeldOut", "eval.last=drop"),
+            ("data=custom", "data._target_=streamed.WithHeldOut", "eval.drop_last=true"),
             ConfigError,
             "C011",
             "the last batch of a stream is not known beforehand",
@@ -108,4 +108,4 @@ def test_what_cannot_be_is_refused_before_training(
 ) -> None:
     with pytest.raises(error, match=what) as caught:
         build_run(tmp_path / "run", "model.hidden=[8]", "steps=2", "eval.batch_size=8", *words)
-    assert (caught.value.code, caught.value.key) == (code, "eval.last")
+    assert (caught.value.code, caught.value.key) == (code, "eval.drop_last")

@@ -29,7 +29,13 @@ from ptfast.training.stages.data_stage import eval_batch_size
 
 
 def test_twenty_steps_are_those_of_a_loop_written_by_hand(tmp_path: Path) -> None:
-    words = ("steps=20", "batch_size=64", "dataloader.last=drop", "schedule=step", "schedule.every=7steps")
+    words = (
+        "steps=20",
+        "batch_size=64",
+        "dataloader.drop_last=true",
+        "schedule=step",
+        "schedule.every=7steps",
+    )
     words = (*words, "optimizer=sgd", "optimizer.fused=false", "gradients.clip_norm=0.5", "log_every=20")
     run = build_run(tmp_path, *words)
     batches = [step.micro_batches[0].data for step in run.train_loader.steps(0, 20)]

@@ -34,7 +34,7 @@ SETTINGS = {
     "mixed and growing": (
         *("model.drop_path=0.1", "augment.mixup=0.2", "augment.cutmix=1", "task.label_smoothing=0.1"),
         *("curriculum=image_size", "curriculum.batch_size_from=16", "curriculum.over=20steps"),
-        "dataloader.last=drop",
+        "dataloader.drop_last=true",
     ),
     "LAMB": ("optimizer=lamb", "precision=amp_fp16"),
     "checked": ("optimizer=lamb", "precision=bf16", "gradients=clip", "ema=ema", "numerics=skip"),

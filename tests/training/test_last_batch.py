@@ -30,7 +30,7 @@ def test_a_last_micro_batch_of_one_is_left_out_under_batchnorm_with_one_note(
     assert train(*WORDS, *sizes, "run.dir=run") == 0
     assert summary(Path("run"))["steps"] == steps
     shown = capsys.readouterr()
-    assert (shown.out + shown.err).count("dataloader.last=drop: ") == note
+    assert (shown.out + shown.err).count("dataloader.drop_last=true: ") == note
 
 
 def test_other_models_keep_a_last_batch_of_one(in_tmp: Path):

@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptfast.core.errors import ConfigError
 
-RENAMED: dict[str, tuple[str, Any]] = {"optimizer.backbone_from": ("optimizer.freeze_backbone", None)}
-"""Today's names of keys by their former ones, with the default they had."""
-REMOVED: dict[str, Any] = {"debug.torch_check": "none", "dataloader.read_ahead": False}
-"""Keys that are gone, with the default they had."""
+
+class Former(NamedTuple):
+    """What became of a key of the version before."""
+
+    default: Any
+    """Its value where nobody set it."""
+    key: str | None = None
+    """Its name today; None if it is gone."""
+    values: tuple[tuple[Any, Any], ...] = ()
+    """Values that have another name: the former one and today's."""
+
+    def today(self, value: Any) -> Any:
+        """Today's value for a former one."""
+        return next((new for old, new in self.values if old == value), value)
+
+
+FORMER = {
+    "optimizer.backbone_from": Former(None, "optimizer.freeze_backbone"),
+    "dataloader.last": Former("auto", "dataloader.drop_last", (("keep", False), ("drop", True))),
+    "eval.last": Former("keep", "eval.drop_last", (("keep", False), ("drop", True))),
+    "debug.torch_check": Former("none"),
+    "dataloader.read_ahead": Former(False),
+}
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
 """Former defaults of keys that are null by default now."""
 
 
 def drop_former(tree: dict[str, Any]) -> list[ConfigError]:
-    """Remove former keys from a config, in place; C002 for those with another value than their default.
-
-    The config of an earlier run names every key.
-    """
+    """Remove former keys from a config, in place; C002 for those with another value than their default."""
     problems = list[ConfigError]()
-    for former in (*RENAMED, *REMOVED):
-        name, default = RENAMED.get(former, (None, REMOVED.get(former)))
-        section, _, key = former.rpartition(".")
+    for name, former in FORMER.items():
+        section, _, key = name.rpartition(".")
         if isinstance(given := tree.get(section), dict) and key in given:
             value = given.pop(key)
-            if value is not None and value != default:
-                what = f"renamed: use {name}" if name else "this key is gone"
-                problems.append(ConfigError("C002", what, key=former, value=value))
+            if value is not None and value != former.default:
+                today = former.today(value)
+                shown = str(today).lower() if isinstance(today, bool) else today
+                what = f"renamed: use {former.key}={shown}" if former.key else "this key is gone"
+                problems.append(ConfigError("C002", what, key=name, value=value))
     return problems
+
+
+def rename_former(tree: dict[str, Any]) -> None:
+    """Give the keys in a whole config of an earlier run, which names every key, their names of today."""
+    for name, former in FORMER.items():
+        section, _, key = name.rpartition(".")
+        if former.key and isinstance(given := tree.get(section), dict) and key in given:
+            given.setdefault(former.key.rpartition(".")[2], former.today(given.pop(key)))
 
 
 def in_todays_keys(flat: dict[str, Any]) -> dict[str, Any]:
     """A flat config of any age by today's names, to be compared with one of today."""
-    now = {key: value for key, value in flat.items() if key not in REMOVED or value != REMOVED[key]}
-    for former, (name, _) in RENAMED.items():
-        if (value := now.pop(former, None)) is not None:
-            now[name] = value
+    now = dict(flat)
+    for name, former in FORMER.items():
+        value = now.pop(name, former.default)
+        if value != former.default:
+            now[former.key or name] = former.today(value)
     return now | {key: None for key, default in CHANGED.items() if now.get(key) == default}

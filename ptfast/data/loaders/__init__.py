@@ -29,8 +29,8 @@ class Dataloader(Section):
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
     fused: bool = True
     """Gather, change and normalize images on a CUDA device in one kernel, by Triton."""
-    last: Literal["auto", "keep", "drop", "pad"] = "auto"
-    """Treatment of an epoch's last, smaller batch: `pad` fills it from the epoch's start; `auto` keeps it,
+    drop_last: bool | Literal["auto", "pad"] = "auto"
+    """Leave out an epoch's last, smaller batch; `pad` fills it from the epoch's start; `auto` keeps it,
     unless BatchNorm would get a single sample."""
 
 

@@ -225,8 +225,8 @@ def build_eval_loader(
     prepare = Prepare(loading, info, images=source.images)
     if isinstance(source, IterableSource):
         if drop_last:
-            what, hint = "the last batch of a stream is not known beforehand", "Set eval.last=keep"
-            raise ConfigError("C011", what, key="eval.last", value="drop", suggestion=hint)
+            what, hint = "the last batch of a stream is not known beforehand", "Set eval.drop_last=false"
+            raise ConfigError("C011", what, key="eval.drop_last", value=True, suggestion=hint)
         # A held-out split may have fewer shards than the training data, for which workers were counted.
         workers = source.readers_at_most(count_workers(loading.workers), world_size)
         kind = loading.kind if loading.kind == "workers" else "plain"
@@ -239,8 +239,8 @@ def build_eval_loader(
         what = (
             f"{size:,} held-out samples do not fill a batch of {batch_size:,}, and smaller ones are dropped"
         )
-        hint = f"Set eval.last=keep or eval.batch_size={max(1, size // 2)}, say"
-        raise DataError("D006", what, key="eval.last", value="drop", suggestion=hint)
+        hint = f"Set eval.drop_last=false or eval.batch_size={max(1, size // 2)}, say"
+        raise DataError("D006", what, key="eval.drop_last", value=True, suggestion=hint)
     order = InOrder(
         counted, batch_size, rank, world_size, unit=batch_size if drop_last or whole_batches else 1
     )

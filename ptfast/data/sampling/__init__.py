@@ -102,7 +102,7 @@ FAMILY = Family(
             "batching=buckets",
         ),
         Unused(
-            ("dataloader.last",),
+            ("dataloader.drop_last",),
             lambda batching: batching.batch_tokens is None,
             "where batches are made up by their tokens",
             "batching=buckets",

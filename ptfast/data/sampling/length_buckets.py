@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast, constant
 from ptfast.core.durations import Duration
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import counter_draws
@@ -29,8 +29,8 @@ class LengthPlan(BatchPlan):
         lengths, limit: tokens of each sample, and of the longest that the data allows.
         batch_tokens: a step takes as many samples as fit into so many tokens, padding included, in place of
             `batch_size`.
-        last: `keep` or `drop` the short batch of an epoch, which has other lengths in every epoch, or `pad`
-            it with samples of like length. Batches by tokens are never short.
+        drop_last: leave out the short batch of an epoch, which has other lengths in every epoch, or `pad` it
+            with samples of like length. Batches by tokens are never short.
 
     Cost: a sort of the samples in every epoch.
     Source: Khomenko et al. 2016, arXiv:1708.05604; Vaswani et al. 2017, arXiv:1706.03762, section 5.1, for
@@ -45,7 +45,7 @@ class LengthPlan(BatchPlan):
         padding: Padding,
         batch_size: int,
         batch_tokens: int | None,
-        last: str,
+        drop_last: DropLast,
         seed: int,
     ) -> None:
         size = len(lengths)
@@ -66,7 +66,7 @@ class LengthPlan(BatchPlan):
                 cuts.append(start + max(1, int(np.searchsorted(padded, batch_tokens, side="right"))))
             self._cuts = np.array(cuts)
             batch_size = max(1, round(size / (len(self._cuts) - 1)))
-        super().__init__(size, constant(batch_size), last)
+        super().__init__(size, constant(batch_size), drop_last)
         if self._cuts is not None:
             self.steps_per_epoch = len(self._cuts) - 1
 

@@ -106,8 +106,8 @@ class Sampler:
         if not size:
             raise DataError("D002", "the training split has no samples", key="data")
         if not self.plan.steps_per_epoch:
-            what = f"{size:,} training samples do not fill one batch, and dataloader.last=drop drops it"
-            hint = f"Use batch_size={size} or less, or dataloader.last=keep"
+            what = f"{size:,} training samples do not fill one batch, and dataloader.drop_last=true drops it"
+            hint = f"Use batch_size={size} or less, or dataloader.drop_last=false"
             raise DataError("D006", what, key="batch_size", value=self.batch_size, suggestion=hint)
         self.size, self._sharding = size, sharding
         self._source_order = order

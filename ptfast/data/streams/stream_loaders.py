@@ -78,10 +78,10 @@ def build_stream_batches(
         what = "batches of a dataset that splits itself over readers cannot grow"
         hint = 'Use curriculum=none, or set its attribute shared_by = "none"'
         raise ConfigError("C011", what, key="curriculum.batch_size_from", suggestion=hint)
-    if in_parts and sharding.plan.last == "pad":
+    if in_parts and sharding.plan.drop_last == "pad":
         what = "a dataset that splits itself over readers has parts of unequal length, which cannot be padded"
-        hint = "Use dataloader.last=keep or drop"
-        raise ConfigError("C011", what, key="dataloader.last", value="pad", suggestion=hint)
+        hint = "Use dataloader.drop_last=false or true"
+        raise ConfigError("C011", what, key="dataloader.drop_last", value="pad", suggestion=hint)
     num_readers = max(1, workers)
     readers = [Reader(sharding.rank, sharding.world_size, each, num_readers) for each in range(num_readers)]
     streams = [StreamReader(source, reader, augment, sharding, in_parts, once) for reader in readers]
@@ -186,7 +186,7 @@ class PartBatches(StreamBatches):
         super().__init__(*args)
         self._sums = host_sums(self._sharding.world_size)
         self.marks = Marks(self._sharding.world_size * len(self._readers))
-        self._drops = self._sharding.plan.last == "drop"
+        self._drops = self._sharding.plan.drop_last is True
         self._last_raw: Any = None
         self._reported = list[int]()
 
@@ -250,7 +250,7 @@ class PartBatches(StreamBatches):
         what = f"the dataset gives rank {rank} no samples where it has {readers} readers"
         hint = "Use fewer ranks or workers, or more shards"
         if self._drops:
-            what, hint = f"{what} of full batches", "Use dataloader.last=keep, or a smaller batch_size"
+            what, hint = f"{what} of full batches", "Use dataloader.drop_last=false, or a smaller batch_size"
         return DataError("D006", what, key="data", suggestion=hint)
 
 

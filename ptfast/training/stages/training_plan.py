@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ptfast.config.schema import Config
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import Data
@@ -69,7 +69,7 @@ def build_plan(
 ) -> TrainingPlan:
     """Plan a run; if images grow, `model`, which is still on the CPU, is tried on small ones.
 
-    `note` receives a line if `dataloader.last=auto` leaves out the last batch of an epoch.
+    `note` receives a line if `dataloader.drop_last=auto` leaves out the last batch of an epoch.
     """
     check_sequences(model, data)
     curriculum, info = config.curriculum, data.info
@@ -85,17 +85,17 @@ def build_plan(
             steps=config.steps,
         )
 
-    def batches_with(last: str) -> BatchPlan:
-        return build_length_plan(config, data, last) or BatchPlan(info.num_train, sizes, last)
+    def batches_with(drop_last: DropLast) -> BatchPlan:
+        return build_length_plan(config, data, drop_last) or BatchPlan(info.num_train, sizes, drop_last)
 
-    last = config.dataloader.last
-    batches = batches_with("keep" if last == "auto" else last)
-    if last == "auto" and leaves_one(batches, model, micro_batches):
-        dropped = batches_with("drop")
+    drop_last = config.dataloader.drop_last
+    batches = batches_with(False if drop_last == "auto" else drop_last)
+    if drop_last == "auto" and leaves_one(batches, model, micro_batches):
+        dropped = batches_with(True)
         if dropped.steps_per_epoch and not leaves_one(dropped, model, micro_batches):
             batches = dropped
             what = "each epoch skips its last batch, which would give BatchNorm a single sample"
-            note(f"dataloader.last=drop: {what} ({batches.size:,} samples)")
+            note(f"dataloader.drop_last=true: {what} ({batches.size:,} samples)")
     if config.steps is None and batches.size is None:
         hint = "Iterable data has no epochs: set for example steps=1000"
         raise ConfigError("C016", "the number of steps is unknown", key="steps", suggestion=hint)
@@ -130,7 +130,7 @@ def check_last_batch(plan: BatchPlan, model: nn.Module, micro_batches: int) -> N
         what = (
             f"{plan.size:,} samples leave a last micro-batch of 1, but BatchNorm cannot train on one sample"
         )
-        hint = "Set dataloader.last=drop or another batch_size"
+        hint = "Set dataloader.drop_last=true or another batch_size"
         raise DataError("D006", what, key="batch_size", value=plan.batch_size, suggestion=hint)
 
 
@@ -157,7 +157,7 @@ def _padding(batching: Batching) -> Padding:
     return Padding(batching.padding == "fixed", batching.multiple)
 
 
-def build_length_plan(config: Config, data: Data, last: str) -> LengthPlan | None:
+def build_length_plan(config: Config, data: Data, drop_last: DropLast) -> LengthPlan | None:
     """Build the plan of batches by length; None if batches are not by length."""
     batching, lengths, limit = config.batching, data.train.lengths, data.info.context_length
     if not batching.buckets:
@@ -176,7 +176,7 @@ def build_length_plan(config: Config, data: Data, last: str) -> LengthPlan | Non
         padding=_padding(batching),
         batch_size=config.batch_size,
         batch_tokens=budget,
-        last=last,
+        drop_last=drop_last,
         seed=config.seed,
     )
 

@@ -19,6 +19,7 @@ from running import WITH_TESTS, build_run, train
 from test_augment import EVERYTHING
 from test_loaders import BOTH, NONE, REFLECTED, color, loader, same
 
+from ptfast.core.batch_plan import DropLast
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
 from ptfast.core.run_records import read_choices
@@ -129,9 +130,9 @@ def test_starting_at_any_step_gives_the_batches_of_an_unbroken_run(color: Data):
     assert same(iter(whole[7:]), loader(color, "device", augment=ALL).steps(7, 13)) == 6
 
 
-@pytest.mark.parametrize("last", ["drop", "pad"])
-def test_the_end_of_an_epoch_is_that_of_the_others(color: Data, last: str):
-    words: dict[str, Any] = {"augment": BOTH, "last": last, "micro_batches": 2}
+@pytest.mark.parametrize("drop_last", [True, "pad"])
+def test_the_end_of_an_epoch_is_that_of_the_others(color: Data, drop_last: DropLast):
+    words: dict[str, Any] = {"augment": BOTH, "drop_last": drop_last, "micro_batches": 2}
     assert close(loader(color, "plain", **words).steps(2, 11), loader(color, "device", **words).steps(2, 11))
 
 

@@ -12,7 +12,7 @@ from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, records, summary, train
 
 from ptfast.config.read import read_config
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX
@@ -37,7 +37,7 @@ def texts_of(lengths: np.ndarray) -> Encoded:
 
 
 def plan_of(lengths: np.ndarray = LENGTHS, **options: Any) -> LengthPlan:
-    defaults: dict[str, Any] = {"batch_size": 16, "batch_tokens": None, "last": "keep", "seed": 1}
+    defaults: dict[str, Any] = {"batch_size": 16, "batch_tokens": None, "drop_last": False, "seed": 1}
     return LengthPlan(lengths, limit=LIMIT, **{"padding": Padding(), **defaults, **options})
 
 
@@ -137,18 +137,18 @@ def test_lines_and_paragraphs_are_documents(documents: str, inputs: list[str], t
 # Batches by length
 
 
-@pytest.mark.parametrize("last", ["keep", "drop", "pad"])
+@pytest.mark.parametrize("drop_last", [False, True, "pad"])
 @pytest.mark.parametrize("options", [{}, {"batch_tokens": 1000}, {"padding": Padding(multiple=64)}])
-def test_every_sample_comes_once_an_epoch(options: dict[str, Any], last: str) -> None:
-    plan = plan_of(last=last, **options)
+def test_every_sample_comes_once_an_epoch(options: dict[str, Any], drop_last: DropLast) -> None:
+    plan = plan_of(drop_last=drop_last, **options)
     for epoch in (0, 1, 7):
         batches = batches_of(plan, epoch)
         seen = [index for batch in batches for index in batch]
         by_tokens = "batch_tokens" in options
-        assert len(set(seen)) == 1500 - (1500 % 16 if last == "drop" and not by_tokens else 0)
-        assert len(seen) - len(set(seen)) == (-1500 % 16 if last == "pad" and not by_tokens else 0)
+        assert len(set(seen)) == 1500 - (1500 % 16 if drop_last is True and not by_tokens else 0)
+        assert len(seen) - len(set(seen)) == (-1500 % 16 if drop_last == "pad" and not by_tokens else 0)
         assert {len(batch) for batch in batches} <= plan.all_sizes()
-        assert batches == batches_of(plan_of(last=last, **options), epoch)
+        assert batches == batches_of(plan_of(drop_last=drop_last, **options), epoch)
 
 
 def test_lengths_of_a_batch_are_alike_and_batches_in_no_order() -> None:

@@ -19,11 +19,18 @@ from ptfast.data.sampling.sampler import (
 
 
 def sampler(size: int, **changes: object) -> Sampler:
-    given: Any = {"batch_size": 8, "micro_batches": 1, "rank": 0, "world_size": 1, "seed": 0, "last": "keep"}
+    given: Any = {
+        "batch_size": 8,
+        "micro_batches": 1,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 0,
+        "drop_last": False,
+    }
     given |= changes
     sizes = given.get("sizes") or constant(given["batch_size"])
     sharding = {name: given[name] for name in ("micro_batches", "rank", "world_size")}
-    return Sampler(Sharding(BatchPlan(size, sizes, given["last"]), **sharding), given["seed"])
+    return Sampler(Sharding(BatchPlan(size, sizes, given["drop_last"]), **sharding), given["seed"])
 
 
 def test_the_known_order_does_not_change():
@@ -46,20 +53,20 @@ def test_micro_batches_are_cut_evenly():
     assert micro_batch_bounds(2, 4) == ((0, 0), (0, 1), (1, 1), (1, 2))
 
 
-@pytest.mark.parametrize("last", ["keep", "drop"])
-def test_an_epoch_covers_the_data_once(last: str):
-    s = sampler(20, last=last)
-    assert s.plan.steps_per_epoch == (3 if last == "keep" else 2)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_covers_the_data_once(drop_last: bool):
+    s = sampler(20, drop_last=drop_last)
+    assert s.plan.steps_per_epoch == (2 if drop_last else 3)
     seen = np.concatenate(
         [share.indices for step in range(s.plan.steps_per_epoch) for share in s.step(step)[0]]
     )
-    assert len(set(seen.tolist())) == len(seen) == (20 if last == "keep" else 16)
+    assert len(set(seen.tolist())) == len(seen) == (16 if drop_last else 20)
     assert s.step(s.plan.steps_per_epoch)[0][0].epoch == 1
 
 
 @pytest.mark.parametrize(("size", "extra"), [(20, 4), (24, 0), (5, 3), (3, 5)])
 def test_a_padded_epoch_ends_with_samples_of_its_beginning(size: int, extra: int):
-    s = sampler(size, last="pad", micro_batches=2)
+    s = sampler(size, drop_last="pad", micro_batches=2)
     for epoch in (0, 1):
         steps = range(epoch * s.plan.steps_per_epoch, (epoch + 1) * s.plan.steps_per_epoch)
         found = [s.step(step) for step in steps]
@@ -92,7 +99,7 @@ def test_an_empty_share_has_a_stand_in_that_counts_for_nothing():
 
 def test_dropping_the_only_batch_is_refused():
     with pytest.raises(DataError, match=r"batch_size=8: 5 training samples do not fill one batch"):
-        sampler(5, last="drop")
+        sampler(5, drop_last=True)
     assert sampler(5).plan.steps_per_epoch == 1
 
 
@@ -103,17 +110,19 @@ def test_no_samples_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("size", "batch_size", "micro_batches", "last", "smallest"),
+    ("size", "batch_size", "micro_batches", "drop_last", "smallest"),
     [
-        (17, 8, 1, "keep", 1),
-        (17, 8, 1, "drop", 8),
-        (16, 8, 4, "keep", 2),
-        (18, 8, 2, "keep", 1),
-        (5, 8, 2, "keep", 2),
+        (17, 8, 1, False, 1),
+        (17, 8, 1, True, 8),
+        (16, 8, 4, False, 2),
+        (18, 8, 2, False, 1),
+        (5, 8, 2, False, 2),
     ],
 )
-def test_the_smallest_micro_batch(size: int, batch_size: int, micro_batches: int, last: str, smallest: int):
-    s = sampler(size, batch_size=batch_size, micro_batches=micro_batches, last=last)
+def test_the_smallest_micro_batch(
+    size: int, batch_size: int, micro_batches: int, drop_last: bool, smallest: int
+):
+    s = sampler(size, batch_size=batch_size, micro_batches=micro_batches, drop_last=drop_last)
     assert smallest_micro_batch(s.plan.all_sizes(), micro_batches) == smallest
     seen = [share.num_samples for step in range(s.plan.steps_per_epoch) for share in s.step(step)[0]]
     assert min(n for n in seen if n) == smallest

@@ -107,7 +107,7 @@ def test_parts_do_not_depend_on_where_they_are_read() -> None:
 
 
 def test_under_drop_all_ranks_end_a_pass_together_before_the_first_short_step() -> None:
-    first, second = over_ranks(4, last="drop", micro_batches=2)
+    first, second = over_ranks(4, drop_last=True, micro_batches=2)
     sizes = [[len(values(batch)) for batch in rank] for rank in (first, second)]
     assert sizes == [[3] * 4] * 2
     # The second rank's three shards hold six samples.

@@ -146,8 +146,8 @@ def test_batches_that_grow_need_a_whole_stream(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot grow") as caught:
         build_run(tmp_path, *words)
     assert caught.value.key == "curriculum.batch_size_from"
-    with pytest.raises(ConfigError, match="keep or drop"):
-        build(Sharded(), kind="workers", workers=2, last="pad")
+    with pytest.raises(ConfigError, match="drop_last=false or true"):
+        build(Sharded(), kind="workers", workers=2, drop_last="pad")
 
 
 def test_the_loader_of_a_run_is_built_by_the_same_rules() -> None:
