@@ -99,7 +99,9 @@ def test_images_without_room_for_padded_copies_are_augmented_batch_by_batch(
 @pytest.mark.parametrize("augment", [NONE, BOTH])
 def test_padded_epochs_are_the_same_from_every_kind(color: Data, augment: dict[str, Any]):
     for kind in ("memory", "device"):
-        one, other = (loader(color, k, augment=augment, drop_last="pad").steps(0, 12) for k in ("plain", kind))
+        one, other = (
+            loader(color, k, augment=augment, drop_last="pad").steps(0, 12) for k in ("plain", kind)
+        )
         assert same(one, other) == 12
 
 
