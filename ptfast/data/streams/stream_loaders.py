@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
-from ptfast.core.distributed import host_sums, joined, on_all_ranks
+from ptfast.core.distributed import host_sums, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loader_choice import count_workers
@@ -17,7 +17,6 @@ from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource, Reader
 from ptfast.data.streams.stream_readers import (
-    CHECKED,
     Item,
     Mark,
     StreamReader,
@@ -72,7 +71,7 @@ def build_stream_batches(
     if source.is_guessed and sharding.world_size > 1:
         # A dataset that does not say who shares it out may begin with another sample on each rank.
         begins = sum_of([source.first[0], source.shared_by])
-        check_same(on_all_ranks(begins, sharding.world_size), source.class_name, 0)
+        check_same(on_all_ranks(begins, sharding.world_size), source.class_name)
     workers, in_parts, reason = share_out(source, sharding, loading)
     if in_parts and sharding.plan.grows:
         what = "batches of a dataset that splits itself over readers cannot grow"
@@ -135,12 +134,6 @@ class StreamBatches(Batches):
             return [pool.fetch(repeat((step, mark))) for pool in self.pools]
         return [reader.items(step, mark) for reader in self._readers]
 
-    def _placed(self, digests: Sequence[int]) -> list[int]:
-        """This rank's `digests` in their place among zeros for the other ranks', to be summed over ranks."""
-        rank, world_size = self._sharding.rank, self._sharding.world_size
-        before, behind = len(digests) * rank, len(digests) * (world_size - rank - 1)
-        return [*[0] * before, *digests, *[0] * behind]
-
     def _step_batch(self, items: Sequence[Item], num_samples: int) -> StepBatch:
         micro_batches = [MicroBatch(item.raw, item.num_samples) for item in items]
         return StepBatch(tuple(micro_batches), num_samples)
@@ -153,20 +146,15 @@ class WholeBatches(StreamBatches):
     once. Unless the dataset says who shares it out, the first batches of all ranks are compared.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        compares = self._source.is_guessed and joined()
-        self._sums = host_sums(self._sharding.world_size) if compares else None
-
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         readers = self._open(first_step, self.marks.at(first_step))
         # Micro-batches are numbered from the start of the run.
         turn = first_step * self._per_rank
         for step in range(first_step, last_step):
             items = [next(readers[(turn + i) % len(readers)]) for i in range(self._per_rank)]
-            if self._sums is not None and step < first_step + CHECKED:
-                digests = self._sums(self._placed([items[0].digest]))()
-                check_same(digests, self._source.class_name, step)
+            if step == first_step and self._source.is_guessed:
+                digests = on_all_ranks(items[0].digest, self._sharding.world_size)
+                check_same(digests, self._source.class_name)
             if any(item.raw is None for item in items):
                 return
             turn += self._per_rank
@@ -188,11 +176,14 @@ class PartBatches(StreamBatches):
         self.marks = Marks(self._sharding.world_size * len(self._readers))
         self._drops = self._sharding.plan.drop_last is True
         self._last_raw: Any = None
-        self._reported = list[int]()
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         mark = self.marks.at(first_step)
         readers, step = self._open(first_step, mark), mark.first
+        first_items = [next(reader) for reader in readers]
+        digests = on_all_ranks([item.digest for item in first_items], self._sharding.world_size)
+        check_parted([*chain(*digests)], self._source.class_name)
+        readers = [chain([item], reader) for item, reader in zip(first_items, readers, strict=True)]
         for epoch in count(mark.epoch):
             mark = Mark(epoch, step)
             for items, num_samples in self._one_pass(readers):
@@ -219,8 +210,7 @@ class PartBatches(StreamBatches):
         following = self._ask(items)
         while True:
             mine, answer = following
-            num_samples, lacking, *digests = answer()
-            check_parted(digests, self._source.class_name)
+            num_samples, lacking = answer()
             if num_samples == 0 or (self._drops and lacking):
                 # The rest of this rank's part is dropped.
                 for _ in items:
@@ -230,20 +220,12 @@ class PartBatches(StreamBatches):
             yield mine, num_samples
 
     def _ask(self, items: Iterator[Item]) -> tuple[list[Item], Callable[[], list[int]]]:
-        """The next micro-batches, and a function that waits for the sums over all ranks: of samples, of ranks
-        that lack some, and after the first two micro-batches of each reader, checksums of what it has read.
+        """The next micro-batches, and a function that waits for the sums over all ranks: of samples, and of
+        ranks that lack some.
         """
         mine = list(islice(items, self._per_rank))
         num_samples = sum(item.num_samples for item in mine)
-        numbers = [num_samples, num_samples < self._per_rank * self._readers[0].size]
-        readers, before = len(self._readers), len(self._reported)
-        if before < 2 * readers:
-            # A rank whose part has ended has fewer.
-            self._reported += [*(item.digest for item in mine), *[0] * (self._per_rank - len(mine))]
-            end = len(self._reported) // readers * readers
-            if end > before // readers * readers:
-                numbers += self._placed(self._reported[end - readers : end])
-        return mine, self._sums(numbers)
+        return mine, self._sums([num_samples, num_samples < self._per_rank * self._readers[0].size])
 
     def _empty(self) -> DataError:
         rank, readers = self._sharding.rank, self.marks.readers

@@ -31,7 +31,7 @@ from ptfast.data.loaders.loading import ReaderOptions
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import share_out
-from ptfast.data.streams.stream_readers import Digest, sum_of
+from ptfast.data.streams.stream_readers import digest, sum_of
 
 
 def test_under_keep_two_ranks_of_three_workers_read_every_sample_exactly_once() -> None:
@@ -54,14 +54,14 @@ def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict
     refusals = {name: two_ranks[f"stream {name}"] for name in ("OfRank", "LateOfRank", "Asks", "SaysSo")}
     for name in ("OfRank", "LateOfRank"):
         assert refusals[name].startswith(
-            f"D008: data: {name} yields different samples on each rank (in step 1)"
+            f"D008: data: {name} yields different samples on each rank, and does not say why"
         )
         assert 'Give it shared_by = "ranks" if it splits itself over ranks' in refusals[name]
     assert refusals["Asks"].startswith("D008: data: Asks yields the same to each of 6 readers: every sample")
     assert refusals["SaysSo"] == ""
 
 
-@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (2, 2), (3, 6)])
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (2, 2), (3, 3)])
 def test_readers_that_all_read_the_same_are_noticed(workers: int, micro_batches: int) -> None:
     with pytest.raises(DataError, match=f"yields the same to each of {workers} readers") as caught:
         some(build(Asks(), kind="workers", workers=workers, micro_batches=micro_batches), 9)
@@ -96,8 +96,8 @@ def test_what_tells_samples_apart() -> None:
     sums = [sum_of(sample) for sample in samples]
     assert len({*sums}) == len(samples)
     assert sum_of((image.clone(), 1)) == sums[0]
-    assert Digest().add(samples[:2]) != Digest().add(reversed(samples[:2]))
-    assert Digest().add(samples[:1] * 3) == 0
+    assert digest(samples[:2]) != digest(reversed(samples[:2]))
+    assert digest(samples[:1] * 3) == 0
 
 
 def test_parts_do_not_depend_on_where_they_are_read() -> None:
