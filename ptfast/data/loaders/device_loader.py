@@ -19,10 +19,8 @@ from ptfast.data.loaders.step_batches import CHUNK_BYTES, ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.next_epoch import NextEpoch
 from ptfast.data.sampling.sampler import Indices, MicroBatchIndices, Sampler
-from ptfast.data.sources.image_files import HeldImages
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
-from ptfast.data.transforms.row_windows import cut_masks, padded_bytes, planes, reflected
+from ptfast.data.transforms.row_windows import padded_bytes, planes, reflected
 
 
 class ResidentImages:
@@ -115,52 +113,6 @@ class ResidentImages:
             return images
         return torch.where(flipped[:, None, None, None] > 0, images.flip(2), images)
 
-    def cut(
-        self,
-        index: Tensor,
-        top: Tensor,
-        bottom: Tensor,
-        left: Tensor,
-        right: Tensor,
-        flipped: Tensor,
-        size: int,
-    ) -> Tensor:
-        """Boxes of the images `index`, scaled to squares and then mirrored where `flipped` is 1.
-
-        A box ends before `bottom` and `right`. Its pixels are summed by weights, across and then down, as
-        products of matrices, one for each image: boxes of any sizes are one operation. Pixels are those of
-        `resized_crops.resized_crop`, except for a rare step of 1, or of 2 where products are of tf32.
-        """
-        images = self.gather(*self.places(index))
-        batch, height, width, channels = images.shape
-        # Both axes at once: beyond the shorter one weights are 0.
-        edges = torch.cat([left, top]), torch.cat([right, bottom])
-        across, down = _weights(*edges, max(height, width), size).chunk(2)
-        across, down = across[..., :width], down[..., :height]
-        across = torch.where(flipped[:, None, None] > 0, across.flip(1), across)
-        columns = images.transpose(1, 2).reshape(batch, width, height * channels).float()
-        # Bytes in between, as there.
-        narrow = (across @ columns).add_(0.5).floor_().clamp_(max=255).view(batch, size, height, channels)
-        rows = narrow.transpose(1, 2).reshape(batch, height, size * channels)
-        return (down @ rows).add_(0.5).clamp_(max=255).to(torch.uint8).view(batch, size, size, channels)
-
-
-def _weights(start: Tensor, end: Tensor, length: int, size: int) -> Tensor:
-    """Weights of each pixel of a line in each of `size` that stand for its part from `start` to `end`.
-
-    Bilinear and antialiased: a triangle around the centre, as wide as two of the coarser pixels. As where
-    torch resizes bytes on a CPU, weights are multiples of a power of 2 in 15 bits: sums of float32 are exact.
-    """
-    start, end = start[:, None, None], end[:, None, None]
-    scale = (end - start).double() / size
-    centres = start + scale * (torch.arange(size, device=start.device)[:, None] + 0.5)
-    pixels = torch.arange(length, device=start.device)
-    weights = (1 - (pixels + 0.5 - centres).abs() / scale.clamp(min=1)).clamp(min=0)
-    weights = weights * ((start <= pixels) & (pixels < end))
-    weights /= weights.sum(2, keepdim=True)
-    step = torch.exp2(1 - torch.ceil(torch.log2((2**15 - 0.5) / weights.amax((1, 2), keepdim=True))))
-    return (weights / step).add_(0.5).floor_().mul_(step).float()
-
 
 MOST_OF_MEMORY = 0.5
 """Share of the device's free memory that the data may take."""
@@ -199,9 +151,7 @@ class DeviceBatches(ChunkedBatches):
 
     def __init__(self, sampler: Sampler, prepare: Prepare, source: MapSource, augment: Augment) -> None:
         hint = "Use dataloader=memory, which copies batches step by step"
-        self._augment, self._sizes = augment, source.sizes
-        if isinstance(source, HeldImages):
-            source = source.in_one_size()
+        self._augment = augment
         if not isinstance(source, TensorSource):
             what = "only samples of one shape can be kept on the device; these are collated batch by batch"
             hint = "Use dataloader=auto"
@@ -225,7 +175,7 @@ class DeviceBatches(ChunkedBatches):
         padded = partial(
             ResidentImages, padding=augment.crop_padding, reflect=augment.reflects, flips=bool(augment.flip)
         )
-        filters = augment.changes - {"color", "erased"} or augment.resized_crop is not None
+        filters = augment.changes - {"color", "erased"}
         ready_bytes = pixel_bytes * width * (2 if augment.flip else 1)
         moved_alone = source.images and not filters and "color" not in augment.changes
         self._ready = moved_alone and ready_bytes <= READY_SHARE * free
@@ -245,6 +195,7 @@ class DeviceBatches(ChunkedBatches):
         # Images that are resized, moved or filtered take tens of operators before the first of these.
         if prepare.fuses and not filters and ("erased" in augment.changes or not self._ready):
             self._kernel = self._build_kernel(inputs.shape[3], min(len(inputs), TRIED))
+        self._places = self._mask_places = tuple[Tensor, ...]()
         self._epoch, self._epochs = -1, NextEpoch(self._plan_epoch)
         self.ahead = [self._epochs]
 
@@ -265,12 +216,10 @@ class DeviceBatches(ChunkedBatches):
             self._index, corners = move(as_tensor(plan.indices)), [move(as_tensor(x)) for x in plan.corners]
             drawn = {name: as_tensor(value) for name, value in plan.drawn.items()}
             self._drawn = {name: each if name == "policy" else move(each) for name, each in drawn.items()}
-            self._places = self._mask_places = tuple(corners)
-            if self._augment.resized_crop is None:
-                if isinstance(self._inputs, ResidentImages):
-                    self._places = self._inputs.places(self._index, corners)
-                if isinstance(self._targets, ResidentImages):
-                    self._mask_places = self._targets.places(self._index, corners)
+            if isinstance(self._inputs, ResidentImages):
+                self._places = self._inputs.places(self._index, corners)
+            if isinstance(self._targets, ResidentImages):
+                self._mask_places = self._targets.places(self._index, corners)
         return self._plan.shares[start - first : stop - first]
 
     def _plan_epoch(self, first: int) -> EpochPlan:
@@ -284,14 +233,9 @@ class DeviceBatches(ChunkedBatches):
 
     def _draws(self, epoch: int, index: Indices) -> tuple[list[Indices], dict[str, NDArray[Any]]]:
         """The corners of the samples `index` in an epoch, and the draws for their changes."""
-        augment, whole, shape = self._augment, MicroBatchIndices(epoch, index, len(index)), self._shape
+        augment, whole = self._augment, MicroBatchIndices(epoch, index, len(index))
         corners = [*augment.draw(whole)] if augment.moves else []
-        if augment.resized_crop is not None:
-            ranges = augment.resized_crop, augment.resized_ratio
-            boxes = draw_boxes(augment.seed, epoch, index, *self._sizes(index), *ranges)
-            edges = box_edges(boxes, *shape)
-            shape, corners = (augment.size, augment.size), [*edges, corners[2]]
-        return corners, augment.draw_changes(whole, shape)
+        return corners, augment.draw_changes(whole, self._shape)
 
     def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         sizes, augment = [len(share.indices) for share in shares], self._augment
@@ -302,16 +246,11 @@ class DeviceBatches(ChunkedBatches):
         if isinstance(self._inputs, Tensor):
             inputs = self._prepare.laid_out(augment.change(self._inputs.index_select(0, index), drawn))
         else:
-            inputs = self._changed(self._inputs, index, places, drawn, self._kernel)
+            inputs = self._changed(self._inputs, places, drawn, self._kernel)
         if isinstance(self._targets, Tensor):
             targets = self._targets.index_select(0, index)
         else:
-            mask_places = [each[part] for each in self._mask_places]
-            if augment.resized_crop is not None:
-                masks = self._targets.gather(*self._targets.places(index))[..., 0]
-                masks = cut_masks(masks, *mask_places, size=augment.size)
-            else:
-                masks = self._targets.gather(*mask_places)[..., 0]
+            masks = self._targets.gather(*(each[part] for each in self._mask_places))[..., 0]
             masks = augment.change_masks(masks, drawn)
             targets = masks.reshape(len(index), *self._target_shape[:-2], *masks.shape[1:])
         return zip(inputs.split(sizes), targets.split(sizes), strict=True)
@@ -319,20 +258,14 @@ class DeviceBatches(ChunkedBatches):
     def _changed(
         self,
         held: ResidentImages,
-        index: Tensor,
         places: Sequence[Tensor],
         drawn: dict[str, Tensor],
         kernel: Callable[..., Tensor] | None,
     ) -> Tensor:
         """The images of a batch as the model takes them, by single operators without a `kernel`."""
-        augment = self._augment
         if kernel is not None:
             return kernel(held.crops, *places, drawn=drawn)
-        if augment.resized_crop is not None:
-            images = held.cut(index, *places, size=augment.size)
-        else:
-            images = held.gather(*places)
-        images = augment.change(images, drawn)
+        images = self._augment.change(held.gather(*places), drawn)
         return images.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(images)
 
     def _build_kernel(self, channels: int, num_samples: int) -> Callable[..., Tensor] | None:
@@ -349,7 +282,7 @@ class DeviceBatches(ChunkedBatches):
             figures = None if self._ready else prepare.figures
             how = {"dtype": prepare.input_type, "layout": prepare.layout}
             kernel = build_kernel(self._augment, figures, channels, prepare.device, **how)
-            changed = (self._changed(held, index, places, drawn, each) for each in (kernel, None))
+            changed = (self._changed(held, places, drawn, each) for each in (kernel, None))
             if torch.equal(*changed):
                 return kernel
             self.unfused = "it gives other bits here"

@@ -95,6 +95,9 @@ def choose(
         if 2 * held_bytes > free_bytes(device) // 4:
             return choice
         return choice._replace(kind="device", reason=f"{num_bytes(held_bytes)}, room on the GPU")
+    if kind == "device" and crops:
+        what, hint = "augment.resized_crop cuts images before they go to the device", "Use dataloader=memory"
+        raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind in HELD and isinstance(train, DatasetSource) and train.collate.is_own:
         what = "a collate function of your own makes batches only when they are needed"
         hint = "Use dataloader=auto"

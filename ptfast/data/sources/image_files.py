@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptfast.core.errors import ConfigError, DataError
+from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes, size_of
@@ -225,19 +225,6 @@ class HeldImages(ImageSource):
 
     def original(self, index: int) -> Pixels:
         return self._pixels[index]
-
-    def in_one_size(self) -> TensorSource:
-        """The same images as one tensor.
-
-        Raises:
-            ConfigError: C011 if they have more than one size.
-        """
-        shapes = {pixels.shape for pixels in self._pixels}
-        if len(shapes) > 1:
-            what = f"images lie on the device in one size, and these have {len(shapes):,}"
-            hint = "Use dataloader=memory, or augment.resized_crop=null"
-            raise ConfigError("C011", what, key="dataloader.kind", value="device", suggestion=hint)
-        return TensorSource(torch.from_numpy(np.stack(self._pixels)), self.targets, images=True)
 
     def sizes(self, indices: Indices) -> tuple[Sizes, Sizes]:
         heights, widths = self._sizes[indices].T

@@ -183,7 +183,7 @@ class PartBatches(StreamBatches):
         first_items = [next(reader) for reader in readers]
         digests = on_all_ranks([item.digest for item in first_items], self._sharding.world_size)
         check_parted([*chain(*digests)], self._source.class_name)
-        readers = [chain([item], reader) for item, reader in zip(first_items, readers, strict=True)]
+        readers[:] = (chain([item], reader) for item, reader in zip(first_items, readers, strict=True))
         for epoch in count(mark.epoch):
             mark = Mark(epoch, step)
             for items, num_samples in self._one_pass(readers):

@@ -200,7 +200,7 @@ def planes(augment: Augment, targets: Tensor) -> Tensor:
 def cut_masks(
     masks: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, flipped: Tensor, size: int
 ) -> Tensor:
-    """Boxes of masks, scaled by the nearest pixel to squares, then mirrored; as `ResidentImages.cut`."""
+    """Boxes of masks, scaled by the nearest pixel to squares, then mirrored."""
     # The pixel under the centre of each of `size` parts of a line from start to end.
     places = 2 * torch.arange(size, device=masks.device) + 1
     rows, columns = (
