@@ -62,7 +62,7 @@ class Lead:
     """How many times sooner a variant reaches the target than the first variant."""
 
     ratio: float
-    """Median over the seeds: above 1 if the variant is sooner, infinite if the first mostly misses."""
+    """Over the seeds: above 1 if the variant is sooner, infinite if the first mostly misses."""
     low: float | None
     """Bounds of the 95 % interval; 0 and infinity if too few runs give a bound, None for one pair."""
     high: float | None
@@ -164,9 +164,9 @@ def lead(pairs: Sequence[tuple[float | None, float | None]]) -> Lead | None:
     """Compare how soon runs of the first variant and of another reached the target; None marks a miss.
 
     A run that missed took longer than one that did not, so the ratio of such a pair is infinite or 0. If both
-    missed, the ratio could be anything and widens the interval to both sides. If none missed, the ratio is
-    the median of the means of all pairs of seeds, in logarithms, with the error of a bootstrap over seeds and
-    Student's t; otherwise, or if all ratios are equal, the median, with order statistics as its interval.
+    missed, the ratio could be anything and widens the interval to both sides. If none missed, the result is
+    the mean of the log ratios with Student's t interval; otherwise, or if all ratios are equal, the median
+    with order statistics as its interval.
 
     Returns:
         None if every pair missed.

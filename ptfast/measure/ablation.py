@@ -62,8 +62,10 @@ class Ablation:
         self._given: TrialResult | None = None
         self._is_given: Callable[[Technique], bool]
         """Tells whether the config as given has a technique on."""
-        self._look_s = self._block_s = 0.0
-        """Seconds to build a trial and train its first steps; seconds to measure a block."""
+        self._look_s = self._block_s = self._missing_s = 0.0
+        """Seconds to build a trial and train its first steps; to measure a block; and that the plan lacks."""
+        self.not_reached = NOT_REACHED
+        """The reason shown for techniques that the budget did not reach."""
         self._members: list[list[Worth]] = []
         """The techniques of each factor, starting with those of level 1."""
 
@@ -141,6 +143,9 @@ class Ablation:
         self._judge()
         for finding in self.apart:
             finding.why = finding.why or (NOT_REACHED if finding.effect is None else "")
+        for finding in self.findings:
+            if finding.why == NOT_REACHED:
+                finding.why = self.not_reached
 
     @property
     def measured(self) -> list[tuple[Worth, Effect]]:
@@ -155,8 +160,14 @@ class Ablation:
         """
         if not self.factors:
             return
-        laboratory, enough = self.laboratory, blocks_to_tell_apart(self.factors)
-        once_s = self._apart_s
+        laboratory, once_s = self.laboratory, self._apart_s
+        num_affordable = (laboratory.left_s - LEAST_BLOCKS * self._block_s - once_s) / self._block_s
+        self._missing_s = (blocks_to_tell_apart(self.factors) - num_affordable) * self._block_s
+        while len(self.factors) > 1 and blocks_to_tell_apart(self.factors) > num_affordable:
+            self.factors.pop()
+            for finding in self._members.pop():
+                finding.why = NOT_REACHED
+        enough = blocks_to_tell_apart(self.factors)
 
         def words_of(run: Run) -> list[str]:
             levels = zip(self._members, run, strict=True)
@@ -218,11 +229,12 @@ class Ablation:
                     finding.beside.append(pick.time - measured.time)
             if chunk := [each for each in chunk if not each.why]:
                 chunks.append(chunk)
-        more_s = (once_s + kept_s) / (CONFIRM + APART) - start_s
-        needed_s = math.ceil((self.laboratory.budget_s + max(more_s, 10.0)) / 10) * 10
+        more_s = max((once_s + kept_s) / (CONFIRM + APART) - start_s, 10.0)
+        needed_s = self.laboratory.budget_s + max(self._missing_s, 0.0) + more_s
+        self.not_reached = f"not reached: give --budget {10 * math.ceil(needed_s / 10)}s"
         for finding in self.apart:
             if not finding.why and not finding.beside:
-                finding.why = f"not reached: give --budget {needed_s}s"
+                finding.why = NOT_REACHED
         self._judge()
         gains = [
             (each, effect)
@@ -256,7 +268,7 @@ class Ablation:
             order = [*order[1:], order[0]]
             if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
                 break
-        fitted = fit([factor], blocks, times, spare_dof=2)
+        fitted = fit([factor], blocks, times)
         given, *picks = fitted.effects
         known = [effect for effect in picks if effect is not None]
         if given is None or not known:
@@ -273,7 +285,7 @@ class Ablation:
         That spread is estimated from the runs of the plan and of the selected config.
         """
         of_plan = of_pick = (0.0, 0.0)
-        if any(self.fitted.effects):
+        if any(self.fitted.effects) and math.isfinite(self.fitted.residual_sd):
             of_plan = self.fitted.residual_sd, self.fitted.dof
         if self.confirmed is not None:
             of_pick = self.confirmed.process_sd, self.confirmed.over_plain.dof

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.measure.experiment.verdicts import Effect, t_quantile
+from ptfast.measure.experiment.verdicts import Effect
 
 Run = tuple[int, ...]
 """The level of each factor; the others are compared with level 0."""
@@ -29,10 +29,8 @@ Block = Sequence[Run]
 Floats = NDArray[np.float64]
 _REDRAWS = 50
 SPARE_DOF = 3
-"""Degrees of freedom left for the error; with fewer, each factor is estimated by itself."""
+"""Degrees of freedom that a plan leaves for the error."""
 HUBER_K = 1.345
-ENTERS = 0.1
-"""Chance of taking noise for a clear effect."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,11 @@ def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:
 def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
     """Return how many blocks a plan needs to estimate all effects together, with their error.
 
-    A block has three comparisons; fold-over pairs leave two of them to switches of two levels.
+    A block has three comparisons; fold-over pairs leave two of them to switches of two levels. Part of a
+    matrix may need a block more.
     """
     num_switches = sum(len(factor.levels) == 2 for factor in factors)
-    return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), math.ceil(num_switches / 2) + 1)
+    return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), math.ceil(num_switches / 2) + 2)
 
 
 def hadamard(least: int) -> NDArray[np.int64]:
@@ -135,7 +134,7 @@ class Fit:
     """The estimated effects of a plan."""
 
     effects: list[Effect | None]
-    """One for each level, in the order of `columns`; None where all runs of each block agree in it."""
+    """One for each level, in the order of `columns`; None where the runs cannot separate it from others."""
     shrunk: list[float]
     """Expected log ratios: the effects, corrected for selection bias."""
     residual_sd: float
@@ -154,42 +153,35 @@ def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
     return [float(mean) for mean in found[num_rounds - 1 :] + found[: num_rounds - 1].sum() / num_rounds]
 
 
-def fit(
-    factors: Sequence[Factor],
-    blocks: Sequence[Block],
-    times: Sequence[Sequence[float]],
-    spare_dof: int = SPARE_DOF,
-) -> Fit:
-    """Estimate the effect of each level of each factor.
-
-    If there are too few runs to separate all effects, clear factors are estimated together, and each other
-    factor is added to them alone, with the rest counted as noise; its interval is wide, but it has one.
+def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequence[float]]) -> Fit:
+    """Estimate the effect of each level of each factor, all together, by least squares.
 
     Args:
         times: log times of the four runs of each block; `nan` for a failed run.
     """
-    # 1 for the level above 0 that each factor has in a run.
-    levels = np.array(
-        [[[float(run[i] == level) for i, level in columns(factors)] for run in block] for block in blocks]
-    )
-    values = np.asarray(times, np.float64)
-    there = np.isfinite(values)
-    rows, values = _centered(levels, values, there)
-    seen = np.abs(rows).sum(axis=0) > 0
-    full = rows[:, seen]
-    num_blocks = int((there.sum(axis=1) > 1).sum())
-    rank = int(np.linalg.matrix_rank(full)) if full.size else 0
-    separates = rank == full.shape[1] and len(rows) - num_blocks - rank >= spare_dof
-    places = np.flatnonzero(seen).tolist()
-    of_factor: dict[int, list[int]] = {}
-    for index, place in enumerate(places):
-        of_factor.setdefault(columns(factors)[place][0], []).append(index)
-    groups = [*of_factor.values()]
-    slopes, errors, degrees, sd, dof = _step_by_step(full, values, num_blocks, groups, separates)
-    effects: list[Effect | None] = [None] * len(seen)
-    for index, place in enumerate(places):
-        effects[place] = Effect(-float(slopes[index]), float(errors[index]), float(degrees[index]))
-    return Fit(effects, shrink(effects), sd, dof)
+    rows, values, num_blocks = [np.zeros((0, len(columns(factors))))], [np.zeros(0)], 0
+    for block, block_times in zip(blocks, times, strict=True):
+        # 1 for the level above 0 that each factor has in a run; the block's means are subtracted.
+        levels = np.array([[float(run[i] == level) for i, level in columns(factors)] for run in block])
+        there, logs = np.isfinite(block_times), np.asarray(block_times)
+        if there.any():
+            num_blocks += 1
+            rows.append(levels[there] - levels[there].mean(axis=0))
+            values.append(logs[there] - logs[there].mean())
+    design, found = np.concatenate(rows), np.concatenate(values)
+    inverse = np.linalg.pinv(design)
+    # A level whose column is a mix of others has no estimate.
+    known = np.isclose(np.diag(inverse @ design), 1)
+    slopes = inverse @ found
+    residual = found - design @ slopes
+    dof = len(design) - num_blocks - (int(np.linalg.matrix_rank(design)) if design.size else 0)
+    sd = math.sqrt(float(residual @ residual) / dof) if dof > 0 else math.inf
+    scales = np.sqrt((inverse**2).sum(axis=1))
+    effects = [
+        Effect(-float(slope), sd * float(scale), max(dof, 1)) if is_known else None
+        for slope, scale, is_known in zip(slopes, scales, known, strict=True)
+    ]
+    return Fit(effects, shrink(effects), sd, max(dof, 1))
 
 
 def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
@@ -205,7 +197,7 @@ def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]
         other = tuple(int(each == number) for each in range(len(pairs)))
         blocks += [(bases, other, other, bases)] * len(times)
     found = [block for times in pairs for block in times]
-    return fit(factors, blocks, found, spare_dof=2).effects if found else [None for _ in pairs]
+    return fit(factors, blocks, found).effects if found else [None for _ in pairs]
 
 
 def shrink(effects: Sequence[Effect | None]) -> list[float]:
@@ -221,64 +213,6 @@ def shrink(effects: Sequence[Effect | None]) -> list[float]:
         0.0 if effect is None or not true else effect.log_ratio * true / (true + effect.se**2)
         for effect in effects
     ]
-
-
-def _centered(levels: Floats, values: Floats, there: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Return levels and times of the runs with a time, each minus the mean of its block."""
-    rows, times = [np.zeros((0, levels.shape[-1]))], [np.zeros(0)]
-    for level, value, known in zip(levels, values, there, strict=True):
-        if known.any():
-            rows.append(level[known] - level[known].mean(axis=0))
-            times.append(value[known] - value[known].mean())
-    return np.concatenate(rows), np.concatenate(times)
-
-
-def _step_by_step(
-    rows: Floats, values: Floats, num_blocks: int, groups: Sequence[list[int]], separates: bool
-) -> tuple[Floats, Floats, Floats, float, int]:
-    """Estimate all groups of columns together if `separates`, else each along with the clear ones.
-
-    Returns:
-        The slope of each column, its error and degrees of freedom; and the standard deviation and degrees of
-            freedom of the residuals.
-    """
-    together, others = ([*groups], []) if separates else ([], [*groups])
-    most = max((len(rows) - num_blocks) // 3, *map(len, groups), 0)
-    slopes, errors, degrees = np.zeros(rows.shape[1]), np.ones(rows.shape[1]), np.ones(rows.shape[1])
-    while True:
-        chosen = [column for group in together for column in group]
-        kept = rows[:, chosen]
-        basis = np.linalg.qr(kept)[0] if chosen else np.zeros((len(rows), 0))
-        residual = values - basis @ (basis.T @ values)
-        dof = max(len(values) - num_blocks - len(chosen), 1)
-        sd = math.sqrt(float(residual @ residual) / dof)
-        if chosen:
-            slopes[chosen], degrees[chosen] = _least_squares(kept, values), dof
-            errors[chosen] = sd * np.sqrt(np.diag(np.linalg.inv(kept.T @ kept)))
-        clearest: tuple[float, list[int]] = 1.0, []
-        for group in others:
-            beside = rows[:, group] - basis @ (basis.T @ rows[:, group])
-            beside[:, (beside**2).sum(axis=0) <= 1e-9] = 0.0
-            inverse = np.linalg.pinv(beside)
-            # A column gets no estimate if it is a mix of others, or uses up the error's degrees of freedom.
-            known = np.isclose(np.diag(inverse @ beside), 1) & (len(group) < max(dof, 2))
-            slopes[group] = inverse @ residual
-            left = residual - beside @ slopes[group]
-            degrees[group] = left_dof = max(dof - len(group), 1)
-            variance = float(left @ left) / left_dof
-            errors[group] = np.where(known, np.sqrt(variance * (inverse**2).sum(axis=1)), 1.0)
-            if not known.all() or len(chosen) + len(group) > most:
-                continue
-            # Alternatives that all differ from the first level are clearest as one column.
-            whole = beside.sum(axis=1)
-            as_one = abs(whole @ residual) / math.sqrt(max(variance * float(whole @ whole), 1e-300))
-            t = max(as_one, *(np.abs(slopes[group]) / np.maximum(errors[group], 1e-300)))
-            ratio = t / t_quantile(1 - ENTERS / 2 / rows.shape[1], left_dof)
-            clearest = max(clearest, (ratio, group), key=lambda found: found[0])
-        if not clearest[1]:
-            return slopes, errors, degrees, sd, dof
-        together.append(clearest[1])
-        others.remove(clearest[1])
 
 
 def _huber(design: Floats, values: Floats) -> Floats:

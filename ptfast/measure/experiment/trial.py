@@ -278,4 +278,6 @@ class Segments:
 
 def mean_over_ranks(value: float, run: Run) -> float:
     """Return the mean of a positive number over ranks, so that all ranks decide alike."""
+    if run.ranks.world_size == 1:
+        return max(value, 1e-6)
     return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.world_size, 1e-6)

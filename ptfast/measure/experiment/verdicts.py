@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -18,7 +19,6 @@ ALPHA = 0.05
 """Error probability of a family of verdicts as a whole."""
 LEAST_ROUNDS = 4
 """With fewer rounds there is no verdict."""
-_RESAMPLES = 2000
 _GRID = 20_001
 
 
@@ -58,22 +58,10 @@ class Effect:
         return 2 * (float(areas[-1]) / whole)
 
 
-def estimate(log_ratios: Sequence[float], seed: int = 0) -> Effect:
-    """Estimate the effect from rounds of two processes.
-
-    The location is Hodges' and Lehmann's (the median of the means of all pairs of rounds), which a single
-    disturbed round barely moves. Its error comes from a bootstrap over rounds. With few rounds a bootstrap is
-    too narrow by the factor sqrt((n - 1) / n), and its percentiles by the difference between a normal and
-    a t distribution as well; both are corrected (Hesterberg 2015, arXiv:1411.5279).
-    """
-    values = np.asarray(log_ratios, np.float64)
-    count = len(values)
-    draws = np.random.default_rng(seed).integers(0, count, (_RESAMPLES, count))
-    samples = np.vstack([values, values[draws]])
-    first, second = np.triu_indices(count)
-    locations = np.median((samples[:, first] + samples[:, second]) / 2, axis=1)
-    se = float(locations[1:].std()) * math.sqrt(count / (count - 1))
-    return Effect(float(locations[0]), se, count - 1)
+def estimate(log_ratios: Sequence[float]) -> Effect:
+    """Estimate the effect from pairs of runs: their mean and its standard error."""
+    count = len(log_ratios)
+    return Effect(statistics.fmean(log_ratios), statistics.stdev(log_ratios) / math.sqrt(count), count - 1)
 
 
 def judge(effects: Sequence[Effect | None]) -> list[Verdict]:

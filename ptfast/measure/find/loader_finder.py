@@ -156,7 +156,9 @@ class LoaderSearch:
                 f"without workers, {share:.1%} of the time goes to reading, so no loader can save more"
             )
         for _ in range(ROUNDS - 1):
-            near = [loader for loader, ratio in self.ratios(self.best).items() if ratio >= NEAR]
+            # Two at least: their common blocks show how much processes of one loader differ.
+            ranked = enumerate(self.ratios(self.best).items())
+            near = [loader for rank, (loader, ratio) in ranked if ratio >= NEAR or rank < 2]
             self._measure_block(near[:FINALISTS])
         self.chosen = self.choose()
         effects = self.effects(self.chosen)
@@ -213,7 +215,7 @@ class LoaderSearch:
             whole += [(0, math.nan)] * (4 - len(whole))
             blocks.append([(level,) for level, _ in whole])
             times.append([time for _, time in whole])
-        found = fit([Factor("loader", tuple(map(repr, order)))], blocks, times, spare_dof=0).effects
+        found = fit([Factor("loader", tuple(map(repr, order)))], blocks, times).effects
         return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
 
     def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
