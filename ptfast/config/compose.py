@@ -144,8 +144,7 @@ def apply(
     """A whole config with arguments laid over it; the section of a chosen option is replaced as a whole."""
     given = parse(arguments)
     chosen = [a.text for a in given if a.kind == "group"]
-    places = dict(places)
-    config = OmegaConf.create(tree)
+    places, result = dict(places), dict(tree)
     if chosen:
         options = compose(chosen, complete=False)
         for group in (a.key for a in given if a.kind == "group"):
@@ -154,17 +153,21 @@ def apply(
             if group not in options.tree_unresolved:
                 what = "an option with keys of all groups cannot be laid over a whole config"
                 raise ConfigError("C011", what, key=group, place=COMMAND_LINE)
-            OmegaConf.update(config, group, options.tree_unresolved[group], merge=False)
+            result[group] = options.tree_unresolved[group]
     for argument in given:
         if argument.kind in ("recipe", "delete"):
             is_recipe = argument.kind == "recipe"
             what = "a recipe cannot be laid over a whole config" if is_recipe else "cannot delete here"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE)
         if argument.kind == "value":
+            top = argument.set_key.partition(".")[0]
             with translated():
+                # Of the keys with one root alone: OmegaConf takes most of the time.
+                config = OmegaConf.create({key: value for key, value in result.items() if key == top})
                 OmegaConf.update(config, argument.set_key, argument.value, merge=True, force_add=True)
+                result |= cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
             _set_places(places, argument)
-    result = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    result = copy.deepcopy(result)
     drop_inherited(result, lambda key: place_of(key, places) != COMMAND_LINE)
     return result, places
 
@@ -205,9 +208,13 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):
         tree, loader = load(chosen, paths.shown(paths.builtin_root().conf))
-        config = OmegaConf.create(tree)
-        TracingLoader._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
-    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)), loader
+        overrides = OverridesParser.create().parse_overrides(values)
+        # Of the keys with these roots alone: OmegaConf takes most of the time.
+        roots = {str(each.key_or_group).partition(".")[0] for each in overrides}
+        config = OmegaConf.create({key: value for key, value in tree.items() if key in roots})
+        TracingLoader._apply_overrides_to_config(overrides, config)
+    changed = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    return {**copy.deepcopy(tree), **changed}, loader
 
 
 @functools.lru_cache(maxsize=64)

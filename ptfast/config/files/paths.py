@@ -43,7 +43,7 @@ def roots() -> list[Root]:
     if named := os.environ.get(CONFIG_DIR):
         own.insert(0, Root(Path(named), Path(named) / "recipes"))
     builtin = builtin_root()
-    return [*(root for root in own if root.conf.resolve() != builtin.conf.resolve()), builtin]
+    return [*(root for root in own if root.conf.resolve() != builtin.conf), builtin]
 
 
 def has_own() -> bool:
@@ -53,14 +53,15 @@ def has_own() -> bool:
 
 def groups() -> list[str]:
     """Names of all config groups, `preset` included, sorted."""
+    there = roots()
     found = {
         folder.name
-        for root in roots()
+        for root in there
         if root.conf.is_dir()
         for folder in root.conf.iterdir()
         if folder != root.recipes
     }
-    return sorted(name for name in found if options(name))
+    return sorted(name for name in found if _options(name, there))
 
 
 def own_groups() -> list[str]:
@@ -70,8 +71,12 @@ def own_groups() -> list[str]:
 
 def options(group: str) -> dict[str, Path]:
     """Option names of a group (or recipe names, for the group `recipe`) and their files, sorted."""
+    return _options(group, roots())
+
+
+def _options(group: str, there: list[Root]) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for root in reversed(roots()):
+    for root in reversed(there):
         # The package's own files stay as they are; a config asks for them some fifty times.
         found |= _shipped(root, group) if root == builtin_root() else _listed(root, group)
     return dict(sorted(found.items()))
