@@ -85,30 +85,21 @@ def test_every_part_trains_and_shows(extended: Path) -> None:
     assert "every ReLU overwrites its input" in relu
     assert "ReLU in place" in printed["techniques"]
     assert "rewrites.inplace_relu=false" in printed["techniques ReLU-in-place"]
-    assert "amp: Mixed precision" in printed["options precision --summaries"]
-    assert any("within_1" in text for text in panels.values())
-    assert "loss=" in (extended / "logged" / "log.txt").read_text("utf-8")
 
 
 @pytest.mark.slow
 def test_the_tests_of_every_addition_pass(extended: Path) -> None:
     """Those that the page names, as far as they are about what it adds."""
     python(extended, "scripts/doc_tables.py")
-    options = ("model/linear", "data/points", "logger/plain_log")
-    techniques = (
-        "it_gives_what_plain_gives[ReLU-in-place]",
-        "it_trains[sign-sgd]",
-        "it_trains[inverse-root]",
-    )
+    techniques = ("it_gives_what_plain_gives[ReLU-in-place]", "it_trains[sign-sgd]")
     records = ("every_option_has_a_record", "options_that_records_name_exist", "a_record_is_complete")
     python(
         extended,
         *("-m", "pytest", "-p", "no:xdist", "tests/techniques/test_inplace_relu.py"),
         "tests/data/sources/test_points.py",
-        *(f"tests/test_options.py::test_it_trains[{option}]" for option in options),
+        "tests/test_options.py::test_it_trains[data/points]",
         *(f"tests/test_techniques.py::test_{name}" for name in (*techniques, *records)),
         "tests/test_layers.py::test_names_and_folders_can_be_told_apart",
-        "tests/test_docs.py::test_the_table_of_groups_lists_the_options_that_there_are",
         "tests/test_docs.py::test_the_tables_of_techniques_are_the_catalogue",
         "tests/config/test_json_schema.py::test_every_key_is_there_and_explained",
     )
