@@ -59,7 +59,7 @@ def test_every_own_part_trains(in_users_folder: Path, capsys: pytest.CaptureFixt
             assert figures["error"] == pytest.approx(1 - figures["accuracy"])
             assert '"error": ' in (folder / "metrics.jsonl").read_text()
         if "logger._target_=mine.Lines" in shown.words:
-            assert len((folder / "figures.txt").read_text().splitlines()) == 5
+            assert len((folder / "metrics.txt").read_text().splitlines()) == 5
     assert "error " in capsys.readouterr().out
     assert all(value > 0.9 for words, value in accuracy.items() if "NAdam" in words)
 
