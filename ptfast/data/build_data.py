@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,12 @@ from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.mixture import Mixture
 from ptfast.data.sampling.cut_splits import cut_splits
 from ptfast.data.sampling.sample_orders import checked_weights
+from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sampling.splits import NO_RULES, SplitRules
 from ptfast.data.sources.image_files import HeldImages, ImageFiles, ImageSource
 from ptfast.data.sources.ragged_text import TextSource
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.transforms.normalize import statistics
+from ptfast.data.transforms.normalize import Statistics, statistics
 
 _LABELS_OF = {
     "classification": ("classification", "regression", "multilabel"),
@@ -59,166 +60,197 @@ _VOID = 255
 """The value that masks often have for ignored pixels, or for everything but the background."""
 
 
-def build_data(
-    source: Any,
-    *,
-    val: Duration,
-    seed: int,
-    task: str,
-    normalize: bool = True,
-    shuffle_buffer: int | None = None,
-    known: DataInfo | None = None,
-    trained: DataInfo | None = None,
-    choose: Callable[..., Choice] | None = None,
-    crops: bool = False,
-    once: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
-    holder: Holder | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    collate: Collate | None = None,
-    whole: bool = False,
-    options: InputOptions = AS_GIVEN,
-    rules: SplitRules = NO_RULES,
-) -> Data:
-    """The splits of a run and the facts about them.
+@dataclass(frozen=True)
+class DataOptions:
+    """How the data of a run is read, cut into splits and loaded."""
+
+    val: Duration
+    """Training samples to hold out if the source has no validation split."""
+    seed: int
+    """Decides which samples are held out."""
+    task: str
+    """`auto`, or the task to train for."""
+    normalize: bool = True
+    """Compute the statistics that the loaders normalize by, unless a run has `trained` by them."""
+    shuffle_buffer: int | None = None
+    """Samples among which the next is drawn, for data that is read in its own order."""
+    known: DataInfo | None = None
+    """The facts of the data that a model was trained on (vocabulary, statistics, classes), by which this data
+    is read."""
+    trained: DataInfo | None = None
+    """The facts of this very data, as a run has saved them."""
+    choose: Callable[..., Choice] | None = None
+    """Chooses the loader, given the training split and the others; None leaves samples where they are."""
+    crops: bool = False
+    """Keep training images in memory at their original size, for random crops."""
+    once: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
+    """Calls a function on one rank, for all ranks."""
+    holder: Holder | None = None
+    """Of arrays decoded into memory, which ranks may share; None for this process."""
+    ignore_index: int = IGNORE_INDEX
+    """The label of ignored pixels."""
+    collate: Collate | None = None
+    """A user's function that makes batches; None for the dataset's own, or torch's."""
+    whole: bool = False
+    """Evaluate all samples of data without held-out splits, unless it is that of the training."""
+    options: InputOptions = AS_GIVEN
+    """What else decides how samples of a user's dataset are read."""
+    rules: SplitRules = NO_RULES
+    """How the training samples are cut."""
+
+
+def build_data(source: Any, **options: Any) -> Data:
+    """Read a dataset, cut it into splits, choose its loader, and find the facts about it.
 
     Args:
         source: what an option of the group `data` constructs, or any torch dataset.
-        val: training samples to hold out if the source has no validation split; `seed` decides which.
-        task: `auto`, or the task to train for.
-        normalize: compute the statistics that the loaders normalize by, unless a run has `trained` by them.
-        shuffle_buffer: samples among which the next is drawn, for data that is read in its own order.
-        known: the facts of the data that a model was trained on (vocabulary, statistics, classes), by which
-            this data is read.
-        trained: the facts of this very data, as a run has saved them.
-        choose: chooses the loader, given the training split and the others; for kinds that hold decoded data
-            in memory, it is decoded here. None leaves samples where they are.
-        crops: hold training images at their original size, for random crops.
-        once: calls a function on one rank, for all ranks.
-        holder: of arrays decoded into memory, which ranks may hold together; None for this process.
-        ignore_index: the label of ignored pixels.
-        collate: a user's function that makes batches; None for the dataset's own, or torch's.
-        whole: evaluate all samples of data without held-out splits, unless it is that of the training.
-        options: what else decides how samples of a user's dataset are read.
-        rules: how the training samples are cut.
+        options: those of `DataOptions`.
 
     Raises:
         ConfigError: C011 for a task that the labels do not fit, a shuffle buffer for data that is shuffled as
             a whole, and a collate function for built-in data.
         DataError: D002 to D006 for data that is empty, unreadable or does not fit the task.
     """
-    name = source.name if isinstance(source, DataSet) else type(source).__name__
-    if rules.split == "auto" and (before := known or trained) is not None:
+    wanted = DataOptions(**options)
+    if wanted.rules.split == "auto" and (before := wanted.known or wanted.trained) is not None:
         # Runs that do not say how were split at random.
-        rules = replace(rules, split=before.extra.get("split", "random"))
-    splits = _load(source, val, seed, task, known, collate, options, rules)
-    splits = numbered_as(known.class_names if known is not None else None, splits)
-    splits = _for_task(splits, task)
-    if splits.info.target_kind == "mask":
-        splits = _with_masks(splits, ignore_index)
-    splits = _with_warning(_with_classes(splits), task)
-    contents = once(splits.fingerprint) if known is None else None
-    is_new = whole and known and not same_training_data(known.extra.get("contents", {}), splits.fingerprint())
-    if is_new:
-        splits, kept = _as_held_out(splits, source, seed, task), None
-    else:
-        splits, kept = cut_splits(splits, source, val, seed, rules)
-    choice, files = None, splits.train
-    skipping = [each for each in splits.sources.values() if isinstance(each, ImageFiles) and each.skips]
-    if shuffle_buffer is not None:
-        splits = replace(splits, warning=_draw_among(files, shuffle_buffer) or splits.warning)
-    if choose is not None:
-        others = [source for split, source in splits.sources.items() if split != "train"]
-        choice = once(lambda: choose(splits.train, others))
-        if choice.kind in HELD:
-            splits = _hold(splits, crops, holder or Holder())
-    train = splits.train
-    # Held labels may show that all count; yet whether they are counted must not depend on the loader.
-    ignores_labels = bool(skipping) or any(map(_ignores_labels, splits.sources.values()))
-    num_train = len(train) if isinstance(train, MapSource) else None
-    order = source.order(kept) if isinstance(source, Mixture) else files.order
-    info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
-    if known is not None:
-        info = as_known(known, info)
-    extra = {**info.extra, "split": rules.split}
-    normalize = normalize and known is None and "normalize" not in extra
-    # Streams are not read for statistics: their images are scaled to 0 to 1.
-    has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
-    if normalize and has_statistics and isinstance(files, MapSource) and isinstance(train, MapSource):
-        if isinstance(train, TensorSource):
-            numbers = np.arange(len(train)) if kept is None else kept
-            if unfit := not_finite(train.inputs, numbers):
-                raise unfit_samples(unfit)
-        key_of = splits.cache_key
-        # Statistics depend on which samples are held out.
-        key = (lambda: f"{key_of()} {val} {seed} {rules}") if key_of is not None else None
-        found = (trained and trained.extra.get("normalize")) or once(lambda: statistics(files, key, train))
-        extra["normalize"] = found
-    if info.input_shape is not None:
-        extra["input_shape"] = list(info.input_shape)
+        rules = replace(wanted.rules, split=before.extra.get("split", "random"))
+        wanted = replace(wanted, rules=rules)
+    read = _read(source, wanted)
+    contents = wanted.once(read.fingerprint) if wanted.known is None else None
+    cut, kept = _hold_out(read, source, wanted)
+    loaded, choice = _load(cut, wanted)
+    skipping = [each for each in cut.sources.values() if isinstance(each, ImageFiles) and each.skips]
+    info = _describe(loaded, kept, wanted, skips=bool(skipping))
+    if statistics := _statistics(loaded, cut.train, kept, info, wanted):
+        info.extra["normalize"] = statistics
     if contents is not None:
-        extra["contents"] = contents
-    counts = [
-        f"{len(each):,} {split}" if isinstance(each, MapSource) else f"{split} of unknown length"
-        for split, each in splits.sources.items()
-        if known is None or split != "train" or len(splits.sources) == 1
-    ]
-    held_out = [
-        each for each in (splits.val, splits.test if rules.test else None) if isinstance(each, MapSource)
-    ]
-    if known is not None and kept is not None and held_out:
-        counts.append(f"held out of {len(kept) + sum(map(len, held_out)):,}")
-    data = Data(
-        replace(info, extra=extra),
-        train,
-        splits.val,
-        splits.test,
-        "; ".join(filter(None, [f"{name}: {', '.join(counts)}", splits.note])),
-        warning=splits.warning,
+        info.extra["contents"] = contents
+    order = source.order(kept) if isinstance(source, Mixture) else cut.train.order
+    if wanted.rules.overfit is not None:
+        order = partial(_in_order, info.num_train or 0)
+    return Data.of(
+        info,
+        loaded.sources,
+        _note(source, loaded, kept, wanted),
+        warning=loaded.warning,
         choice=choice,
         unreadable=(lambda: [file for each in skipping for file in each.unreadable()]) if skipping else None,
-        order=order if rules.overfit is None else lambda seed, epoch: np.arange(num_train or 0),
+        order=order,
+        weights=(lambda: None) if isinstance(source, DataSet) else partial(checked_weights, source, kept),
         kept=kept,
-        holder=holder,
+        holder=wanted.holder,
     )
-    if isinstance(source, DataSet):
-        return data
-    return replace(data, weights=partial(checked_weights, source, kept))
 
 
-def _load(
-    source: Any,
-    val: Duration,
-    seed: int,
-    task: str,
-    known: DataInfo | None,
-    collate: Collate | None,
-    options: InputOptions,
-    rules: SplitRules,
-) -> Splits:
-    """The splits of a built-in dataset or of a user's, as they are read."""
+def _read(source: Any, wanted: DataOptions) -> Splits:
+    """The splits as the dataset has them, with labels of the type that the task takes, checked."""
+    known, task = wanted.known, wanted.task
     if isinstance(source, DataSet):
-        if collate is not None:
+        if (collate := wanted.collate) is not None:
             what = f"batches of {source.name} are made without {collate.name}"
             hint = "Leave it out, or bring a dataset of your own: data=custom data._target_=mine.Data"
             raise ConfigError("C011", what, key=collate.key, suggestion=hint)
         if isinstance(source, ReadsAsKnown):
-            source.task, source.rules = task, rules
+            source.task, source.rules = task, wanted.rules
             if known is not None:
                 source.known, source.max_length = known, known.context_length or source.max_length
-        return source.load(val=val, seed=seed)
-    from ptfast.data.sources.custom_dataset import adapt
+        splits = source.load(val=wanted.val, seed=wanted.seed)
+    else:
+        from ptfast.data.sources.custom_dataset import adapt
 
-    return adapt(source, seed=seed, task=task, known=known, collate=collate, options=options)
+        how = {"collate": wanted.collate, "options": wanted.options}
+        splits = adapt(source, seed=wanted.seed, task=task, known=known, **how)
+    splits = _for_task(numbered_as(known.class_names if known is not None else None, splits), task)
+    if splits.info.target_kind == "mask":
+        splits = _with_masks(splits, wanted.ignore_index)
+    return _with_warning(_with_classes(splits), task)
 
 
-def _as_held_out(splits: Splits, source: Any, seed: int, task: str) -> Splits:
-    """Splits of data that was not trained on: without held-out ones, all samples are evaluated."""
+def _hold_out(splits: Splits, source: Any, wanted: DataOptions) -> tuple[Splits, Indices | None]:
+    """The splits that the run uses, and the training samples among those of the dataset; None for all."""
+    known, seed = wanted.known, wanted.seed
+    if not wanted.whole or known is None:
+        return cut_splits(splits, source, wanted.val, seed, wanted.rules)
+    if same_training_data(known.extra.get("contents", {}), splits.fingerprint()):
+        return cut_splits(splits, source, wanted.val, seed, wanted.rules)
     if getattr(source, "cuts_itself", False):
         source.rules = NO_RULES
-        splits = _with_classes(_for_task(source.load(val=Duration(0, "percent"), seed=seed), task))
-    if splits.val is not None or splits.test is not None:
-        return splits
-    return replace(splits, val=splits.train.in_order())
+        whole = source.load(val=Duration(0, "percent"), seed=seed)
+        splits = _with_classes(_for_task(whole, wanted.task))
+    if splits.val is None and splits.test is None:
+        splits = replace(splits, val=splits.train.in_order())
+    return splits, None
+
+
+def _load(splits: Splits, wanted: DataOptions) -> tuple[Splits, Choice | None]:
+    """The splits, decoded into memory where the loader that is chosen for them wants that."""
+    if wanted.shuffle_buffer is not None:
+        warning = _draw_among(splits.train, wanted.shuffle_buffer) or splits.warning
+        splits = replace(splits, warning=warning)
+    if (choose := wanted.choose) is None:
+        return splits, None
+    others = [source for split, source in splits.sources.items() if split != "train"]
+    choice = wanted.once(lambda: choose(splits.train, others))
+    if choice.kind in HELD:
+        splits = _hold(splits, wanted.crops, wanted.holder or Holder())
+    return splits, choice
+
+
+def _describe(splits: Splits, kept: Indices | None, wanted: DataOptions, *, skips: bool) -> DataInfo:
+    """The facts about the splits; `skips` if files that cannot be read are left out."""
+    # Labels in memory may show that all count; yet whether they are counted must not depend on the loader.
+    ignores_labels = skips or any(map(_ignores_labels, splits.sources.values()))
+    num_train = len(splits.train) if isinstance(splits.train, MapSource) else None
+    info = replace(splits.info, ignores_labels=ignores_labels, num_train=num_train)
+    if wanted.known is not None:
+        info = as_known(wanted.known, info)
+    extra = {**info.extra, "split": wanted.rules.split}
+    if info.input_shape is not None:
+        extra["input_shape"] = list(info.input_shape)
+    return replace(info, extra=extra)
+
+
+def _statistics(
+    splits: Splits, files: Source, kept: Indices | None, info: DataInfo, wanted: DataOptions
+) -> Statistics | None:
+    """What inputs are normalized by, computed from the training `files`; None where they are not."""
+    train = splits.train
+    # Streams are not read for statistics: their images are scaled to 0 to 1.
+    if not isinstance(files, MapSource) or not isinstance(train, MapSource):
+        return None
+    has_statistics = train.images or (isinstance(train, TensorSource) and info.kind == "features")
+    if not has_statistics or not wanted.normalize or wanted.known is not None or "normalize" in info.extra:
+        return None
+    if isinstance(train, TensorSource):
+        numbers = np.arange(len(train)) if kept is None else kept
+        if unfit := not_finite(train.inputs, numbers):
+            raise unfit_samples(unfit)
+    if wanted.trained is not None and (found := wanted.trained.extra.get("normalize")):
+        return found
+    key_of = splits.cache_key
+    # Statistics depend on which samples are held out.
+    key = (lambda: f"{key_of()} {wanted.val} {wanted.seed} {wanted.rules}") if key_of is not None else None
+    return wanted.once(lambda: statistics(files, key, train))
+
+
+def _note(source: Any, splits: Splits, kept: Indices | None, wanted: DataOptions) -> str:
+    """The data's name and the sizes of its splits, for the panel."""
+    name = source.name if isinstance(source, DataSet) else type(source).__name__
+    counts = [
+        f"{len(each):,} {split}" if isinstance(each, MapSource) else f"{split} of unknown length"
+        for split, each in splits.sources.items()
+        if wanted.known is None or split != "train" or len(splits.sources) == 1
+    ]
+    held_out = (splits.val, splits.test if wanted.rules.test else None)
+    sizes = [len(each) for each in held_out if isinstance(each, MapSource)]
+    if wanted.known is not None and kept is not None and sizes:
+        counts.append(f"held out of {len(kept) + sum(sizes):,}")
+    return "; ".join(filter(None, [f"{name}: {', '.join(counts)}", splits.note]))
+
+
+def _in_order(num_samples: int, seed: int, epoch: int) -> Indices:
+    return np.arange(num_samples)
 
 
 def _for_task(splits: Splits, task: str) -> Splits:

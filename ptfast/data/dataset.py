@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sampling.splits import NO_RULES
 from ptfast.data.streams.iterable import IterableSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Source = MapSource | IterableSource
 _Found = TypeVar("_Found")
@@ -65,7 +68,7 @@ class Splits:
     """Of the training samples: the column that `data.group` names; None without it."""
 
     @classmethod
-    def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Splits:
+    def of(cls, info: DataInfo, sources: Mapping[str, Source], note: str = "", **known: Any) -> Self:
         """The splits among `sources`: `train`, and perhaps `val` and `test`."""
         return cls(info, sources["train"], sources.get("val"), sources.get("test"), note, **known)
 
