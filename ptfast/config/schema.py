@@ -54,8 +54,6 @@ class Eval(Section):
     """How often `val` is evaluated, such as `1epochs` or `500steps`."""
     batch_size: Count | None = None
     """Samples of an evaluation's batch on each rank; null for at least 256."""
-    drop_last: bool = False
-    """Leave out a split's last, smaller batch."""
     flip: bool = False
     """Average what the model says of an image and of its mirror image; predictions too."""
     shift: Natural = 0

@@ -129,8 +129,6 @@ def results(run: Run) -> dict[str, Any]:
         summary["slow_ranks"] = run.slow_ranks
     if (share := run.choices.get("padding_share")) is not None:
         summary["padding_share"] = share
-    if missing := left_out(run):
-        summary["left_out"] = missing
     summary |= {"best_metric": ".".join(run.plan.followed), "best_mode": run.plan.best_mode}
     if run.compilation is not None:
         summary["compile"] = run.compilation.report()
@@ -147,19 +145,10 @@ def results(run: Run) -> dict[str, Any]:
     return summary
 
 
-def left_out(run: Run) -> dict[str, int]:
-    """Samples that evaluations leave out, by split; empty if each counts."""
-    return {name: count for name, loader in run.eval_loaders.items() if (count := loader.left_out)}
-
-
 def _evaluation(run: Run) -> str | None:
     views = ["their mirror images"] * run.evaluation.flip
     views += [f"shifts by {shift} px" for shift in [run.evaluation.shift] if shift]
-    words = [f"over images and {' and '.join(views)}"] if views else []
-    if missing := left_out(run):
-        parts = " and ".join(f"{count:,} of {name}" for name, count in missing.items())
-        words.append(f"without the samples of a last, smaller batch ({parts})")
-    return "; ".join(words) or None
+    return f"over images and {' and '.join(views)}" if views else None
 
 
 def device_name(run: Run) -> str:

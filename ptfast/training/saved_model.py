@@ -179,8 +179,6 @@ def evaluations(
             tables: dict[str, MetricTable] = {}
             with naming_user_code(saved), display.status(f"evaluating {name}"):
                 figures = evaluate(saved, loaders[name], keep=tables.update)
-            if left_out := loaders[name].left_out:
-                figures = figures | {"left_out": left_out}
             yield name, figures, tables
     finally:
         for loader in loaders.values():

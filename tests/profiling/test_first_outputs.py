@@ -56,7 +56,7 @@ def test_a_model_that_writes_to_its_inputs_is_evaluated_on_the_same_samples(
     """`ema=ema` evaluates twice at a time."""
     if not cached:
         monkeypatch.setattr(build_loaders, "CACHE_LIMIT_BYTES", 0)
-    assert train(*STILL, f"model._target_=unsteady.{model}", "ema=ema", "eval.drop_last=false") == 0
+    assert train(*STILL, f"model._target_=unsteady.{model}", "ema=ema") == 0
     inputs, targets = held_out()
     right = F.cross_entropy(Linear()((inputs - 0.1) / 0.5), targets).item()
     assert losses() == pytest.approx([right] * 3, abs=1e-6)

@@ -82,12 +82,9 @@ def cases(ranks: Ranks) -> dict[str, Any]:
     found |= ddp_cases(on)
     found |= fsdp_cases(on)
     for strategy in ("ddp", "fsdp"):
-        for drop_last in ("false", "true"):
-            run = on.build(
-                f"drop_last={drop_last} {strategy}", *LAST, f"eval.drop_last={drop_last}", strategy=strategy
-            )
-            evaluate_splits(run, ["val"])
-            found[f"drop_last={drop_last} {strategy}"] = run.metrics["val"]
+        run = on.build(f"last {strategy}", *LAST, strategy=strategy)
+        evaluate_splits(run, ["val"])
+        found[f"last {strategy}"] = run.metrics["val"]
         run = on.build(f"one {strategy}", *ONE, strategy=strategy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one sample is of one class

@@ -197,7 +197,7 @@ def test_keys_are_inherited_unless_a_set_lies_elsewhere_or_is_of_another_kind(ar
     built = build_run(
         arrays / "run", *words, "evals.other.path=other.csv", "evals.again={}", "evals.t.path=t.csv"
     )
-    sizes = {name: loader.num_samples for name, loader in built.eval_loaders.items()}
+    sizes = {name: sum(batch.num_samples for batch in loader) for name, loader in built.eval_loaders.items()}
     assert sizes == {"val": 3, "other": 3, "again": 3, "t": 40}
 
 

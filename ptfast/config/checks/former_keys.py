@@ -25,9 +25,9 @@ class Former(NamedTuple):
 FORMER = {
     "optimizer.backbone_from": Former(None, "optimizer.freeze_backbone"),
     "dataloader.last": Former("auto", "dataloader.drop_last", (("keep", False), ("drop", True))),
-    "eval.last": Former("keep", "eval.drop_last", (("keep", False), ("drop", True))),
     "debug.torch_check": Former("none"),
     "dataloader.read_ahead": Former(False),
+    "eval.last": Former("keep"),
 }
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
 """Former defaults of keys that are null by default now."""

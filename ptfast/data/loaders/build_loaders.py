@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from ptfast.core.batch_plan import BatchPlan, constant
-from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
 from ptfast.core.tensors.trees import copied
@@ -170,10 +169,6 @@ class EvaluationLoader:
     batches: Batches
     num_steps: int = sys.maxsize
     """Steps at most; streams may end earlier."""
-    num_samples: int | None = None
-    """Samples that are evaluated, over all ranks; None for data of unknown length."""
-    left_out: int = 0
-    """Samples of the split that are not evaluated."""
     side: SideStream | None = None
     caches: bool = False
     """Make the batches once, and give copies of them, to which whoever evaluates may write."""
@@ -205,7 +200,6 @@ def build_eval_loader(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
-    drop_last: bool = False,
     whole_batches: bool = False,
     side: SideStream | None = None,
 ) -> EvaluationLoader:
@@ -214,36 +208,17 @@ def build_eval_loader(
     Args:
         loading: of the kind `auto` or `workers`, it has workers read samples that are not in memory.
         batch_size: samples of one forward pass on this rank.
-        drop_last: leave out the samples at the end that do not fill a batch. Ranks then share out whole
-            batches, so that the same samples are left out for any number of ranks.
         whole_batches: ranks share out whole batches, which are then the same for any number of ranks.
-
-    Raises:
-        ConfigError: C011 for `drop_last` with a stream, whose end is unknown.
-        DataError: D006 if no sample would be left.
     """
     prepare = Prepare(loading, info, images=source.images)
     if isinstance(source, IterableSource):
-        if drop_last:
-            what, hint = "the last batch of a stream is not known beforehand", "Set eval.drop_last=false"
-            raise ConfigError("C011", what, key="eval.drop_last", value=True, suggestion=hint)
         # A held-out split may have fewer shards than the training data, for which workers were counted.
         workers = source.readers_at_most(count_workers(loading.workers), world_size)
         kind = loading.kind if loading.kind == "workers" else "plain"
         sharding = Sharding(BatchPlan(None, constant(batch_size * world_size)), world_size, rank, world_size)
         how = replace(loading, kind=kind, workers=workers)
         return EvaluationLoader(build_stream_batches(source, prepare, sharding, how, once=True), side=side)
-    size = len(source)
-    counted = size // batch_size * batch_size if drop_last else size
-    if not counted and size:
-        what = (
-            f"{size:,} held-out samples do not fill a batch of {batch_size:,}, and smaller ones are dropped"
-        )
-        hint = f"Set eval.drop_last=false or eval.batch_size={max(1, size // 2)}, say"
-        raise DataError("D006", what, key="eval.drop_last", value=True, suggestion=hint)
-    order = InOrder(
-        counted, batch_size, rank, world_size, unit=batch_size if drop_last or whole_batches else 1
-    )
+    order = InOrder(len(source), batch_size, rank, world_size, unit=batch_size if whole_batches else 1)
     fetch: Any = RawBatches(source, Augment())
     if loading.kind in ("auto", "workers") and source.storage != "memory":
         workers = count_workers(loading.workers)
@@ -251,8 +226,6 @@ def build_eval_loader(
     return EvaluationLoader(
         SampledBatches(order, prepare, fetch, source),
         order.num_steps,
-        num_samples=counted,
-        left_out=size - counted,
         side=side,
         caches=isinstance(source, TensorSource) and source.prepared_bytes <= CACHE_LIMIT_BYTES,
     )

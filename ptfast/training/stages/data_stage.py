@@ -271,7 +271,6 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
                 batch_size=batch_size,
                 rank=run.ranks.rank,
                 world_size=run.ranks.world_size,
-                drop_last=run.config.eval.drop_last,
                 whole_batches=run.config.determinism == "elastic",
                 side=side,
             )
