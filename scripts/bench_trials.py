@@ -1,6 +1,6 @@
 """What the plan of `ptfast ablate` finds, with a synthetic clock and with switches planted in real trials.
 
-    python scripts/bench_trials.py clock [--sessions 200]   35 switches in 4 minutes, by kind of noise
+    python scripts/bench_trials.py clock [--sessions 200]   those of 35 switches that 4 minutes reach, by noise
     python scripts/bench_trials.py equal [--sessions 10]    12 switches that do nothing, in sessions of 60 s
     python scripts/bench_trials.py planted [--sessions 10]  one of 12 sleeps for 3, 5 and 10 % of a step
 
@@ -23,7 +23,16 @@ import numpy as np
 from torch import Tensor, nn
 
 from ptfast.measure.experiment.laboratory import Laboratory, times_of
-from ptfast.measure.experiment.plan import Block, Factor, Fit, columns, draw_blocks, fit, turn_means
+from ptfast.measure.experiment.plan import (
+    Block,
+    Factor,
+    Fit,
+    blocks_to_tell_apart,
+    columns,
+    draw_blocks,
+    fit,
+    turn_means,
+)
 from ptfast.measure.experiment.verdicts import Verdict, judge
 from ptfast.report.terminal.display import say, table
 
@@ -70,11 +79,15 @@ def clock_session(
         gone: switches that cannot be had.
     """
     draws = np.random.default_rng(seed)
+    left_s = PLAN * (BUDGET_S - PARENT_S - LOOK_S * NUM_SWITCHES)
+    num_blocks = max(3, int(left_s / RUN_S / 4))
     switches = [each for each in range(NUM_SWITCHES) if each not in gone]
     factors = [Factor(str(each)) for each in switches]
+    while blocks_to_tell_apart(factors) > num_blocks:
+        factors.pop()
+    switches = switches[: len(factors)]
     gains = np.array([TRUE.get(each, 0.0) for each in switches])
-    left_s = PLAN * (BUDGET_S - PARENT_S - LOOK_S * NUM_SWITCHES)
-    blocks = list(itertools.islice(draw_blocks(factors, seed), max(3, int(left_s / RUN_S / 4))))
+    blocks = list(itertools.islice(draw_blocks(factors, seed), num_blocks))
     times: list[list[float]] = []
     now_s = noise = 0.0
     for block in blocks:
