@@ -1,6 +1,6 @@
 """What the plan of `ptfast ablate` finds, with a synthetic clock and with switches planted in real trials.
 
-    python scripts/bench_trials.py clock [--sessions 200]   those of 35 switches that 4 minutes reach, by noise
+    python scripts/bench_trials.py clock [--sessions 200]   as many of 35 switches as 4 minutes reach
     python scripts/bench_trials.py equal [--sessions 10]    12 switches that do nothing, in sessions of 60 s
     python scripts/bench_trials.py planted [--sessions 10]  one of 12 sleeps for 3, 5 and 10 % of a step
 
