@@ -127,8 +127,7 @@ def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
     with torch.random.fork_rng(devices=[]):
         fitting = (each for each in _settings(model, info) if _fits(model, info, shape, *each))
         found = [f"model.{key}={value}" for key, value in islice(fitting, 1)]
-        images_of_ours = info.kind == "image" and data.path.startswith("ptfast.")
-        if images_of_ours and "image_size" in keywords(data.resolve()):
+        if info.kind == "image" and "image_size" in keywords(data.resolve()):
             sides = (side for side in _SIDES if side > max(shape[1:]))
             side = next((side for side in sides if _fits(model, info, (shape[0], side, side))), None)
             found += [f"data.image_size={side}"] * (side is not None)

@@ -100,21 +100,24 @@ def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
 
 def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
     """Refuse optimizers and freezing that do not work on sharded weights."""
-    path, sharded = optimizer.target.path, parallel.strategy == "fsdp"
+    if parallel.strategy != "fsdp":
+        return
+    from torch.optim import Adafactor
+
+    path, kind = optimizer.target.path, optimizer.target.resolve()
     backbone = optimizer.freeze_backbone
     waits = backbone is not None and bool(backbone.value)
     ends = [end for group in optimizer.groups for end in (group.trains_from, group.trains_until)]
     # Parameters that are frozen throughout, by an end at 0, never switch.
     switching = waits or any(end is not None and end.value for end in ends)
-    ours = sharded and path.startswith("ptfast.optim.")
-    if ours and getattr(optimizer.target.resolve(), "needs_whole_layers", False):
+    if getattr(kind, "needs_whole_layers", False):
         what = "needs whole layers, and under parallel=fsdp each rank has only a part of each"
         hint = "Use parallel=ddp, or an element-wise optimizer such as optimizer=adamw"
         yield ConfigError("C011", what, key="optimizer", value=path, suggestion=hint)
-    if sharded and path == "torch.optim.Adafactor":
+    if kind is Adafactor:
         what = "torch's Adafactor does not support the sharded weights of parallel=fsdp"
         yield ConfigError("C011", what, key="optimizer", value=path, suggestion="Use optimizer=adamw")
-    if sharded and switching:
+    if switching:
         what = "parallel=fsdp shards weights once, by what trains at the start"
         key, hint = "optimizer.groups", "Freeze throughout with trains_until: 0, or use parallel=ddp"
         if waits:
@@ -122,11 +125,16 @@ def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[Ptf
         yield ConfigError("C011", what, key=key, value=backbone, suggestion=hint)
 
 
+def averages_itself(optimizer: object) -> bool:
+    """Return True for a schedule-free optimizer, whose `eval` and `train` change between weights."""
+    return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
+
+
 def no_schedule_beside_schedule_free(
     optimizer: Optimizer, schedule: Schedule, ema: Ema, parallel: Parallel
 ) -> Iterator[PtfastError]:
     """Refuse what a schedule-free optimizer replaces, and sharded weights."""
-    if not optimizer.target.path.startswith("schedulefree."):
+    if not averages_itself(optimizer.target.resolve()):
         return
     path = schedule.target.path
     if not path.endswith(".Constant"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ptfast.core.errors import described
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
-from ptfast.optim.build_optimizer import build_step
+from ptfast.optim.build_optimizer import FORMULAS, build_step
 from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as, no_sparse
 
 AdjustLr = Literal["match_rms_adamw", "original"]
@@ -304,3 +305,6 @@ def _split(group: dict[str, Any], hidden: set[int]) -> list[dict[str, Any]]:
 def _build_rest(rest: Rest, **keywords: Any) -> AdamW | SGD:
     # Its groups are put in at every step.
     return (SGD if rest == "sgd" else AdamW)([torch.empty(0)], **keywords)
+
+
+FORMULAS.add(inspect.unwrap(Muon.step))

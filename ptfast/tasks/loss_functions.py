@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import loss as losses
 
 from ptfast.core import devices
 from ptfast.core.errors import ConfigError, described, name_of
@@ -211,7 +213,7 @@ def adapt_loss(loss: Any, task: Any) -> UserLoss:
             what = f"cannot be called with outputs and targets: {error}"
             raise ConfigError("C017", what, key=KEY, value=name_of(loss)) from error
     if isinstance(loss, nn.Module):
-        kind = next((k for k in type(loss).__mro__ if k.__module__ == "torch.nn.modules.loss"), None)
+        kind = next((k for k in type(loss).__mro__ if getattr(losses, k.__name__, None) is k), None)
         if kind is None or type(loss).forward is not kind.forward:
             return UserLoss(loss, task)
         each, name = copy.copy(loss), kind.__name__
@@ -223,7 +225,7 @@ def adapt_loss(loss: Any, task: Any) -> UserLoss:
             function, given = loss.func, loss.keywords
         name = getattr(function, "__name__", "")
         weighs_elements = name in ELEMENT_WEIGHTS and "weight" in given
-        if getattr(function, "__module__", "") != "torch.nn.functional" or weighs_elements:
+        if getattr(F, name, None) is not function or weighs_elements:
             return UserLoss(loss, task)
         parameters = inspect.signature(function).parameters
         arguments = {key: parameter.default for key, parameter in parameters.items()} | given

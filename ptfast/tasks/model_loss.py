@@ -25,6 +25,7 @@ class ModelLossTask(SupervisedTask):
     """
 
     counts_samples = False
+    has_outputs = False
     takes_mixed = False
 
     def __init__(self, info: DataInfo, by_position: bool = False) -> None:

@@ -42,6 +42,8 @@ class SupervisedTask:
     targets' own shape; None if the shape is not known."""
     takes_linear_logits = False
     """The loss of a training batch may be taken of `LinearLogits`."""
+    has_outputs = True
+    """Models return outputs to compare with targets, which several views of an image can share."""
     measures_aligned = False
     """Metrics are given outputs and targets as `aligned` brings them."""
 

@@ -89,7 +89,7 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
         what = f"only images can be flipped or shifted, but this is {info.kind} data"
     elif info.target_kind == "unknown" and targets == "auto":
         what = "targets that may be coordinates, such as boxes or points, differ between views of an image"
-    elif type(task).__name__ == "ModelLossTask":
+    elif not getattr(task, "has_outputs", True):
         what = "a model that returns its own loss has no outputs to average"
     if what is not None:
         key, value, off = ("eval.flip", "true", "false") if flip else ("eval.shift", shift, 0)

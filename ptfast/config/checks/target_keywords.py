@@ -81,7 +81,7 @@ def check_target(
     except PtfastError as problem:
         return target, [problem.at(f"{prefix}._target_", target.path)]
     parameters = own_parameters(function, section, target.kwargs)
-    if section == "data" and not name_of(function).startswith("ptfast."):
+    if section == "data" and not hasattr(function, "load"):
         parameters = {**_OF_OWN_DATA, **parameters}
     strange = [name for name in target.kwargs if name not in parameters]
     strange = [] if swallows_keywords(function) else strange

@@ -269,7 +269,7 @@ def find_rms_norms(model: nn.Module) -> dict[str, float]:
     for name, module in model.named_modules():
         own = type(module)
         hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        if own is FusedRMSNorm or own.__module__.startswith("torch.nn") or hooked:
+        if own in (FusedRMSNorm, nn.RMSNorm) or hooked:
             continue
         tensors = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
         weight: Any = getattr(module, "weight", None)

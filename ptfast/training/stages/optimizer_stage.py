@@ -11,6 +11,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import Watched
 from ptfast.data.loaders.build_loaders import EvaluationLoader, build_eval_loader
 from ptfast.data.streams.iterable import IterableSource
+from ptfast.optim import averages_itself
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, sparse_parameter, start_momentum
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
 from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
@@ -116,8 +117,7 @@ def add_average(run: PartialRun) -> None:
             run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}, or ema.warmup=true")
         return
     # It keeps its own average.
-    by_optimizer = hasattr(optimizer, "eval") and hasattr(optimizer, "train")
-    if section.swa_start is None and not by_optimizer:
+    if section.swa_start is None and not averages_itself(optimizer):
         return
     samples = _build_statistics_loader(run)
 
