@@ -388,7 +388,7 @@ CASES: dict[str, BadData] = {
     "53 a worker that dies": _own(
         "Dies",
         "D008",
-        "dataloader.workers=1 (command line): a loader worker died: exit code 3",
+        "dataloader.workers=1 (command line): a worker process died: exit code 3",
         "The dataset ended its process",
         more=WORKERS,
     ),

@@ -195,7 +195,7 @@ CASES: dict[str, BadData] = {
     "a stream's worker that dies": _stream(
         "DyingStream",
         "D008",
-        "dataloader.workers=2 (command line): a loader worker died: exit code 3",
+        "dataloader.workers=2 (command line): a worker process died: exit code 3",
         "The dataset ended its process",
         more="dataloader.workers=2",
     ),

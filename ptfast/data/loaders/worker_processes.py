@@ -73,7 +73,7 @@ class WorkerPool:
     """Processes that turn shares into raw batches, of the same bits as without them.
 
     `batches` fetches one share and is copied into every worker. `among` counts the processes of this pool and
-    others together, for messages.
+    others together, and `key` sets their number, for messages.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class WorkerPool:
         pin: bool = False,
         threads: int = 1,
         among: int | None = None,
+        key: str = "dataloader.workers",
     ) -> None:
-        self._among = among or workers
+        self._among, self._key = among or workers, key
         self.workers, self._prefetch, self._pin, self._threads = workers, prefetch, pin, threads
         self._fetch, self._method = _Fetch(batches), mp.get_start_method()
         self._iterator: Any = None
@@ -175,14 +176,14 @@ class WorkerPool:
         workers = [] if iterator is None else iterator._workers
         wait([worker.sentinel for worker in workers], timeout=1.0)
         code = next((worker.exitcode for worker in workers if worker.exitcode is not None), None)
-        how = "nobody knows how" if code is None else f"exit code {code}"
+        how = "without an exit code" if code is None else f"exit code {code}"
         hint = "The dataset ended its process, or a library that it uses crashed"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            hint = "It may have run out of memory; use fewer workers or dataloader.kind=plain"
-        what = f"a loader worker died: {how}"
-        return DataError("D008", what, key="dataloader.workers", value=self._among, suggestion=hint)
+            hint = f"It may have run out of memory: lower {self._key}"
+        what = f"a worker process died: {how}"
+        return DataError("D008", what, key=self._key, value=self._among, suggestion=hint)
 
 
 def _next(iterator: Any) -> Any:

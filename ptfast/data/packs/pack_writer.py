@@ -7,24 +7,17 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import sys
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
-import torch.multiprocessing as mp
 
 from ptfast.core.errors import ConfigError, DataError, MachineError, cannot_write
-from ptfast.core.machine import die_with_parent
 from ptfast.core.units import num_bytes
+from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.packs.pack_reader import (
     FORMAT,
     MANIFEST,
@@ -65,7 +58,7 @@ class Plan:
     """Samples of all jobs, and those that are left out; for the progress."""
     estimated_bytes: int
     convert: Callable[[Any], Piece]
-    """Converts one job; pickled for every one of them, so it holds little."""
+    """Converts one job."""
     describe: Callable[[dict[str, SplitFacts], dict[str, list[dict[str, Any]]], Path], Manifest]
     """The manifest of the pack in a folder, given its splits so far and the facts of their pieces."""
     note: str = ""
@@ -119,40 +112,12 @@ def _begin(plan: Plan, folder: Path, unfinished: TextIO) -> None:
         raise MachineError("E002", what, key="DST", value=folder, suggestion=hint)
 
 
-def _converted(plan: Plan, workers: int) -> Iterator[tuple[str, Piece]]:
+def _converted(plan: Plan, workers: int) -> Iterator[Piece]:
     """Converted jobs in order, with enough under way to keep the processes busy."""
-    jobs = plan.jobs
+    jobs = [job for _, job in plan.jobs]
     if workers <= 1 or len(jobs) <= 1:
-        yield from ((split, plan.convert(job)) for split, job in jobs)
-        return
-    # Forking saves each process the seconds of importing torch; it is only safe on Linux.
-    context = mp.get_context("fork" if sys.platform == "linux" else None)
-    under_way: deque[tuple[str, Future[Piece]]] = deque()
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), context, initializer=_start_process)
-    try:
-        with warnings.catch_warnings():
-            # numpy's threads sleep, and hold no lock.
-            warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
-            for split, job in jobs:
-                under_way.append((split, pool.submit(plan.convert, job)))
-                if len(under_way) > 2 * workers:
-                    done_split, done = under_way.popleft()
-                    yield done_split, done.result()
-            for done_split, done in under_way:
-                yield done_split, done.result()
-    except BrokenProcessPool:
-        hint = "It may have run out of memory: give the same command fewer --workers"
-        what = "a converting process died"
-        raise DataError("D008", what, key="--workers", value=workers, suggestion=hint) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_process() -> None:
-    # Ctrl-C reaches every process of the terminal; only the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    torch.set_num_threads(1)
+        return map(plan.convert, jobs)
+    return WorkerPool(plan.convert, min(workers, len(jobs)), 2, key="--workers").fetch(jobs)
 
 
 class _Split:
@@ -196,7 +161,7 @@ def _write(
             stack.callback(split.close)
     seen = 0
     report(seen)
-    for name, piece in _converted(plan, workers):
+    for (name, _), piece in zip(plan.jobs, _converted(plan, workers), strict=True):
         splits[name].append(piece)
         seen += piece.seen
         report(seen)

@@ -51,8 +51,12 @@ def send_too_much() -> torch.Tensor:
             DataError,
             "killed by SIGKILL. It may have run out of",
         ),
-        (lambda: os._exit(9), DataError, "dataloader.workers=1: a loader worker died: exit code 9. The data"),
-        (lambda: os._exit(0), DataError, "a loader worker died: exit code 0"),
+        (
+            lambda: os._exit(9),
+            DataError,
+            "dataloader.workers=1: a worker process died: exit code 9. The data",
+        ),
+        (lambda: os._exit(0), DataError, "a worker process died: exit code 0"),
         (
             lambda: sys.exit(0),
             DataError,
@@ -77,7 +81,7 @@ def test_a_worker_that_dies_is_told_of_where_a_batch_is_awaited() -> None:
     pid = next(batches)
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.3)
-    with pytest.raises(DataError, match="a loader worker died: killed by SIGKILL"):
+    with pytest.raises(DataError, match="a worker process died: killed by SIGKILL"):
         list(batches)
 
 
@@ -88,7 +92,7 @@ def test_a_lock_that_a_killed_worker_kept_is_not_waited_for(monkeypatch: pytest.
     pid = next(batches)
     pool._iterator._workers_done_event._event._cond.acquire()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(DataError, match="a loader worker died: killed by SIGKILL"):
+    with pytest.raises(DataError, match="a worker process died: killed by SIGKILL"):
         list(batches)
 
 
