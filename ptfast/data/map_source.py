@@ -85,6 +85,8 @@ class MapSource(BaseSource):
     columns: tuple[str, ...]
     """Names of the attributes with an entry for each sample: arrays, tensors and lists; all but the first may
     be None."""
+    joins = False
+    """Sources of this class and these columns are one by `joined`."""
     cuts = True
     """Random crops are cut out of each original image; else out of images that were fetched."""
 
@@ -195,6 +197,7 @@ class TensorSource(MapSource):
     targets: Tensor
     images: bool = field(default=False, kw_only=True)
     columns = ("inputs", "targets")
+    joins = True
     storage = "memory"
     repeatable = True
 
@@ -220,6 +223,46 @@ class TensorSource(MapSource):
     def prepared_bytes(self) -> int:
         """Size of the inputs once normalized."""
         return self.inputs.numel() * (4 if self.images else self.inputs.element_size())
+
+
+class JoinedSource(MapSource):
+    """Samples of several sources, one after the other, each fetched by its own; all are of one shape."""
+
+    columns = ("_parts", "_numbers")
+    cuts = False
+
+    def __init__(self, sources: list[MapSource]) -> None:
+        self._sources, sizes = sources, [*map(len, sources)]
+        self._parts = np.repeat(np.arange(len(sources)), sizes)
+        self._numbers = np.concatenate([np.arange(size) for size in sizes])
+        self._firsts = np.cumsum([0, *sizes])
+        self.images, kinds = sources[0].images, {each.storage for each in sources}
+        self.storage = "files" if "files" in kinds else "pack" if "pack" in kinds else "memory"
+        self.repeatable = all(each.repeatable for each in sources)
+        self.ignores_labels = any(each.ignores_labels or getattr(each, "skips", False) for each in sources)
+
+    def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, ...]:
+        parts, numbers = self._parts[indices], self._numbers[indices]
+        places = [np.flatnonzero(parts == part) for part in range(len(self._sources))]
+        pairs = zip(self._sources, places, strict=True)
+        fetched = [each.fetch(numbers[own], epoch) for each, own in pairs if len(own)]
+        order = torch.from_numpy(np.argsort(np.concatenate(places)))
+        try:
+            return tuple(torch.cat(column)[order] for column in zip(*fetched, strict=True))
+        except (RuntimeError, TypeError, ValueError):
+            what, hint = "samples of the parts differ in shape or are no tensors", "Bring them to one shape"
+            raise DataError("D008", what, key="data.parts", suggestion=hint) from None
+
+    def known_labels(self) -> Tensor | None:
+        labels = [each.known_labels() for each in self._sources]
+        known = [each for each in labels if each is not None]
+        places = as_tensor(self._firsts[self._parts] + self._numbers)
+        return torch.cat(known)[places] if len(known) == len(labels) else None
+
+    def in_order(self) -> Self:
+        joined = copy(self)
+        joined._sources = [each.in_order() for each in self._sources]
+        return joined
 
 
 def as_tensor(array: np.ndarray) -> Tensor:

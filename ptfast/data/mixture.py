@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,22 +14,20 @@ from ptfast.core.errors import DataError, PtfastError
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import Positive
 from ptfast.data.dataset import DataSet, ReadsAsKnown, Splits, as_known, numbered_as
-from ptfast.data.map_source import TensorSource
+from ptfast.data.map_source import JoinedSource, MapSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
 from ptfast.data.sources.custom_dataset import adapt
-from ptfast.data.sources.image_files import ImageFiles
-from ptfast.data.sources.image_list import ListedFiles
 
 
 class Mixture(ReadsAsKnown):
-    """Datasets of one kind: image files, arrays, or tables of the same columns.
+    """Datasets of one kind: images, tables of the same columns, texts, or a user's of one shape.
 
     An epoch draws as many samples as all parts have, of each its share of the weights.
 
     Args:
-        parts: datasets by name, each with its `weight`. The first names the classes, and prepares the columns
-            of a table; another may lack classes, which are matched by name.
+        parts: datasets by name, each with its `weight`. The first names the classes, prepares the columns of
+            a table and gives the tokenizer; another may lack classes, which are matched by name.
         weights: those of the parts, by name.
     """
 
@@ -48,25 +47,22 @@ class Mixture(ReadsAsKnown):
                 raise error.moved("data", f"data.parts.{name}") from error
         sources: dict[str, Any] = {}
         parts: list[Any] = [*found.values()]
-        kinds = {type(source) for part in parts for source in part.sources.values()}
-        if not (kinds <= {TensorSource} or kinds <= {ImageFiles, ListedFiles}):
-            what = f"parts are read as {' and '.join(sorted(kind.__name__ for kind in kinds))}"
-            hint = "Mix image files, or data in memory: arrays, tables, CIFAR"
-            raise DataError("D008", what, key="data.parts", suggestion=hint)
         for split in ("train", "val", "test"):
             if own := [part.sources[split] for part in parts if split in part.sources]:
-                sources[split] = own[0].joined(own[1:])
+                sources[split] = _joined(own)
         self._part_of = np.repeat(np.arange(len(parts)), [len(part.sources["train"]) for part in parts])
         notes = [", ".join(f"{share:.1%} {name}" for name, share in self.shares.items())]
         notes += [f"{name}: {part.note}" for name, part in found.items() if part.note]
         items = [(name, item) for name, part in found.items() for item in part.fingerprint().items()]
         contents = {f"{key}/{name}": facts for name, (key, facts) in items}
-        return Splits.of(parts[0].info, sources, "; ".join(notes), contents=lambda: contents)
+        info = replace(parts[0].info, token_bytes=None)  # which is another in each text
+        return Splits.of(info, sources, "; ".join(notes), contents=lambda: contents)
 
     def _read(self, part: Any, known: DataInfo | None, val: Duration, seed: int) -> Splits:
         """The splits of a part, read as `known` data is."""
         if isinstance(part, ReadsAsKnown):
             part.task, part.known = self.task, known
+            part.max_length = (known and known.context_length) or part.max_length
         if isinstance(part, DataSet):
             splits = part.load(val=val, seed=seed)
         else:
@@ -87,6 +83,17 @@ class Mixture(ReadsAsKnown):
                 what = f"none of the {len(part_of):,} samples of an epoch is its own"
                 raise DataError("D002", what, key=f"data.parts.{name}", suggestion="Raise its weight")
         return partial(mixed_order, places, counts)
+
+
+def _joined(sources: Sequence[Any]) -> MapSource:
+    """The samples of several sources; D008 for a stream."""
+    first, *others = sources
+    if stream := next((each for each in sources if not isinstance(each, MapSource)), None):
+        what, hint = f"a part is read as a stream, {type(stream).__name__}", "Mix data that has a length"
+        raise DataError("D008", what, key="data.parts", suggestion=hint)
+    if first.joins and all(each.joins and each.columns == first.columns for each in others):
+        return first.joined(others)
+    return JoinedSource([*sources])
 
 
 def mixed_order(places: Sequence[Indices], counts: Sequence[int], seed: int, epoch: int) -> Indices:

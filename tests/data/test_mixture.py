@@ -14,17 +14,19 @@ from refusals import assert_refused
 from resuming import arm, assert_same_run
 from running import build_run, train
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.data.build_data import build_data
+from ptfast.data.decoding.text_tokenizer import read_tokenizer
 from ptfast.data.mixture import Mixture
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.sources.arrays import Arrays
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.sources.table import Table
+from ptfast.data.sources.text_dataset import TextTsv
 
 SIZES, SHARES = (60, 30, 20), (0.5, 0.3, 0.2)
 PARTS = ("data=mix", "data.parts.a={data: arrays, path: a.npz, weight: 5}")
@@ -177,6 +179,7 @@ def test_tables_are_prepared_as_the_first_is(in_tmp: Path) -> None:
         (["data.parts.b={root: a, wait: 2}"], "C002", "data.parts.b.wait=2 (command line): unknown key"),
         (["data.parts.b={data: imagefoldr}"], "C003", "Did you mean data=imagefolder?"),
         (["data.parts.b={root: a}", "sampling=weighted"], "C011", "draws its parts by their weights"),
+        (["data.parts.b={root: a}", "batching.pack=true"], "C011", "draws its parts by their weights"),
     ],
 )
 def test_what_cannot_be_mixed_is_rejected(
@@ -201,19 +204,96 @@ def test_data_that_has_changed_is_rejected_on_resume(
     assert "the data has changed" in capsys.readouterr().err
 
 
-def test_parts_that_are_read_in_other_ways_are_rejected(in_tmp: Path) -> None:
+def test_a_part_that_is_a_stream_is_rejected(in_tmp: Path) -> None:
+    with pytest.raises(DataError, match="a part is read as a stream") as caught:
+        read(Mixture({"a": range_of(9), "b": Stream()}, {"a": 1.0, "b": 1.0}))
+    assert (caught.value.code, caught.value.key) == ("D008", "data.parts")
+
+
+def test_datasets_of_a_user_and_files_are_fetched_each_by_its_own(in_tmp: Path) -> None:
     folder_of("a", cat=3, dog=3)
     draw = np.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), dtype=np.uint8)
     pixels = TensorDataset(torch.from_numpy(draw).permute(0, 3, 1, 2), torch.arange(9) % 2)
-    for parts, kinds in (
-        ({"a": range_of(9), "b": range_of(9)}, "DatasetSource"),
-        ({"a": ImageFolder("a"), "b": pixels}, "ImageFiles and TensorSource"),
-    ):
-        with pytest.raises(DataError, match=f"parts are read as {kinds}") as caught:
-            read(Mixture(parts, {"a": 1.0, "b": 1.0}))
-        assert (caught.value.code, caught.value.key) == ("D008", "data.parts")
-    mixed_tensors = read(Mixture({"a": pixels, "b": pixels}, {"a": 1.0, "b": 2.0}))
-    np.testing.assert_array_equal(np.bincount(mixed_tensors.order(0, 0) // 9), [6, 12])
+    lazy = read(Mixture({"a": range_of(9), "b": range_of(6)}, {"a": 1.0, "b": 2.0}), normalize=False)
+    inputs, labels = lazy.train.fetch(np.array([14, 3, 9, 0]))
+    assert inputs[:, 0].tolist() == [5, 3, 0, 0]
+    assert labels.tolist() == [1, 1, 0, 0]
+    np.testing.assert_array_equal(np.bincount((lazy.order(0, 0) >= 9).astype(int)), [5, 10])
+    files = read(Mixture({"a": ImageFolder("a"), "b": pixels}, {"a": 1.0, "b": 1.0}), normalize=False)
+    images, _ = files.train.fetch(np.array([14, 0]))
+    assert torch.equal(images[0], torch.from_numpy(draw[8]))
+    alone = ImageFolder("a").load(val=Duration(0, "percent"), seed=0).train.fetch(np.array([0]))
+    assert torch.equal(images[1], alone[0][0])
+    tensors = read(Mixture({"a": pixels, "b": pixels}, {"a": 1.0, "b": 2.0}))
+    np.testing.assert_array_equal(np.bincount(tensors.order(0, 0) // 9), [6, 12])
+
+
+def test_samples_of_two_shapes_cannot_be_in_one_batch(in_tmp: Path) -> None:
+    wide = [(torch.zeros(3), 0), (torch.ones(3), 1)]
+    with pytest.raises(DataError, match=r"parts differ in shape|inputs of shape") as caught:
+        read(Mixture({"a": range_of(9), "b": wide}, {"a": 1.0, "b": 1.0})).train.fetch(np.arange(11))
+    assert caught.value.code in ("D005", "D008")
+
+
+def test_labelled_texts_share_the_tokenizer_of_the_first_part(in_tmp: Path) -> None:
+    Path("a.tsv").write_text(
+        "".join(f"good film {'very ' * (n % 5)}\tyes\nbad film\tno\n" for n in range(10))
+    )
+    Path("b.tsv").write_text("".join(f"good unseen\tyes\nfilm {'film ' * n}\tno\n" for n in range(5)))
+    parts = {name: TextTsv(path=f"{name}.tsv", max_length=6) for name in "ab"}
+    data, alone = read(Mixture(parts, {"a": 1.0, "b": 1.0})), read(TextTsv(path="a.tsv", max_length=6))
+    assert data.info.extra["tokenizer"] == alone.info.extra["tokenizer"]
+    assert [*map(len, (data.train, alone.train))] == [30, 20]
+    texts, labels = data.train.fetch(np.array([20, 3, 29]))
+    own, own_labels = alone.train.fetch(np.array([3]))
+    assert torch.equal(texts[1, : own.shape[1]], own[0])
+    assert labels.tolist() == [1, own_labels.item(), 0]
+    read_b = read_tokenizer(data.info.extra["tokenizer"])
+    assert texts[0, :2].tolist() == read_b.encode("good unseen")
+    assert (texts[2] == read_b.encode("film")[0]).sum() == 5
+    np.testing.assert_array_equal(np.bincount(data.order(0, 0) // 20), [15, 15])
+
+
+def test_running_texts_are_mixed_to_the_same_bits_under_every_loader_and_after_a_stop(in_tmp: Path) -> None:
+    Path("a.txt").write_text("abcdefgh" * 200)
+    Path("b.txt").write_text("hgfedcba" * 100)
+    words = ("data=mix", "data.parts.a={data: text_file, path: a.txt, context_length: 8, weight: 3}")
+    words = (
+        *words,
+        "data.parts.b.path=b.txt",
+        "model=gpt",
+        "model.width=8",
+        "model.depth=1",
+        "model.heads=1",
+    )
+    words = (*words, "batch_size=16", "steps=12", "optimizer=adamw", "device=cpu", "seed=3")
+    rising = 0
+    given: list[list[Tensor]] = []
+    for loader in (("dataloader=plain",), ("dataloader=workers", "dataloader.workers=1")):
+        run = build_run(in_tmp / "run", *words, *loader)
+        batches = [micro.data for step in run.train_loader.steps(0, 12) for micro in step.micro_batches]
+        given.append([part for pair in batches for part in pair])
+        run.close()
+    for one, other in zip(*given, strict=True):
+        assert torch.equal(one, other)
+    for inputs, targets in zip(given[0][::2], given[0][1::2], strict=True):
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        rising += int((inputs[:, 1] != (inputs[:, 0] - 1) % 8).sum())
+    assert rising / (12 * 16) == pytest.approx(0.75, abs=0.1)
+    words = (*words, "saving.every=4steps", "run.resume=auto", "log_every=1")
+    words = (*words, "callbacks=[{_target_: resuming.Armed, step: 6}]")
+    assert train(*words, "run.dir=whole") == 0
+    arm("SIGTERM")
+    assert train(*words, "run.dir=cut") == 75
+    assert train(*words, "run.dir=cut") == 0
+    assert_same_run(in_tmp / "whole", in_tmp / "cut")
+
+
+class Stream(IterableDataset[Any]):
+    num_classes = 2
+
+    def __iter__(self) -> Any:
+        yield from ((torch.full((2,), float(n)), n % 2) for n in range(9))
 
 
 class range_of:  # noqa: N801 - reads as a function

@@ -12,6 +12,7 @@ from ptfast.data import MIXTURE, SPLIT_KEYS
 
 Tree = dict[str, Any]
 _LOCATIONS = ("root", "path", "shards")
+_OF_THE_RUN = ("defaults", "normalize")
 _NOT_INHERITED = ("normalize", "shuffle_buffer", "weight")
 _SET_NAME = re.compile(r"(?!(train|val|test|best)$)[A-Za-z][\w-]*")
 
@@ -47,8 +48,8 @@ def _inherited(base: Tree, own: Any, key: str) -> Any:
     if (option := own.get("data")) is not None:
         paths.check_option("data", option, ["data"], key)
         keys = [item for file in lineage("data", paths.options("data")[option]) for item in file.data.items()]
-        # What an option leaves open is inherited.
-        own = {k: v for k, v in keys if k != "defaults" and v not in (None, "???")} | own
+        # What an option leaves open is inherited; normalization is a matter of the run.
+        own = {k: v for k, v in keys if k not in _OF_THE_RUN and v not in (None, "???")} | own
         del own["data"]
     if own.get("_target_", base.get("_target_")) != base.get("_target_"):
         return own

@@ -56,13 +56,17 @@ def one_way_of_batching(
 
 
 def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iterator[PtfastError]:
-    """Refuse an order of samples beside batches by length or a shuffle buffer."""
-    if sampling.target is None:
-        return
-    value, hint = sampling.target.path, "Use sampling=shuffle"
+    """Reject an order of samples next to that of a mixture, of batches by length or of a shuffle buffer."""
+    path = sampling.target.path if sampling.target is not None else None
     if data.target.path == MIXTURE:
-        what = "a mixture draws its parts by their weights"
-        yield ConfigError("C011", what, key="sampling", value=value, suggestion=hint)
+        what, hint = "a mixture draws its parts by their weights", "Leave it out"
+        others = {"sampling": path, "batching.buckets": batching.buckets, "batching.pack": batching.pack}
+        for key, value in others.items():
+            if value:
+                yield ConfigError("C011", what, key=key, value=value, suggestion=hint)
+    if path is None:
+        return
+    value, hint = path, "Use sampling=shuffle"
     if batching.buckets:
         what, way = "batches by length need an order of their own", f"{hint}, or batching=longest"
         yield ConfigError("C011", what, key="sampling", value=value, suggestion=way)

@@ -80,6 +80,7 @@ class ImageFiles(ImageSource):
     """
 
     columns = ("targets", "paths", "_corrupt", "_converted", "_sizes")
+    joins = True
 
     def __init__(
         self,

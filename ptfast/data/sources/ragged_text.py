@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from ptfast.data.map_source import MapSource, as_tensor
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, permutation
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Numbers = NDArray[np.integer]
 
 
@@ -27,6 +30,7 @@ class RaggedSource(MapSource):
     """
 
     columns: tuple[str, ...] = ("starts", "lengths")
+    joins = True
     storage = "memory"
     lengths: NDArray[np.int64]
 
@@ -35,6 +39,13 @@ class RaggedSource(MapSource):
     ) -> None:
         self.tokens, self.starts, self.pad_id, self.max_length = tokens, starts, pad_id, max_length
         self.lengths = lengths.astype(np.int64, copy=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def joined(self, others: list[Self]) -> Self:
+        joined, sources = super().joined(others), (self, *others)
+        joined.tokens = np.concatenate([each.tokens for each in sources])
+        firsts = np.cumsum([0, *(len(each.tokens) for each in sources[:-1])])
+        joined.starts = np.concatenate([e.starts + n for e, n in zip(sources, firsts, strict=True)])
+        return joined
 
     def contents(self) -> list[Any]:
         targets: Tensor | None = getattr(self, "targets", None)

@@ -150,6 +150,7 @@ class WebDataset:
 class ShardedImages(ImageFiles):
     """Images that are read out of their shards and decoded each time they are fetched."""
 
+    joins = False
     paths: Members
     shuffle_buffer: int | None = None
     """Draw each sample out of about so many neighbors; None to shuffle all."""
