@@ -40,7 +40,7 @@ class RaggedSource(MapSource):
         self.tokens, self.starts, self.pad_id, self.max_length = tokens, starts, pad_id, max_length
         self.lengths = lengths.astype(np.int64, copy=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def joined(self, others: list[Self]) -> Self:
+    def joined(self, others: list[Any]) -> Self:
         joined, sources = super().joined(others), (self, *others)
         joined.tokens = np.concatenate([each.tokens for each in sources])
         firsts = np.cumsum([0, *(len(each.tokens) for each in sources[:-1])])
