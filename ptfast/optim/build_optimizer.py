@@ -260,8 +260,7 @@ def build_step(
 
     kernels: Callable[[], bool] | None = None
 
-    @torch.no_grad()
-    def step() -> None:
+    def update() -> None:
         nonlocal kernels
         if own_grads:
             for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
@@ -272,6 +271,15 @@ def build_step(
         elif kernels is None or not kernels():
             formula(optimizer)
             kernels = _fused_kernels(optimizer, found_inf)
+
+    def step() -> None:
+        # As `torch.no_grad`, which takes 2 us more.
+        was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            update()
+        finally:
+            torch.set_grad_enabled(was_enabled)
 
     return step
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ptfast.core.protocols import StepBatch
 from ptfast.core.tensors.torch_internals import after_backward
 from ptfast.run import Run
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
+
+if TYPE_CHECKING:
+    from ptfast.training.loop.accumulation import Accumulator
 
 _nothing: AbstractContextManager[Any] = nullcontext()
 
@@ -22,24 +25,14 @@ class OneRank:
 
     is_local = True
     """Whether the samples of this rank are all samples of the step."""
-    runs_empty = False
-    """Whether a rank without samples runs a dummy batch, so that every rank joins the collectives."""
     averaged_ranks = 1
     """Number of ranks over which gradients are averaged; 1 for sums."""
 
-    def step(self) -> AbstractContextManager[Any]:
-        """Run the micro-batches of a step inside this context; at its end their gradients are combined."""
-        return _nothing
-
-    def micro_batch(self, num_samples: int, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Run forward and backward of one micro-batch inside this context."""
-        return _nothing
-
-    def before_backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Prepare the backward pass of `loss`."""
-
-    def keep(self, index: int) -> None:
-        """Accept the gradients of micro-batch `index`, counted over all ranks."""
+    def accumulate(self, batch: StepBatch, to: Accumulator) -> None:
+        """Let `to` accumulate the gradients of each micro-batch, and combine them over the ranks."""
+        for index, (_, num_samples) in enumerate(batch.micro_batches):
+            if num_samples:
+                to.micro_batch(batch, index)
 
     def merge_statistics(self) -> None:
         """Merge BatchNorm's running statistics over the ranks, after the backward passes of a step."""
@@ -52,29 +45,31 @@ class AveragedRanks(OneRank):
     """Gradients averaged by DDP or FSDP, once per step, during its last backward pass."""
 
     is_local = False
-    runs_empty = True
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._statistics = RunningStatistics(run.model, run.ranks)
         self.averaged_ranks = run.ranks.world_size
 
-    @contextmanager
-    def micro_batch(self, num_samples: int, *, is_last: bool) -> Iterator[None]:
-        """Exchange gradients if it `is_last`; a dummy batch does not change BatchNorm's statistics."""
-        with (
-            _nothing if is_last else self._run.forward.no_sync(),
-            _nothing if num_samples else self._statistics.untouched(),
-        ):
-            yield
+    def accumulate(self, batch: StepBatch, to: Accumulator) -> None:
+        """Exchange gradients in the last backward pass.
 
-    def before_backward(self, loss: Tensor, *, is_last: bool) -> None:
+        A micro-batch without samples runs with weight 0, because all ranks must join each collective.
+        """
+        last = len(batch.micro_batches) - 1
+        for index, (_, num_samples) in enumerate(batch.micro_batches):
+            with (
+                _nothing if index == last else self._run.forward.no_sync(),
+                _nothing if num_samples else self._statistics.untouched(),
+            ):
+                to.micro_batch(batch, index, self._time_waiting if index == last else None)
+
+    def _time_waiting(self, grad: Tensor) -> None:
         """Book the wait for other ranks, which DDP and FSDP queue after this callback, as gradient sync.
 
         Sending during backward, and gathering FSDP's weights, count as forward and backward.
         """
-        if is_last:
-            loss.register_hook(lambda _: after_backward(partial(self._run.clock.to, "gradient_sync")))
+        after_backward(partial(self._run.clock.to, "gradient_sync"))
 
     def merge_statistics(self) -> None:
         self._run.clock.to("gradient_sync")
@@ -92,19 +87,16 @@ class OrderedRanks(OneRank):
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    @property
-    def _sums(self) -> OrderedSums:
+    def accumulate(self, batch: StepBatch, to: Accumulator) -> None:
         # Rebuilt when parameters freeze or thaw.
-        return self._run.forward
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        with self._sums.step():
-            yield
+        sums: OrderedSums = self._run.forward
+        with sums.step():
+            for index, (_, num_samples) in enumerate(batch.micro_batches):
+                if num_samples:
+                    to.micro_batch(batch, index)
+                sums.keep(to.first_micro_batch + index)
+            to.join_count(batch)
             self._run.clock.to("gradient_sync")
-
-    def keep(self, index: int) -> None:
-        self._sums.keep(index)
 
 
 def build_exchange(run: Run) -> OneRank:

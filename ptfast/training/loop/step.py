@@ -39,7 +39,7 @@ class Trainer:
         self.window = LossAccumulator(run, self.parameters, self.first_look)
         self.update = self.window.update = build_update(run, self.window, self.exchange)
         accumulator = Accumulator(run, self.exchange, self.window, self.first_look)
-        self.accumulate = _nothing if takes_own_steps(run.task) else accumulator
+        self.accumulate = _nothing if takes_own_steps(run.task) else accumulator.accumulate
         self.learning_rates = LearningRates(run)
 
     def train(self, batches: Iterator[StepBatch], last_step: int) -> None:
