@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -29,7 +29,7 @@ from ptfast.training.loop.loss_accumulator import begin_sums
 from ptfast.training.stopping import Stopped, interruptible
 
 
-class ViewAveraged(nn.Module):
+class TtaModel(nn.Module):
     """Test-time augmentation: average a model's outputs over images, their mirror images and shifted copies.
 
     The average is more accurate than a single view, by some tenths of a point of accuracy.
@@ -74,14 +74,17 @@ class ViewAveraged(nn.Module):
         return tree_map(mean, outputs, self.model(flipped))
 
 
-def averaged_over_views(run: Run, model: nn.Module | None = None) -> nn.Module:
-    """The run's model, or another, averaged over several views of an image if the run is evaluated so."""
+def with_tta(run: Run, model: nn.Module | None = None) -> nn.Module:
+    """Return the run's model, or another, with test-time augmentation if the run is evaluated so."""
     model, (flip, shift) = model or run.model, (run.evaluation.flip, run.evaluation.shift)
-    return ViewAveraged(model, flip=flip, shift=shift) if flip or shift else model
+    return TtaModel(model, flip=flip, shift=shift) if flip or shift else model
 
 
-def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
-    """Reject views without images or outputs to average; `targets=keep` says that targets stay valid."""
+def check_tta(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str = "auto") -> None:
+    """Reject test-time augmentation without images, or without outputs to average.
+
+    `targets=keep` says that targets stay valid.
+    """
     what = None
     if not (flip or shift):
         return
@@ -102,15 +105,21 @@ def check_views(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: s
         raise ConfigError("C011", what, key="eval.shift", value=shift, suggestion="Set eval.shift=0")
 
 
-def warn_of_batches(run: Run, outputs: Any, data: Any) -> None:
-    """Warn once if a user's loss in evaluation depends on how samples are cut into batches."""
-    adapted = getattr(run.task, "adapted", None)
-    if outputs is None or adapted is None or adapted.is_compared:
-        return
-    adapted.is_compared = True
-    if found := adapted.difference_of_parts(outputs, data[1]):
-        hint = "have it return (sum, weight) or the loss of each sample"
-        run.display.warn(f"task.loss: {found}, so losses depend on eval.batch_size: {hint}")
+def _evaluate_first(run: Run, predictor: nn.Module, data: Any, metrics: Any) -> tuple[Tensor, Any]:
+    """Evaluate the first batch of a split, and check the model's outputs and a user's loss.
+
+    Warns once if the loss depends on how samples are cut into batches.
+    """
+    forward = checking_outputs(predictor, run)
+    forward = with_output_check(forward, run.model, run.task, data, " in evaluation")
+    result = run.task.evaluate(forward, data, metrics)
+    outputs, adapted = getattr(forward, "outputs", None), getattr(run.task, "adapted", None)
+    if outputs is not None and adapted is not None and not adapted.is_compared:
+        adapted.is_compared = True
+        if found := adapted.difference_of_parts(outputs, data[1]):
+            hint = "have it return (sum, weight) or the loss of each sample"
+            run.display.warn(f"task.loss: {found}, so losses depend on eval.batch_size: {hint}")
+    return result
 
 
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
@@ -135,74 +144,83 @@ def evaluate(
 
     Raises `Abandoned` if a rank received a signal.
     """
-    model, task, device = run.model, run.task, run.device
-    predictor = averaged_over_views(run)
     # Float8 weights that were gathered in training cannot be viewed in inference mode.
     without_gradients = torch.no_grad if getattr(run.forward, "float8", False) else torch.inference_mode
 
     @without_gradients()
-    def figures_of_weights(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
-        metrics = placed(task.metrics(), device)
-        loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
-        num_items: Any = 0
-        abandoned = 1
-        was_training = predictor.training
-        predictor.eval()
-        with run.precision.autocast, suppress(Stopped):
-            # BatchNorm's buffers are the same on every rank; a model may have others.
-            broadcast_buffers(list(model.buffers()), run.ranks)
-            # Ranks with shards of the weights must make every forward pass together.
-            batches = interruptible(run, islice(loader, num_batches), together=run.sharded)
-            for index, (data, num_samples) in enumerate(batches):
-                if run.stop_signal is not None and not run.sharded:
-                    break
-                if num_samples:
-                    looked = predictor
-                    if index == 0:
-                        looked = checking_outputs(predictor, run)
-                        looked = with_output_check(looked, model, task, data, " in evaluation")
-                    loss, count = task.evaluate(looked, data, metrics)
-                    if index == 0:
-                        warn_of_batches(run, getattr(looked, "outputs", None), data)
-                    loss_sum += loss
-                    num_items += count
-                elif run.sharded or index == 0:
-                    task.evaluate(predictor, data, spare := placed(task.metrics(), device))
-                    if index == 0:
-                        take_kinds(metrics, spare)
-            else:
-                abandoned = 0
-        predictor.train(was_training)
-        if abandoned and not run.ranks.distributed:
-            raise Abandoned
-        sums = begin_sums([loss_sum, num_items, abandoned], device, run.ranks)
-        if run.ranks.distributed and sums.read()[2]:
-            raise Abandoned
-        with warnings.catch_warnings():
-            # A rank with an empty share has updated nothing, and receives the sums of the others.
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-            given = with_tables(metrics)
-        keep({name: value for name, value in given.items() if isinstance(value, MetricTable)})
-        values = {name: value for name, value in given.items() if not isinstance(value, MetricTable)}
-        on_device = {n: v.reshape(()) for n, v in values.items() if isinstance(v, Tensor) and v.is_cuda}
-        if on_device:
-            # All values arrive together, after one wait.
-            figures = AsyncHostCopy(scalars(on_device.values(), device, loss_sum.dtype))
-            values |= zip(on_device, figures.read(), strict=True)
-        total_loss, total_items, _ = sums.read()
-        values = {name: float(value) for name, value in values.items()}
-        return task.log_values(total_loss / (total_items or 1), values)
+    def evaluated(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
+        return _evaluate_weights(run, islice(loader, num_batches), keep)
 
     with run.uncompiled():
         if run.ema is None:
-            return figures_of_weights(keep)
+            return evaluated(keep)
         try:
             run.ema.finalize(partial(interruptible, run))
         except Stopped:
             raise Abandoned from None
         if not run.ema.ready:
-            return figures_of_weights(keep)
+            return evaluated(keep)
         with run.ema.swapped():
-            figures = figures_of_weights(keep)
-        raw = figures_of_weights(lambda _: None)
-        return figures | {f"raw_{name}": value for name, value in raw.items()}
+            averaged = evaluated(keep)
+        raw = evaluated(lambda tables: None)
+        return averaged | {f"raw_{name}": value for name, value in raw.items()}
+
+
+def _evaluate_weights(
+    run: Run, batches: Iterator[Any], keep: Callable[[dict[str, MetricTable]], None]
+) -> dict[str, float]:
+    """Evaluate the weights that the model has now."""
+    task, device = run.task, run.device
+    metrics = placed(task.metrics(), device)
+    loss_sum, num_items, abandoned = _sum_losses(run, batches, metrics)
+    if abandoned and not run.ranks.distributed:
+        raise Abandoned
+    sums = begin_sums([loss_sum, num_items, abandoned], device, run.ranks)
+    if run.ranks.distributed and sums.read()[2]:
+        raise Abandoned
+    with warnings.catch_warnings():
+        # A rank with an empty share has updated nothing, and receives the sums of the others.
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+        results = with_tables(metrics)
+    keep({name: value for name, value in results.items() if isinstance(value, MetricTable)})
+    values = {name: value for name, value in results.items() if not isinstance(value, MetricTable)}
+    on_device = {n: v.reshape(()) for n, v in values.items() if isinstance(v, Tensor) and v.is_cuda}
+    if on_device:
+        # All values arrive together, after one wait.
+        copy = AsyncHostCopy(scalars(on_device.values(), device, loss_sum.dtype))
+        values |= zip(on_device, copy.read(), strict=True)
+    total_loss, total_items, _ = sums.read()
+    return task.log_values(
+        total_loss / (total_items or 1), {name: float(value) for name, value in values.items()}
+    )
+
+
+def _sum_losses(run: Run, batches: Iterator[Any], metrics: Any) -> tuple[Tensor, Any, bool]:
+    """Update `metrics` by all batches; return the sum of the losses, their count, and if a signal came."""
+    task, device, predictor = run.task, run.device, with_tta(run)
+    loss_sum = torch.zeros((), dtype=devices.sum_dtype(device), device=device)
+    num_items: Any = 0
+    abandoned, was_training = True, predictor.training
+    predictor.eval()
+    with run.precision.autocast, suppress(Stopped):
+        # BatchNorm's buffers are the same on every rank; a model may have others.
+        broadcast_buffers(list(run.model.buffers()), run.ranks)
+        # Ranks with shards of the weights must make every forward pass together.
+        for index, (data, num_samples) in enumerate(interruptible(run, batches, together=run.sharded)):
+            if run.stop_signal is not None and not run.sharded:
+                break
+            if num_samples:
+                if index == 0:
+                    loss, count = _evaluate_first(run, predictor, data, metrics)
+                else:
+                    loss, count = task.evaluate(predictor, data, metrics)
+                loss_sum += loss
+                num_items += count
+            elif run.sharded or index == 0:
+                task.evaluate(predictor, data, spare := placed(task.metrics(), device))
+                if index == 0:
+                    take_kinds(metrics, spare)
+        else:
+            abandoned = False
+    predictor.train(was_training)
+    return loss_sum, num_items, abandoned

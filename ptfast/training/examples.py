@@ -18,7 +18,7 @@ from ptfast.data.decoding.text_tokenizer import tokenizer_of
 from ptfast.run import Run
 from ptfast.tasks.semantic_segmentation import mask_picture
 from ptfast.tasks.supervised import names_of_classes
-from ptfast.training.evaluate import averaged_over_views
+from ptfast.training.evaluate import with_tta
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,7 +49,7 @@ def examples(run: Run) -> dict[str, Any]:
     end_s = time.monotonic() + min(SHARE * run.clock.elapsed_s(), MOST_S)
     run.model.eval()
     average = run.ema.swapped() if run.ema is not None and run.ema.ready else nullcontext()
-    model = averaged_over_views(run)
+    model = with_tta(run)
     with average, run.precision.autocast, run.uncompiled():
         for (inputs, targets), count in run.eval_loaders[split]:
             pairs = _pairs(run, run.task.predict(model, inputs), targets)[:count]

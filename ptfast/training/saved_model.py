@@ -33,7 +33,7 @@ from ptfast.tasks.cross_entropy import CrossEntropyTask
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.ema.weight_averages import Average
 from ptfast.training.checkpointer import Checkpointer
-from ptfast.training.evaluate import averaged_over_views, evaluate
+from ptfast.training.evaluate import evaluate, with_tta
 from ptfast.training.stages import data_stage
 from ptfast.training.stages.data_stage import choose_task, load_data, reader_options
 from ptfast.training.stages.machine_stage import set_up_machine
@@ -210,7 +210,7 @@ def predictions(
     saved: PartialRun, inputs: Sequence[Any], **reading: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each input and the model's prediction; the arguments are those of `read_inputs`."""
-    model = averaged_over_views(saved)
+    model = with_tta(saved)
     for names, batch in prepared(saved, inputs, **reading):
         # Not while the caller has the records: these settings apply to the whole thread.
         with torch.inference_mode(), saved.precision.autocast, naming_user_code(saved):

@@ -17,7 +17,7 @@ from ptfast.core.durations import Duration
 from ptfast.data.loaders import build_loaders
 from ptfast.data.sampling.splits import SplitRules
 from ptfast.training import evaluate
-from ptfast.training.evaluate import ViewAveraged
+from ptfast.training.evaluate import TtaModel
 from ptfast.training.loop.step import Trainer
 
 STILL = (
@@ -84,8 +84,8 @@ def test_views_of_an_image_are_made_before_a_model_writes_to_it() -> None:
 
     images = torch.randn(2, 1, 6, 6)
     for flip, shift in ((True, 0), (True, 1), (False, 2)):
-        views = ViewAveraged(Writes(), flip=flip, shift=shift)(images.clone())
-        plain = ViewAveraged(_Doubled(), flip=flip, shift=shift)(images.clone())
+        views = TtaModel(Writes(), flip=flip, shift=shift)(images.clone())
+        plain = TtaModel(_Doubled(), flip=flip, shift=shift)(images.clone())
         assert torch.equal(views, plain)
 
 

@@ -17,7 +17,7 @@ from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.run import Run
 from ptfast.techniques.ema.weight_averages import MovingAverage, Swa
-from ptfast.training.evaluate import ViewAveraged, check_views, evaluate
+from ptfast.training.evaluate import TtaModel, check_tta, evaluate
 from ptfast.training.fit import fit
 from ptfast.training.loop.step import Trainer
 
@@ -317,7 +317,7 @@ def test_flip_averages_the_outputs_for_an_image_and_its_mirror_image():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
     model.eval()
     images = torch.randn(3, 1, 3, 4)
-    both = ViewAveraged(model, flip=True)
+    both = TtaModel(model, flip=True)
     assert not both.training
     mirrored = images[..., [3, 2, 1, 0]]
     torch.testing.assert_close(both(images), (model(images) + model(mirrored)) / 2)
@@ -336,7 +336,7 @@ def test_shifted_views_weigh_as_in_airbench(flip: bool) -> None:
         return (model(view) + model(view[..., [4, 3, 2, 1, 0]])) / 2 if flip else model(view)
 
     expected = 0.5 * looked(images) + 0.25 * looked(up) + 0.25 * looked(down)
-    torch.testing.assert_close(ViewAveraged(model, flip=flip, shift=1)(images), expected)
+    torch.testing.assert_close(TtaModel(model, flip=flip, shift=1)(images), expected)
 
 
 def test_flip_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
@@ -351,13 +351,13 @@ def test_flip_in_evaluation_leaves_training_alone(tmp_path: Path) -> None:
 
 
 def test_views_need_images() -> None:
-    check_views(False, 0, DataInfo(kind="text", task="classification"), None)
+    check_tta(False, 0, DataInfo(kind="text", task="classification"), None)
     with pytest.raises(ConfigError, match=r"eval.flip=true: only images can be flipped"):
-        check_views(True, 0, DataInfo(kind="features", task="classification"), None)
+        check_tta(True, 0, DataInfo(kind="features", task="classification"), None)
     small = DataInfo(kind="image", task="classification", input_shape=(1, 8, 8))
-    check_views(False, 7, small, None)
+    check_tta(False, 7, small, None)
     with pytest.raises(ConfigError, match=r"eval.shift=8: the images have 8 x 8 pixels"):
-        check_views(False, 8, small, None)
+        check_tta(False, 8, small, None)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from ptfast.data.transforms.augment_plan import Augment
 from ptfast.models.lora import merged
 from ptfast.profiling.first_outputs import unsteadiness
 from ptfast.tasks.supervised import output_of
-from ptfast.training.evaluate import averaged_over_views
+from ptfast.training.evaluate import with_tta
 from ptfast.training.exports.hub_layout import model_card, write_hub
 from ptfast.training.exports.load_script import load_script
 from ptfast.training.stages.data_stage import load_data, reader_options
@@ -130,7 +130,7 @@ def export_run(
     prepare = Prepare(reader_options(saved), saved.info, images=images)
     sizes = ["batch", "tokens"] if saved.info.kind in ("text", "tokens") else ["batch"]
     batches, differences = [raw, raw[:1]] if graph else [], dict[str, float]()
-    predictor = RawModel(averaged_over_views(saved), None, images=False).eval()
+    predictor = RawModel(with_tta(saved), None, images=False).eval()
     with torch.inference_mode():
         wanted = [predictor(prepare.inputs(batch.clone())) for batch in batches]
         for logits in wanted[:1]:
@@ -142,7 +142,7 @@ def export_run(
                 raise NumericsError("N003", what, key=key, value=path, suggestion=hint)
 
     def from_raw(model: nn.Module) -> RawModel:
-        return RawModel(averaged_over_views(saved, model), prepare.statistics, images=images).eval()
+        return RawModel(with_tta(saved, model), prepare.statistics, images=images).eval()
 
     def check(name: str, model: Callable[[Tensor], Tensor]) -> None:
         if not batches:

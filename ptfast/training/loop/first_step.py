@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import linecache
 import math
 import re
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,22 +32,13 @@ class Switch(NamedTuple):
 
     what: str
     is_on: Callable[[], bool]
-    turns_on: tuple[Any, str]
-    """The function that every way to switch it on calls: its module and name."""
     pattern: str
     """How code switches it on."""
 
 
 SWITCHES = {
-    "anomaly": Switch(
-        "anomaly detection", torch.is_anomaly_enabled, (torch, "set_anomaly_enabled"), r"detect_anomaly\("
-    ),
-    "profiler": Switch(
-        "a profiler",
-        torch.autograd._profiler_enabled,
-        (torch.autograd.profiler, "_enable_profiler"),
-        r"(?<!def )\bprofile\(",
-    ),
+    "anomaly": Switch("anomaly detection", torch.is_anomaly_enabled, r"detect_anomaly\("),
+    "profiler": Switch("a profiler", torch.autograd._profiler_enabled, r"(?<!def )\bprofile\("),
 }
 """Keyed by the value of `debug` that switches it on properly."""
 
@@ -105,8 +93,7 @@ class FirstStep:
         run, self._data = self._run, copied(data) if self._evaluates else None
         seen: Any = with_output_check(model, run.model, run.task, data)
         try:
-            with self.switches.in_forward():
-                given = run.task.loss(seen, data)
+            given = run.task.loss(seen, data)
         except Exception as error:
             inputs = data[0] if isinstance(data, (tuple, list)) else data
             given = {MODEL: f", given {described(inputs)}", "task": f", given {described(data)}"}
@@ -234,46 +221,19 @@ class SlowSwitches:
     found: dict[str, list[str]] = field(default_factory=dict)
     """Where each was switched on, by the value of `debug` for it."""
 
-    def look(self, names: Iterable[str] = SWITCHES, place: str | None = None) -> None:
-        """Warn once about each aid that is on now; `place` is where, if known. Cost: two calls."""
-        for debug in names:
-            what, is_on, _, pattern = SWITCHES[debug]
+    def look(self) -> None:
+        """Warn once about each aid that is on now. Cost: two calls."""
+        for debug, (what, is_on, pattern) in SWITCHES.items():
             if debug in self.found or debug == self.run.plan.debug or not is_on():
                 continue
-            self.found[debug] = [place] if place is not None else _places_of(pattern, self.run)
-            at = f" ({', '.join(self.found[debug])})" if self.found[debug] else ""
+            self.found[debug] = places = _places_of(pattern, self.run)
+            at = f" ({', '.join(places)})" if places else ""
             advice = f"remove it, and use debug={debug} when you need it"
             self.run.display.warn(f"{what} is on{at}, which slows down every step: {advice}")
 
-    @contextlib.contextmanager
-    def in_forward(self) -> Iterator[None]:
-        """Warn about aids switched on inside, even if they are off again at the end."""
-        found = [(*switch.turns_on, getattr(*switch.turns_on)) for switch in SWITCHES.values()]
-
-        def noting(debug: str, turn_on: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-            result = turn_on(*args, **keywords)
-            if not SWITCHES[debug].is_on():
-                return result
-            for frame, line in traceback.walk_stack(inspect.currentframe()):
-                file = frame.f_code.co_filename
-                if "/torch/_" in file:
-                    break  # torch's compiler has switched it on
-                if not file.startswith(INSTALLED):
-                    self.look([debug], f"{Path(file).name}:{line}")
-                    break
-            return result
-
-        try:
-            for debug, (module, name, turn_on) in zip(SWITCHES, found, strict=True):
-                setattr(module, name, functools.partial(noting, debug, turn_on))
-            yield
-        finally:
-            for module, name, turn_on in found:
-                setattr(module, name, turn_on)
-
 
 def _places_of(pattern: str, run: Run) -> list[str]:
-    """Yield lines of a user's file that match `pattern`: in the run's parts first, then in any module."""
+    """Return lines of a user's file that match `pattern`: in the run's parts first, then in any module."""
     first = {type(part.made).__module__: None for part in parts_of(run)}
     for name in [*first, *sys.modules]:
         file = getattr(sys.modules.get(name), "__file__", None)

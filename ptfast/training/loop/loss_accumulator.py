@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.training.loop.first_step import FirstStep
-from ptfast.training.loop.plain_update import PlainUpdate
+
+if TYPE_CHECKING:
+    from ptfast.training.loop.updates import PlainUpdate
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time means little, and a look is no longer cheap."""

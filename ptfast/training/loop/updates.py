@@ -1,4 +1,4 @@
-"""Updates that may skip a step, and the update of a task that takes its own steps."""
+"""From gradients to new weights: clip, then take the optimizer's step, or skip it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,46 @@ from ptfast.optim.build_optimizer import build_step
 from ptfast.run import Run
 from ptfast.training.loop.gradient_exchange import OneRank
 from ptfast.training.loop.loss_accumulator import LossAccumulator
-from ptfast.training.loop.plain_update import PlainUpdate
 from ptfast.training.user_code import UserPart
 
 READ_AT_ONCE = ("cpu",)
 """Devices whose numbers the host reads without waiting."""
 OPTIMIZER_NAME = "optimizer"
 """The key of a parameter group that names the task's optimizer which steps it."""
+
+
+class PlainUpdate:
+    """Clips the gradients and takes the optimizer's step."""
+
+    skipped: Tensor | None = None
+    """True if the last step was skipped, 0-d, on the device; None if the host knows that it was taken."""
+    counts: tuple[Tensor | int, ...] = ()
+    """Consecutive skipped steps, before the last step, and in total; the same on all ranks."""
+    schedule_lag = 0
+    """Number of skipped steps by which the schedule lags in the next step."""
+    limit, cause = math.inf, ""
+    """Consecutive skipped steps that end the run, and the reason steps are skipped."""
+    explains_skips = False
+    """Whether the first skipped step is explained at once."""
+
+    def __init__(self, run: Run, step: Callable[[], object] | None = None) -> None:
+        self._run, self._step = run, step or build_step(run.optimizer)
+
+    def prepare(self) -> None:
+        """Save values that a skipped step must not change; called before its forward pass."""
+
+    def step(self, batch: StepBatch) -> None:
+        """Update the weights from their gradients, or skip the step."""
+        if self._run.clip is not None:
+            self._run.clip()
+        self._step()
+
+    def restore_skipped(self, batch: StepBatch) -> None:
+        """Undo the losses and statistics of the last step if it was skipped."""
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """Return the norm of the gradients as they are before `step`, without a loss scale."""
+        return norm
 
 
 class SkippingUpdate(PlainUpdate):

@@ -45,7 +45,7 @@ from ptfast.tasks.added_metrics import add_metrics
 from ptfast.tasks.cross_entropy import CrossEntropyTask, balanced_weights
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
 from ptfast.techniques.backend.garbage_collection import Collector
-from ptfast.training.evaluate import check_views
+from ptfast.training.evaluate import check_tta
 from ptfast.training.stages.partial_run import PartialRun
 from ptfast.training.stages.training_plan import describe_padding, pack_or_pad
 from ptfast.training.user_code import constructing
@@ -191,7 +191,7 @@ def choose_task(run: PartialRun) -> None:
         vars(task)[name] = value.to(run.device) if isinstance(value, torch.Tensor) else value
     run.task = add_metrics(task, config.metrics, info)
     run.evaluation = config.eval
-    check_views(config.eval.flip, config.eval.shift, info, run.task, targets=config.augment.targets)
+    check_tta(config.eval.flip, config.eval.shift, info, run.task, targets=config.augment.targets)
 
 
 def _balanced_weights(run: PartialRun, task: CrossEntropyTask) -> list[float]:

@@ -30,7 +30,7 @@ from ptfast.data.transforms.mixup_cutmix import Mix
 from ptfast.data.transforms.row_windows import augmented
 from ptfast.tasks import build_task
 from ptfast.tasks.semantic_segmentation import SemanticSegmentation
-from ptfast.training.evaluate import ViewAveraged, check_views
+from ptfast.training.evaluate import TtaModel, check_tta
 
 SIDE, STEP = 24, 10
 """Of the images, and between the grey values of pixels beside each other."""
@@ -362,14 +362,14 @@ def test_masks_shrink_with_their_images(tmp_path: Path) -> None:
 
 def test_outputs_of_pixels_are_mirrored_back() -> None:
     images = torch.rand(2, 3, 4, 5)
-    assert torch.equal(ViewAveraged(Fixed(), flip=True)(images), images)
-    assert torch.equal(ViewAveraged(Mapped(), flip=True)(images)["out"], images)
-    check_views(True, 0, info("mask"), None)
-    check_views(True, 0, info("unknown"), None, targets="keep")
+    assert torch.equal(TtaModel(Fixed(), flip=True)(images), images)
+    assert torch.equal(TtaModel(Mapped(), flip=True)(images)["out"], images)
+    check_tta(True, 0, info("mask"), None)
+    check_tta(True, 0, info("unknown"), None, targets="keep")
     with pytest.raises(ConfigError, match="pixels shifted out of the image"):
-        check_views(True, 1, info("mask"), None)
+        check_tta(True, 1, info("mask"), None)
     with pytest.raises(ConfigError, match="such as boxes or points, differ between views"):
-        check_views(True, 0, info("unknown"), None)
+        check_tta(True, 0, info("unknown"), None)
 
 
 def test_a_network_learns_shapes(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
