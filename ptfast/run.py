@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ptfast.config.schema import Eval, Saving, Stop
     from ptfast.core.tensors.state_writer import StateWriter
     from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
-    from ptfast.data.streams.stream_loaders import Marks
     from ptfast.optim.parameter_groups import Freezing
     from ptfast.techniques.backend.garbage_collection import Collector
     from ptfast.techniques.compile.compilation import Compilation
@@ -53,8 +52,9 @@ class LoopIntervals:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is settled before training, by the config, the data and the task."""
+    """The settings of training, in steps and samples, from the config, the data and the task."""
 
+    seed: int
     total_steps: int
     intervals: LoopIntervals
     best_metric: str
@@ -97,8 +97,6 @@ class Run:
     """The model as the loop calls it: wrapped for its ranks if there are several."""
     wrap: Callable[[], Any] = field(init=False)
     """Builds `forward`; called again when parameters freeze or thaw, which wrappers do not notice."""
-    left_out: Sequence[str] = ()
-    """Names of frozen weights that states do not hold: those of `model.weights`."""
     task: Task = field(init=False)
     info: DataInfo = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -113,12 +111,10 @@ class Run:
     train_loader: Loader = field(init=False)
     eval_loaders: dict[str, EvaluationLoader] = field(default_factory=dict)
     """By split."""
-    marks: Marks | None = None
-    """How far each reader of iterable data is."""
     unreadable: Callable[[], list[str]] | None = None
     """Names the files left out so far; None if an unreadable file ends the run."""
-    seed_step: Callable[[int, int, int], None] = field(init=False)
-    """Seeds dropout and the like from (seed, step, micro-batch)."""
+    seed_step: Callable[[int, int], None] = field(init=False)
+    """Seeds dropout and the like from the run's seed, the step, and the micro-batch."""
     callbacks: list[Callback] = field(default_factory=list)
     debug_aids: list[Callback] = field(default_factory=list)
     """Called after the callbacks' `on_step`, and never saved."""
@@ -133,7 +129,6 @@ class Run:
     data_note: str = ""
     """The data in one line, for the panel."""
 
-    seed: int = field(init=False)
     evaluation: Eval = field(init=False)
     plan: RunPlan = field(init=False)
     stateful: dict[str, Stateful] = field(init=False)
@@ -142,8 +137,6 @@ class Run:
     """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`)."""
     saver: StateWriter = field(init=False)
     """Writes checkpoints, in the background if it may."""
-    finite_buffers: Sequence[str] = ()
-    """Names of the saved buffers that are finite, which a state must not be without; some are masks."""
 
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""
@@ -172,6 +165,10 @@ class Run:
     @total_steps.setter
     def total_steps(self, steps: int) -> None:
         self.plan = replace(self.plan, total_steps=steps)
+
+    @property
+    def seed(self) -> int:
+        return self.plan.seed
 
     @property
     def batch_size(self) -> int:

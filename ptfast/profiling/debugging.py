@@ -206,7 +206,7 @@ def _float64_loss(run: Run) -> tuple[Callable[[], Tensor], tuple[str, ...], tupl
         for module, name, before in kept:
             # Copy each time: an earlier forward pass may have kept the last one for its backward pass.
             setattr(module, name, before.clone())
-        run.seed_step(run.seed, step, 0)
+        run.seed_step(step, 0)
         return run.task.loss(model, data)[0]
 
     return loss, names, parameters

@@ -80,7 +80,7 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
         if not num_samples:
             continue
         number += 1
-        run.seed_step(run.seed, step, first + index)
+        run.seed_step(step, first + index)
         with run.uncompiled(), run.precision.autocast:
             loss, _ = run.task.loss(model, data)
         if not found and not bool(loss.isfinite()):

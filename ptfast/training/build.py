@@ -60,25 +60,13 @@ def build(
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
     """
-    device = resolve_device(config.device, ranks)
     state = read_state(state_folder, check=check_state) if state_folder is not None else None
-    begun_in = folder
-    if state_folder is not None and not (folder / run_directory.RESOLVED).exists():
-        # What `auto` became in the run whose state is resumed elsewhere.
-        begun_in = state_folder.parent.parent
-    previous = read_choices(begun_in, state.facts if state is not None else None)
+    device = resolve_device(config.device, ranks)
     run = PartialRun(
-        folder=folder,
-        device=device,
-        ranks=ranks,
-        clock=for_device(clock or Clock(), device),
-        display=display,
-        logger=logger or Logger(),
-        config=config,
-        choices=AutoChoices(broadcast_object(previous, ranks)),
-        state=state,
-        data=data,
+        config=config, folder=folder, device=device, ranks=ranks, display=display, state=state, data=data
     )
+    run.clock, run.logger = for_device(clock or Clock(), device), logger or Logger()
+    run.choices = _former_choices(run, state_folder)
     run.checkpointer = Checkpointer(run)
     set_up_machine(run)
     cut_batch(run)
@@ -99,20 +87,26 @@ def build(
     run.plan = plan_run(run)
     add_schedule(run)
     add_average(run)
-    run.choices.rows["average"] = run.ema and run.ema.note
     check_own_steps(run)
     run.stateful = stateful_parts(run)
     if state is not None:
         run.checkpointer.restore(state, run.choices.began_with("total_steps", int) or 0)
-    saved, buffers = run.model.state_dict(), run.model.named_buffers()
-    floating = [(name, b) for name, b in buffers if name in saved and b.is_floating_point()]
-    run.finite_buffers = [name for name, buffer in floating if bool(buffer.isfinite().all())]
+    run.checkpointer.note_finite_buffers()
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
     run.state = run.data = None
     run.counter = StepCounter(run)
     if ranks.is_first:
         run.choices.write(folder)
     return run
+
+
+def _former_choices(run: PartialRun, state_folder: Path | None) -> AutoChoices:
+    """Read what `auto` became in a run that is resumed, perhaps in another folder than it began in."""
+    begun_in = run.folder
+    if state_folder is not None and not (begun_in / run_directory.RESOLVED).exists():
+        begun_in = state_folder.parent.parent
+    previous = read_choices(begun_in, run.state.facts if run.state is not None else None)
+    return AutoChoices(broadcast_object(previous, run.ranks))
 
 
 def add_callbacks(run: PartialRun) -> None:
@@ -122,7 +116,7 @@ def add_callbacks(run: PartialRun) -> None:
         with constructing(f"callbacks.{index}", target.path):
             callbacks.append(target.build())
     run.callbacks += callbacks
-    run.seed, run.seed_step = config.seed, build_seeder(run.device)
+    run.seed_step = partial(build_seeder(run.device), config.seed)
     saves_s = config.saving.every.seconds if config.saving.every.unit == "seconds" else None
     run.saver = StateWriter(run.ranks, run.clock, config.saving.background, saves_s)
     run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
@@ -156,7 +150,15 @@ def plan_run(run: PartialRun) -> RunPlan:
     mode = task.mode if metric == task.metric else better_mode(metric)
     best_mode = mode if stop.mode == "auto" else stop.mode
     return RunPlan(
-        *(plan.total_steps, intervals, best_metric, (split, metric), best_mode, config.batch_size),
+        *(
+            config.seed,
+            plan.total_steps,
+            intervals,
+            best_metric,
+            (split, metric),
+            best_mode,
+            config.batch_size,
+        ),
         max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
         stop=stop,
         saving=config.saving,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ptfast.core.tensors.saved_state import (
     prune,
     step_of,
 )
+from ptfast.data.streams.stream_loaders import Marks
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
 from ptfast.training.user_code import callback_states
@@ -38,12 +39,13 @@ OPTIONAL = ("scaler", "stream")
 
 def stateful_parts(run: Run) -> dict[str, Stateful]:
     """The stateful parts of a run in its checkpoints, besides weights and progress, in order of restoring."""
+    marks = getattr(run.train_loader.batches, "marks", None)
     parts: dict[str, Stateful | None] = {
         "optimizer": OptimizerState(run),
         "scaler": run.precision.scaler,
         "ema": run.ema,
         "schedule": run.schedule.on_metric,
-        "stream": None if run.marks is None else StreamPosition(run),
+        "stream": None if marks is None else StreamPosition(run, marks),
         "callbacks": CallbackStates(run),
     }
     return {name: part for name, part in parts.items() if part is not None}
@@ -66,17 +68,15 @@ class OptimizerState:
 class StreamPosition:
     """The position of the data workers in an iterable dataset."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, marks: Marks) -> None:
+        self.run, self.marks = run, marks
 
     def state_dict(self) -> dict[str, Any]:
-        assert self.run.marks is not None
-        return self.run.marks.state(self.run.progress.step)
+        return self.marks.state(self.run.progress.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         run = self.run
-        assert run.marks is not None
-        note = run.marks.load(state_dict, run.progress.step)
+        note = self.marks.load(state_dict, run.progress.step)
         run.resumed_note = "; ".join(filter(None, (note, run.resumed_note)))
 
 
@@ -99,8 +99,19 @@ class CallbackStates:
 class Checkpointer:
     """Saves and restores a run: whole or in shards, at once or in the background."""
 
+    left_out: Sequence[str] = ()
+    """Names of frozen weights that checkpoints do not hold: those of `model.weights`."""
+
     def __init__(self, run: Run) -> None:
         self.run, self._saved = run, run.folder / "saved"
+        self._finite_buffers: list[str] = []
+
+    def note_finite_buffers(self) -> None:
+        """Remember the saved buffers that are finite now, and have to stay so; masks may not be."""
+        buffers = dict(self.run.model.named_buffers())
+        for name in self.run.model.state_dict().keys() & buffers.keys():
+            if buffers[name].is_floating_point() and bool(buffers[name].isfinite().all()):
+                self._finite_buffers.append(name)
 
     def save(
         self,
@@ -121,7 +132,7 @@ class Checkpointer:
         if not (run.ranks.is_first or run.sharded):
             return
         model = run.model.state_dict()
-        for name in run.left_out:
+        for name in self.left_out:
             del model[name]
         check = self._to_check(model)
         parts = {name: part.state_dict() for name, part in run.stateful.items()}
@@ -146,7 +157,7 @@ class Checkpointer:
         own = model.state_dict()
         try:
             weights.update({name: shard_like(own.get(name), value) for name, value in weights.items()})
-            weights.update({name: own[name] for name in self.run.left_out})
+            weights.update({name: own[name] for name in self.left_out})
             model.load_state_dict(weights)
         except Exception as error:
             lines = str(error).splitlines()
@@ -200,7 +211,7 @@ class Checkpointer:
         run = self.run
         named = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad and p.numel()]
         parts = [local_part(model.get(name, p.detach())).detach() for name, p in named]
-        parts += [model[name] for name in run.finite_buffers if name in model]
+        parts += [model[name] for name in self._finite_buffers if name in model]
         parts = [part for part in parts if part.numel()]
         if run.device.type == "cpu" or not parts:
             return parts

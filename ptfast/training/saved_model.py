@@ -78,11 +78,12 @@ def load_saved(config: Config, state_folder: Path, student: PartialRun | None = 
     else:
         run.precision = student.precision
     run.progress.step = int(state.facts["progress"]["step"])
+    run.checkpointer = Checkpointer(run)
     run.info = read_info(state.facts["info"])
     choose_task(run)
     build_plain_model(run)
     place_model(run)
-    Checkpointer(run).restore_model(state)
+    run.checkpointer.restore_model(state)
     if "ema" in state.training:
         # Parameters that never trained were not averaged.
         averaged = state.training["ema"]["averages"]

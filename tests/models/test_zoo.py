@@ -176,7 +176,7 @@ def first_step(run: Any) -> None:
     model = copy.deepcopy(run.model)
     ((inputs, targets), *_) = next(iter(run.train_loader.steps(0, 1))).micro_batches[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.seed_step(run.seed, 0, 0)
+    run.seed_step(0, 0)
     outputs = model.train()(inputs)
     loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
     loss.backward()

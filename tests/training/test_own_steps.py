@@ -78,7 +78,7 @@ def test_steps_are_those_of_torchs_optimizers_by_hand(tmp_path: Path) -> None:
     optimizers = {name: torch.optim.AdamW(part, lr=lrs[name], fused=True) for name, part in groups.items()}
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 4) for each in optimizers.values()]
     for step, batch in enumerate(run.train_loader.steps(0, 4)):
-        run.seed_step(run.seed, step, 0)
+        run.seed_step(step, 0)
         model.zero_grad()
         turns(model, batch.micro_batches[0].data[0], **optimizers)
         for schedule in schedules:

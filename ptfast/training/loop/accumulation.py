@@ -68,7 +68,7 @@ class Accumulator:
         run, mark = self.run, self.run.clock.to
         data, num_samples = batch.micro_batches[index]
         mark("forward")
-        run.seed_step(run.seed, run.progress.step, self.first_micro_batch + index)
+        run.seed_step(run.progress.step, self.first_micro_batch + index)
         loss, num_items = self._loss_of(data, num_samples)
         if (weight := self._weight) is None:
             # The first value of a user's loss shows its unit of counting.

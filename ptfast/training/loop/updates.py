@@ -246,7 +246,7 @@ class TaskUpdate(PlainUpdate):
         """Call the task's `step`, which returns the sum of the losses to log and their count."""
         run = self._run
         run.clock.to("forward")
-        run.seed_step(run.seed, run.progress.step, 0)
+        run.seed_step(run.progress.step, 0)
         task: Any = run.task
         with run.precision.autocast:
             given: Any = task.step(run.forward, batch.micro_batches[0].data, self._optimizers)

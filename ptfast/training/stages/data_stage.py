@@ -335,7 +335,6 @@ def build_loaders(run: PartialRun) -> None:
         side=side,
         report=run.clock.to,
     )
-    run.marks = getattr(run.train_loader.batches, "marks", None)
     build_eval_loaders(run, data if config.eval.test else replace(data, test=None), side)
     choices.choose("dataloader.kind", choice.kind, choice.reason if loader.kind == "auto" else "")
     choices.choose("dataloader.workers", run.train_loader.workers)

@@ -93,7 +93,7 @@ def _adapt(run: PartialRun) -> None:
     if section.weights:
         frozen = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         content = (parameter.detach().reshape(-1).view(torch.uint8).numpy() for parameter in frozen.values())
-        run.left_out, digest = [*frozen], describe_part(len(frozen), "", *content)[2]
+        run.checkpointer.left_out, digest = [*frozen], describe_part(len(frozen), "", *content)[2]
         size = num_bytes(sum(parameter.nbytes for parameter in {*frozen.values()}))
         words += f", and checkpoints leave out the other {size}"
     run.choices.note("LoRA", len(layers), words)

@@ -14,7 +14,7 @@ from ptfast.data.streams.iterable import IterableSource
 from ptfast.optim import averages_itself
 from ptfast.optim.build_optimizer import build_optimizer, has_momentum, sparse_parameter, start_momentum
 from ptfast.optim.parameter_groups import reference_lr, scale_for_batch
-from ptfast.techniques.ema.weight_averages import MovingAverage, ScheduleFree, Swa
+from ptfast.techniques.ema.weight_averages import Average, MovingAverage, ScheduleFree, Swa
 from ptfast.techniques.gradients.clipping import build_clipper, head_of
 from ptfast.techniques.schedule.scheduled_run import (
     TorchScheduler,
@@ -106,19 +106,23 @@ def _check_evaluations(run: PartialRun) -> None:
 
 def add_average(run: PartialRun) -> None:
     """Build the average of the weights that is evaluated in their place, if any."""
+    run.ema = _build_average(run)
+    run.choices.rows["average"] = run.ema and run.ema.note
+
+
+def _build_average(run: PartialRun) -> Average | None:
     section, model, plan, optimizer = run.config.ema, run.model, run.training_plan, run.optimizer
     if section.decay is not None:
-        run.ema = MovingAverage(model, section.decay, warmup=section.warmup)
         reach, total = 1 / (1 - section.decay), plan.total_steps
         if reach > total and not section.warmup:
             what = f"averages over {reach:,.0f} steps, but the run has {total:,}: it stays near its start"
             fits = 1 - 10.0 ** (1 - int(math.log10(max(total, 1))))
             hint = f"Set ema.decay={fits:g}" if fits > 0 else "Use ema=none"
             run.display.warn(f"ema.decay={section.decay:g} {what}. {hint}, or ema.warmup=true")
-        return
+        return MovingAverage(model, section.decay, warmup=section.warmup)
     # It keeps its own average.
     if section.swa_start is None and not averages_itself(optimizer):
-        return
+        return None
     samples = _build_statistics_loader(run)
 
     def forward(watched: Watched) -> None:
@@ -129,8 +133,7 @@ def add_average(run: PartialRun) -> None:
 
     measure = forward if samples is not None else None
     if section.swa_start is None:
-        run.ema = ScheduleFree(model, optimizer, measure, ranks=_measuring(run))
-        return
+        return ScheduleFree(model, optimizer, measure, ranks=_measuring(run))
     start_step = plan.steps("ema.swa_start", section.swa_start)
     steps = [step for step in plan.every("ema.swa_every", section.swa_every) if step >= start_step]
     if not steps:
@@ -138,7 +141,7 @@ def add_average(run: PartialRun) -> None:
         what = f"no step {span} is averaged by ema.swa_every={section.swa_every}"
         hint = "Start earlier, or average more often, such as ema.swa_every=10steps"
         raise ConfigError("C011", what, key="ema.swa_start", value=section.swa_start, suggestion=hint)
-    run.ema = Swa(
+    return Swa(
         model,
         steps,
         measure,
