@@ -23,7 +23,7 @@ from ptfast.run import Run
 from ptfast.training.build import build
 from ptfast.training.fit import fit
 from ptfast.training.loop import updates
-from ptfast.training.loop.gradient_exchange import OneRank
+from ptfast.training.loop.accumulation import OneRank
 from ptfast.training.loop.step import Trainer
 
 DATA = ("data=custom", "data._target_=toys.Holed", "data.val=0", "batch_size=10", "dataloader=plain")

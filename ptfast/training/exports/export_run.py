@@ -24,7 +24,6 @@ from ptfast.core.errors import (
     import_extra,
     shorten,
     summary_of,
-    together,
 )
 from ptfast.core.protocols import PackedTokens
 from ptfast.core.run_directory import CONFIG, plain_json, versions
@@ -105,111 +104,140 @@ def export_run(
     Raises:
         ConfigError: C011 for a folder that exists, inputs that are not tensors, or missing averaged weights;
             C017 for a model that cannot be traced.
-        NumericsError: N003 for a form whose outputs differ from the model's. If ONNX or the hub layout fails,
-            the forms that work are written first.
+        NumericsError: N003 for a form whose outputs differ from the model's: no form is written then.
         MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
     """
-    state, checkpoint = saved.state, saved.checkpoint
-    assert state is not None
-    assert checkpoint is not None
     for flag, folder in (("--out", out), ("--hub", hub)):
         if folder is not None and (folder.exists() or folder.is_symlink()):
             hint = "Choose another folder, or remove it"
             raise ConfigError("C011", "exists already", key=flag, value=folder, suggestion=hint)
     for module in ("onnxscript", "onnxruntime") if onnx else ():
         import_extra(module, "onnx", "--onnx")
-    averages = saved.ema is not None and saved.ema.ready
-    if weights == "averaged" and not averages:
-        what, hint = "this checkpoint has no averaged weights", "Use --weights last"
-        raise ConfigError("C011", what, key="--weights", value=weights, suggestion=hint)
-    weights = weights or ("averaged" if averages else "last")
-    if saved.ema is not None and weights == "averaged":
-        saved.ema.copy_to_model()
-
-    raw, images = _held_out(saved) if graph else (torch.empty(0), False)
-    prepare = Prepare(reader_options(saved), saved.info, images=images)
-    sizes = ["batch", "tokens"] if saved.info.kind in ("text", "tokens") else ["batch"]
-    batches, differences = [raw, raw[:1]] if graph else [], dict[str, float]()
-    predictor = RawModel(with_tta(saved), None, images=False).eval()
-    with torch.inference_mode():
-        wanted = [predictor(prepare.inputs(batch.clone())) for batch in batches]
-        for logits in wanted[:1]:
-            found = unsteadiness(predictor, saved.model, ((prepare.inputs(raw.clone()),), {}), logits)
-            if found is not None:
-                what, hint = found
-                hint += ", or add --weights-only"
-                key, path = "model._target_", saved.config.model.target.path
-                raise NumericsError("N003", what, key=key, value=path, suggestion=hint)
-
-    def from_raw(model: nn.Module) -> RawModel:
-        return RawModel(with_tta(saved, model), prepare.statistics, images=images).eval()
-
-    def check(name: str, model: Callable[[Tensor], Tensor]) -> None:
-        if not batches:
-            return
-        with torch.inference_mode():
-            pairs = [(model(batch.clone()), logits) for batch, logits in zip(batches, wanted, strict=True)]
-        found = max(_difference(*pair) for pair in pairs)
-        if not found <= LIMIT:
-            what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"
-            raise NumericsError("N003", what, key=name, suggestion="No file is written; export without it")
-        differences[name] = found
-
-    failed: list[PtfastError] = []
-
-    @contextlib.contextmanager
-    def optional(flag: str) -> Iterator[None]:
-        """Continue without a form that fails; raise its error once the others are written."""
-        try:
-            yield
-        except OSError:
-            raise
-        except Exception as error:
-            known = isinstance(error, PtfastError)
-            found = error if known else ConfigError("C017", f"fails: {summary_of(error)}", key=flag)
-            failed.append(found.changed(suggestion=f"{out} has the forms that work"))
-
+    weights = _choose_weights(saved, weights)
+    known = _KnownOutputs(saved, graph=graph)
+    state, checkpoint = saved.state, saved.checkpoint
+    assert state is not None
+    assert checkpoint is not None
+    facts = {**state.facts, "stream": None}
+    facts["export"] = {"weights": weights, "versions": versions(), "checkpoint": checkpoint.label}
     with _drafted(out) as draft:
-        # Shared weights are written once per layer: the format rejects memory that overlaps.
-        tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
-        if saved.choices.get("LoRA"):
-            tensors = merged(saved.model, tensors)
-        write_tensors(draft / WEIGHTS, tensors)
-        facts = {**state.facts, "stream": None, "export": {"weights": weights, "versions": versions()}}
-        facts["export"]["checkpoint"] = checkpoint.label
-        plain = copy.copy(saved)
-        plain.state = State(tensors, {}, facts)
-        build_plain_model(plain)
-        plain.model.load_state_dict(load_file(draft / WEIGHTS))
-        model = from_raw(plain.model)
-        check(WEIGHTS, model)
+        plain = _write_weights(saved, draft, facts)
+        model = known.from_raw(plain.model)
+        known.compare(WEIGHTS, model)
         if graph:
-            program = _trace(model, raw, len(sizes), saved.config.model.target.path)
+            program = _trace(model, known.raw, len(known.free_sizes), saved.config.model.target.path)
             with (draft / GRAPH).open("wb") as file:
                 torch.export.save(program, file)
-            check(GRAPH, torch.export.load(draft / GRAPH).module())
+            known.compare(GRAPH, torch.export.load(draft / GRAPH).module())
             if onnx:
-                with optional("--onnx"):
-                    check(ONNX, _write_onnx(program, draft / ONNX))
-                for file in draft.glob(f"{ONNX}*") if failed else ():
-                    file.unlink()
-        if graph:
-            facts["export"] |= {**_shapes(sizes, raw, prepare, wanted[0]), "differences": differences}
+                with _naming("--onnx"):
+                    known.compare(ONNX, _write_onnx(program, draft / ONNX))
+            facts["export"] |= known.facts()
+            (draft / "load.py").write_text(load_script(saved.info, facts["export"]["input"]), "utf-8")
         shutil.copy(config_of(checkpoint.folder), draft / CONFIG)
         write_manifest(draft, saved.progress.step, plain_json(facts), EXPORT_FORMAT)
-        if graph:
-            (draft / "load.py").write_text(load_script(saved.info, facts["export"]["input"]), "utf-8")
         if hub is not None:
-            with optional("--hub"), _drafted(hub) as folder:
+            with _naming("--hub"), _drafted(hub) as folder:
                 if load := write_hub(folder, plain):
-                    check("--hub", from_raw(load()))
+                    known.compare("--hub", known.from_raw(load()))
                 else:
                     shutil.copytree(draft, folder, dirs_exist_ok=True)
                 card = model_card(plain, weights, state.facts["figures"], graph=graph)
                 (folder / "README.md").write_text(card, "utf-8")
-    if failed:
-        raise together(failed)
-    return differences
+    return known.differences
+
+
+def _choose_weights(saved: PartialRun, weights: str | None) -> str:
+    """Return which weights to export, and put averaged ones into the model."""
+    has_average = saved.ema is not None and saved.ema.ready
+    if weights == "averaged" and not has_average:
+        what, hint = "this checkpoint has no averaged weights", "Use --weights last"
+        raise ConfigError("C011", what, key="--weights", value=weights, suggestion=hint)
+    weights = weights or ("averaged" if has_average else "last")
+    if saved.ema is not None and weights == "averaged":
+        saved.ema.copy_to_model()
+    return weights
+
+
+def _write_weights(saved: PartialRun, folder: Path, facts: dict[str, Any]) -> PartialRun:
+    """Write the weights, and return a run with the model that they were read back into."""
+    # Shared weights are written once per layer: the format rejects memory that overlaps.
+    tensors = {name: value.detach().clone() for name, value in saved.model.state_dict().items()}
+    if saved.choices.get("LoRA"):
+        tensors = merged(saved.model, tensors)
+    write_tensors(folder / WEIGHTS, tensors)
+    plain = copy.copy(saved)
+    plain.state = State(tensors, {}, facts)
+    build_plain_model(plain)
+    plain.model.load_state_dict(load_file(folder / WEIGHTS))
+    return plain
+
+
+class _KnownOutputs:
+    """The outputs of a trained model on held-out inputs, with which each form of it is compared.
+
+    Without a graph there are no inputs, and nothing is compared.
+    """
+
+    def __init__(self, saved: PartialRun, *, graph: bool) -> None:
+        self._saved, self.differences = saved, dict[str, float]()
+        self.raw, self._images = _held_out(saved) if graph else (torch.empty(0), False)
+        self._prepare = prepare = Prepare(reader_options(saved), saved.info, images=self._images)
+        self.free_sizes = ["batch", "tokens"] if saved.info.kind in ("text", "tokens") else ["batch"]
+        self._batches = [self.raw, self.raw[:1]] if graph else []
+        predictor = RawModel(with_tta(saved), None, images=False).eval()
+        with torch.inference_mode():
+            self._outputs = [predictor(prepare.inputs(batch.clone())) for batch in self._batches]
+            for logits in self._outputs[:1]:
+                inputs = (prepare.inputs(self.raw.clone()),), {}
+                if (found := unsteadiness(predictor, saved.model, inputs, logits)) is not None:
+                    what, hint = found
+                    hint += ", or add --weights-only"
+                    key, path = "model._target_", saved.config.model.target.path
+                    raise NumericsError("N003", what, key=key, value=path, suggestion=hint)
+
+    def from_raw(self, model: nn.Module) -> RawModel:
+        """Return `model` as a model of raw inputs."""
+        augmented = with_tta(self._saved, model)
+        return RawModel(augmented, self._prepare.statistics, images=self._images).eval()
+
+    def compare(self, name: str, model: Callable[[Tensor], Tensor]) -> None:
+        """Compare the form `name` with the model; raises N003 if its outputs differ."""
+        if not self._batches:
+            return
+        with torch.inference_mode():
+            found = max(
+                _difference(model(batch.clone()), logits)
+                for batch, logits in zip(self._batches, self._outputs, strict=True)
+            )
+        if not found <= LIMIT:
+            what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"
+            raise NumericsError("N003", what, key=name, suggestion="No file is written; export without it")
+        self.differences[name] = found
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the graph's inputs and outputs; names stand for the sizes that are free."""
+        raw, logits, sizes = self.raw, self._outputs[0], self.free_sizes
+        given = {
+            "dtype": str(raw.dtype).removeprefix("torch."),
+            "shape": [*sizes, *raw.shape[len(sizes) :]],
+            "resize_and_crop": raw.shape[1] if self._images and raw.shape[1] == raw.shape[2] else None,
+            "normalized_in_graph": self._prepare.statistics,
+        }
+        free = sizes if logits.shape[: len(sizes)] == raw.shape[: len(sizes)] else sizes[:1]
+        shape = [*free, *logits.shape[len(free) :]]
+        return {"input": given, "logits": shape, "samples": len(raw), "differences": self.differences}
+
+
+@contextlib.contextmanager
+def _naming(flag: str) -> Iterator[None]:
+    """Report what fails inside as an error of `flag`."""
+    try:
+        yield
+    except (PtfastError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError("C017", f"fails: {summary_of(error)}", key=flag) from error
 
 
 def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:
@@ -259,18 +287,6 @@ def _difference(given: Tensor, wanted: Tensor) -> float:
     if given.shape != wanted.shape:
         return float("inf")
     return float((given - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
-
-
-def _shapes(sizes: list[str], raw: Tensor, prepare: Prepare, logits: Tensor) -> dict[str, Any]:
-    """Describe the graph's inputs and outputs, for the facts of the export; `sizes` names the free ones."""
-    given = {
-        "dtype": str(raw.dtype).removeprefix("torch."),
-        "shape": [*sizes, *raw.shape[len(sizes) :]],
-        "resize_and_crop": raw.shape[1] if prepare.images and raw.shape[1] == raw.shape[2] else None,
-        "normalized_in_graph": prepare.statistics,
-    }
-    sizes = sizes if logits.shape[: len(sizes)] == raw.shape[: len(sizes)] else sizes[:1]
-    return {"input": given, "logits": [*sizes, *logits.shape[len(sizes) :]], "samples": len(raw)}
 
 
 @contextlib.contextmanager

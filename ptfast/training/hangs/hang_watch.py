@@ -40,9 +40,9 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
     """Watches a rank from a thread: whether batches and steps come, or its work changes.
 
     After too long a pause the stacks of all threads and workers go to `hang-rankN.txt` in the run directory,
-    with NCCL's own records, and a line names the file and the rank that the others wait for. With a
-    `timeout_s` the rank then raises P001 wherever its main thread is, or exits if that has no effect. Loading
-    the data and compiling have at least a minute with a `timeout_s`, and no limit without.
+    with NCCL's own records, and a line names the file. With a `timeout_s` the rank then raises P001 wherever
+    its main thread is, or exits if that has no effect. Loading the data and compiling have at least a minute
+    with a `timeout_s`, and no limit without.
 
     Code that keeps the GIL, or keeps a signal from being handled, is ended by a separate process.
 
@@ -133,8 +133,6 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
             what = f"no progress for {short_time(pause_s)} {at}, in {cause}"
             with contextlib.suppress(OSError):
                 self._tell(what)
-            if self._ranks.world_size > 1:
-                what += self._awaited()
             what += f"; the stack of every thread is in {self._path}"
             with contextlib.suppress(OSError):
                 if (trace := collectives_of_gpus()) is not None:
@@ -173,21 +171,6 @@ class HangWatch(contextlib.AbstractContextManager["HangWatch"]):
                     os.kill(int(pid), DUMP)
                     time.sleep(0.1)
         print("this process", file=self._file, flush=True)
-
-    def _awaited(self) -> str:
-        """Name the ranks that the others wait for: those at an earlier step, or without a report."""
-        time.sleep(2 * TICK_S)
-        places: dict[int, Any] = {}
-        for rank in range(self._ranks.world_size):
-            with contextlib.suppress(OSError):
-                text = self._path.with_name(f"hang-rank{rank}.txt").read_text(encoding="utf-8")
-                if found := re.findall(r"^no progress for .* at step (\d+), in (\w+)", text, re.MULTILINE):
-                    step, cause = found[-1]
-                    places[rank] = int(step), cause == "gradient_sync", cause == "backward"
-        silent = [rank for rank in range(self._ranks.world_size) if rank not in places]
-        late = silent or [rank for rank, place in places.items() if place < max(places.values())]
-        waits = 0 < len(late) < self._ranks.world_size
-        return f"; the others wait for rank {', '.join(map(str, late))}" if waits else ""
 
     def _end(self, what: str) -> None:
         """Raise an error in the main thread, or exit if that has no effect."""

@@ -1,8 +1,10 @@
-"""Forward and backward passes of a step: the gradient of the mean loss over all micro-batches."""
+"""The gradient of a step's mean loss: accumulated over micro-batches, and combined over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +15,15 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.protocols import StepBatch
 from ptfast.core.tensors.dtensors import local_parts
 from ptfast.core.tensors.kept_buffers import buffers_kept
-from ptfast.core.tensors.torch_internals import backward
+from ptfast.core.tensors.torch_internals import after_backward, backward
 from ptfast.run import Run
+from ptfast.techniques.parallel.ordered_sums import OrderedSums
+from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 from ptfast.techniques.precision.mixed_precision import kept_conversions
 from ptfast.training.loop.first_step import FirstStep
-from ptfast.training.loop.gradient_exchange import OneRank
 from ptfast.training.loop.loss_accumulator import LossAccumulator
+
+_nothing: AbstractContextManager[Any] = nullcontext()
 
 
 class Accumulator:
@@ -156,3 +161,89 @@ class Accumulator:
         factor = (num_samples / total).nan_to_num(posinf=1.0).to(self.dtype)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(local_parts(grads), factor)
+
+
+class OneRank:
+    """The gradients of a run on one rank, which needs no exchange."""
+
+    is_local = True
+    """Whether the samples of this rank are all samples of the step."""
+    averaged_ranks = 1
+    """Number of ranks over which gradients are averaged; 1 for sums."""
+
+    def accumulate(self, batch: StepBatch, to: Accumulator) -> None:
+        """Let `to` accumulate the gradients of each micro-batch, and combine them over the ranks."""
+        for index, (_, num_samples) in enumerate(batch.micro_batches):
+            if num_samples:
+                to.micro_batch(batch, index)
+
+    def merge_statistics(self) -> None:
+        """Merge BatchNorm's running statistics over the ranks, after the backward passes of a step."""
+
+    def reread_statistics(self) -> None:
+        """Accept the model's statistics as the merged ones, after a skipped step has restored them."""
+
+
+class AveragedRanks(OneRank):
+    """Gradients averaged by DDP or FSDP, once per step, during its last backward pass."""
+
+    is_local = False
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._statistics = RunningStatistics(run.model, run.ranks)
+        self.averaged_ranks = run.ranks.world_size
+
+    def accumulate(self, batch: StepBatch, to: Accumulator) -> None:
+        """Exchange gradients in the last backward pass.
+
+        A micro-batch without samples runs with weight 0, because all ranks must join each collective.
+        """
+        last = len(batch.micro_batches) - 1
+        for index, (_, num_samples) in enumerate(batch.micro_batches):
+            with (
+                _nothing if index == last else self._run.forward.no_sync(),
+                _nothing if num_samples else self._statistics.untouched(),
+            ):
+                to.micro_batch(batch, index, self._time_waiting if index == last else None)
+
+    def _time_waiting(self, grad: Tensor) -> None:
+        """Book the wait for other ranks, which DDP and FSDP queue after this callback, as gradient sync.
+
+        Sending during backward, and gathering FSDP's weights, count as forward and backward.
+        """
+        after_backward(partial(self._run.clock.to, "gradient_sync"))
+
+    def merge_statistics(self) -> None:
+        self._run.clock.to("gradient_sync")
+        self._statistics.merge()
+
+    def reread_statistics(self) -> None:
+        self._statistics.reread()
+
+
+class OrderedRanks(OneRank):
+    """Gradients summed in one order over all micro-batches, for the same bits on any number of ranks."""
+
+    is_local = False
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def accumulate(self, batch: StepBatch, to: Accumulator) -> None:
+        # Rebuilt when parameters freeze or thaw.
+        sums: OrderedSums = self._run.forward
+        with sums.step():
+            for index, (_, num_samples) in enumerate(batch.micro_batches):
+                if num_samples:
+                    to.micro_batch(batch, index)
+                sums.keep(to.first_micro_batch + index)
+            to.join_count(batch)
+            self._run.clock.to("gradient_sync")
+
+
+def build_exchange(run: Run) -> OneRank:
+    """Build the exchange that combines the gradients of `run` over its ranks."""
+    if isinstance(run.forward, OrderedSums):
+        return OrderedRanks(run)
+    return AveragedRanks(run) if run.ranks.distributed else OneRank()

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from ptfast.run import Run
 from ptfast.techniques.gradients.clipping import global_norm
 from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.training.loop.first_step import FirstStep
-
-if TYPE_CHECKING:
-    from ptfast.training.loop.updates import PlainUpdate
 
 LEAST_S = 1.0
 """Time between two looks: over less, a share of busy time means little, and a look is no longer cheap."""
@@ -104,8 +101,8 @@ class LossAccumulator:
     `flush` reads and logs them at the next look, or before they are needed. Other devices are read at once.
     """
 
-    update: PlainUpdate
-    """The update, which may skip steps; set before the first of them."""
+    update: Any
+    """The update of the weights (`updates.PlainUpdate`), which may skip steps; set before the first step."""
 
     def __init__(self, run: Run, parameters: Sequence[Tensor], first_look: FirstStep) -> None:
         self._run, self._parameters, self._first_look = run, parameters, first_look

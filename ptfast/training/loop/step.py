@@ -15,9 +15,8 @@ from ptfast.optim.build_optimizer import apply_lr
 from ptfast.optim.parameter_groups import keep_frozen_statistics
 from ptfast.run import Run
 from ptfast.techniques.parallel.ddp import GradientAveraging
-from ptfast.training.loop.accumulation import Accumulator
+from ptfast.training.loop.accumulation import Accumulator, build_exchange
 from ptfast.training.loop.first_step import FirstStep
-from ptfast.training.loop.gradient_exchange import build_exchange
 from ptfast.training.loop.loss_accumulator import LossAccumulator
 from ptfast.training.loop.updates import build_update
 from ptfast.training.stopping import Stopped

@@ -19,7 +19,7 @@ from ptfast.core.tensors.dtensors import is_sharded, local_part
 from ptfast.core.tensors.kept_buffers import KeptBuffers
 from ptfast.optim.build_optimizer import build_step
 from ptfast.run import Run
-from ptfast.training.loop.gradient_exchange import OneRank
+from ptfast.training.loop.accumulation import OneRank
 from ptfast.training.loop.loss_accumulator import LossAccumulator
 from ptfast.training.user_code import UserPart
 

@@ -46,7 +46,7 @@ class Vote:
     phases_s: list[float]
     """Seconds by phase of a step since the last log line, rank by rank; empty between log lines."""
 
-    def send(self, run: Run) -> SentVotes:
+    def send(self, run: Run) -> AsyncHostCopy:
         """Send it to all ranks; the host does not wait."""
         rank, world_size, size = run.ranks.rank, run.ranks.world_size, len(STEP)
         pins = run.device.type == "cuda"
@@ -56,23 +56,14 @@ class Vote:
         if self.phases_s:
             at = 4 + world_size + rank * size
             own[at : at + size] = own.new_tensor(self.phases_s)
-        return SentVotes(
-            AsyncHostCopy(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks)), world_size
-        )
+        return AsyncHostCopy(sum_over_ranks(own.to(run.device, non_blocking=True), run.ranks))
 
 
-@dataclass
-class SentVotes:
-    """The votes of all ranks, on their way to this rank."""
-
-    numbers: AsyncHostCopy
-    world_size: int
-
-    def read(self) -> Vote:
-        """Return the votes of all ranks as one; waits for them."""
-        late, due, written, step_s, *rest = self.numbers.read()
-        signals, phases_s = rest[: self.world_size], rest[self.world_size :]
-        return Vote(int(max(signals)), int(late), int(due), int(written), step_s / self.world_size, phases_s)
+def read_votes(sent: AsyncHostCopy, world_size: int) -> Vote:
+    """Return the votes of all ranks as one; waits for them."""
+    late, due, written, step_s, *rest = sent.read()
+    signals, phases_s = rest[:world_size], rest[world_size:]
+    return Vote(int(max(signals)), int(late), int(due), int(written), step_s / world_size, phases_s)
 
 
 def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
@@ -98,7 +89,9 @@ def stop_reason(run: Run, vote: Vote) -> StopReason | None:
 def agree_to_stop(run: Run) -> StopReason | None:
     """Ask all ranks, outside of the steps, why training stops; waits for them."""
     vote = own_vote(run, LOOK_S, [])
-    return stop_reason(run, vote.send(run).read() if run.ranks.distributed else vote)
+    if run.ranks.distributed:
+        vote = read_votes(vote.send(run), run.ranks.world_size)
+    return stop_reason(run, vote)
 
 
 class Votes:
@@ -109,7 +102,7 @@ class Votes:
 
     def __init__(self, run: Run) -> None:
         self._run, self._stragglers = run, Stragglers(run)
-        self._sent: SentVotes | None = None
+        self._sent: AsyncHostCopy | None = None
         self.look_steps = 1
         """Number of steps until the next look."""
 
@@ -129,7 +122,7 @@ class Votes:
             waits = step >= run.total_steps or evaluates or not defers
             sent, before = vote.send(run), self._sent
             self._sent = sent
-            vote = (sent if waits else before or sent).read()
+            vote = read_votes(sent if waits else before or sent, run.ranks.world_size)
             self._stragglers.receive(vote.phases_s)
         run.saver.look(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
         self.look_steps = max(1, int(min(LOOK_S, run.saver.every_s or LOOK_S) / max(vote.step_s, 1e-6)))
