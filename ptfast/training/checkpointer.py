@@ -48,6 +48,8 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         "stream": None if marks is None else StreamPosition(run, marks),
         "callbacks": CallbackStates(run),
     }
+    on_gradients: Any = run.clip or ()
+    parts |= {type(step).__name__: step for step in on_gradients if hasattr(step, "state_dict")}
     return {name: part for name, part in parts.items() if part is not None}
 
 

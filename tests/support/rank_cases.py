@@ -104,6 +104,7 @@ def cases(ranks: Ranks) -> dict[str, Any]:
         "test_stragglers",
         "test_loss_functions",
         "test_evaluation_sets",
+        "test_teacher",
     ):
         found[module] = import_module(module).cases(ranks)
     found["stuck"] = stuck(on)

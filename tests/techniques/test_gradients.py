@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ptfast.techniques.gradients import Gradients
-from ptfast.techniques.gradients.clipping import build_clipper, clip_adaptively, global_norm, head_of
+from ptfast.techniques.gradients.clipping import (
+    GradientSteps,
+    build_clipper,
+    clip_adaptively,
+    global_norm,
+    head_of,
+)
 from ptfast.training.fit import fit
 
 
@@ -236,3 +243,40 @@ def test_no_host_synchronisation_on_cuda(no_waits):
         norm = clip()
     assert norm is not None
     assert norm.is_cuda
+
+
+class MeanNorm:
+    """A technique with state: the mean norm of all gradients so far."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters, self.total, self.steps = parameters, torch.zeros(()), 0
+
+    def __call__(self) -> None:
+        self.total += global_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.steps += 1
+
+    def log_values(self) -> dict[str, float]:
+        return {"mean_norm": self.total.item() / self.steps}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total.clone(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.steps = state["total"].clone(), state["steps"]
+
+
+def test_what_acts_on_gradients_is_saved_and_logged_if_it_has_a_state(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(gradients: Gradients, given: Any, **options: Any) -> GradientSteps:
+        given = [*given]
+        return GradientSteps([MeanNorm(given), *(build_clipper(gradients, given, **options) or ())])
+
+    monkeypatch.setattr("ptfast.training.stages.optimizer_stage.build_clipper", build)
+    words = ("model=mlp", "model.hidden=[8]", "log_every=1steps", "gradients.clip_norm=0.1", "steps=6")
+    assert train(*words, "run.dir=whole") == 0
+    assert train(*words, "run.dir=a", "saving.every=3steps", "saving.keep=9") == 0
+    assert train(*words, "run.dir=b", "run.resume=a/saved/step-3") == 0
+    whole, resumed = ([line["mean_norm"] for line in records(Path(n))[-3:]] for n in ("whole", "b"))
+    assert whole == resumed
+    assert len({*whole}) == 3

@@ -11,8 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loss_cases import CASES, WEIGHTS, Flat, classes
-from running import build_run, train, weights
+from running import build_run, read_config, train, weights
+from strategy_cases import Cases
 
+from ptfast.config.checks.trust import remember
+from ptfast.config.files.frozen import freeze
+from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import ConfigError, DataError, PtfastError, SavedStateError
 from ptfast.core.protocols import DataInfo, Mixed
 from ptfast.tasks.cross_entropy import CrossEntropyTask
@@ -29,8 +33,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain(teacher: Path, temperature: float, share: float, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Weights after three steps of a loop in plain torch."""
+def plain(
+    teacher: Path, temperature: float, share: float, weight: torch.Tensor
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of three steps in plain torch."""
+    losses = list[float]()
     model, taught = Flat(), torch.nn.Linear(4, 3)
     taught.load_state_dict(weights(teacher))
     inputs, targets = classes().tensors
@@ -41,9 +48,11 @@ def plain(teacher: Path, temperature: float, share: float, weight: torch.Tensor)
         soft = (taught(inputs).detach() / temperature).softmax(1)
         each = F.kl_div((outputs / temperature).log_softmax(1), soft, reduction="none").sum(1)
         distilled = (weight[targets] * each).sum() / weight[targets].sum() * temperature**2
-        ((1 - share) * F.cross_entropy(outputs, targets, weight) + share * distilled).backward()
+        loss = (1 - share) * F.cross_entropy(outputs, targets, weight) + share * distilled
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
-    return model.state_dict()
+    return losses, model.state_dict()
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -55,11 +64,43 @@ def test_a_student_learns_as_in_plain_torch(
     run = build_run(tmp_path, *words, "task.temperature=2", f"gradients.accumulate={accumulate}")
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     fit(run)
-    expected = plain(teacher, 2.0, 0.3, WEIGHTS if weighted else torch.ones(3))
+    _, expected = plain(teacher, 2.0, 0.3, WEIGHTS if weighted else torch.ones(3))
     torch.testing.assert_close(weights(tmp_path), expected, rtol=1e-6, atol=1e-6)
     assert run.clock.ledger()["teacher"] > 0
     state = torch.load(tmp_path / "saved/last/model.pt", weights_only=True)
     assert state.keys() == before.keys()
+
+
+UNEVEN = {"16 and 14 samples": (32, 2), "all samples on one rank": (64, 2)}
+"""How two ranks share 30 samples: the size of a batch, and its micro-batches."""
+
+
+def keep_config(file: Path) -> None:
+    """Write the config of a teacher as the launcher does."""
+    freeze(read_config(ALONE)[0], file)
+    remember(file)
+
+
+def cases(ranks: Ranks) -> dict[str, Any]:
+    """Students of two ranks, and the folder of their teacher."""
+    on, folder = Cases(ranks), Path("teacher").absolute()
+    on.train("teacher", *ALONE)
+    on_first_rank(lambda: keep_config(folder / "config.yaml"), ranks)
+    taught = (f"task.teacher={folder}", "task.distill_weight=0.3", "task.temperature=2")
+    found: dict[str, Any] = {"teacher": str(folder)}
+    words = [word for word in PLAIN if not word.startswith("batch_size")]
+    for name, (size, parts) in UNEVEN.items():
+        sizes = f"batch_size={size}", f"micro_batches={parts}"
+        found[name] = on.train(f"student, {name}", *words, *taught, *sizes)
+    return found
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_students_of_two_ranks_learn_as_in_plain_torch(two_ranks: dict[str, Any], name: str) -> None:
+    found = two_ranks["test_teacher"]
+    losses, expected = plain(Path(found["teacher"]), 2.0, 0.3, WEIGHTS)
+    assert found[name]["losses"] == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(found[name]["weights"], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_changed_or_missing_teacher_is_rejected_when_a_run_is_resumed(

@@ -21,7 +21,7 @@ def build_clipper(
     *,
     head: Iterable[Tensor] = (),
     by_group: Sequence[tuple[float, Sequence[Tensor]]] = (),
-) -> Clipper | None:
+) -> GradientSteps | None:
     """Build the function that clips gradients between backward and the optimizer's step, or return None.
 
     It clips in place, and with `clip_norm` returns the norm before: 0-d, on the device. Gradients must
@@ -45,7 +45,18 @@ def build_clipper(
         steps.append(partial(clip_adaptively, vectors_first, gradients.clip_adaptive))
     if gradients.clip_norm is not None:
         steps.append(partial(clip_to_norm, rest, gradients.clip_norm))
-    return (lambda: [step() for step in steps][-1]) if steps else None
+    return GradientSteps(steps) if steps else None
+
+
+class GradientSteps(list[Clipper]):
+    """Calls its functions in order, and returns the result of the last.
+
+    Those with `state_dict` and `load_state_dict` are saved with the run; their `log_values()`, if they have
+    it, returns numbers for a log line.
+    """
+
+    def __call__(self) -> Tensor | None:
+        return [step() for step in self][-1]
 
 
 @torch.no_grad()

@@ -251,6 +251,8 @@ class LossAccumulator:
             self._logged_step = look.step
         if logs and run.ranks.is_first:
             look.resources |= self._usage.look()
+            for part in run.stateful.values():
+                look.resources |= getattr(part, "log_values", dict)()
             look.resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
             if (share := run.choices.get("padding_share")) is not None:
                 look.resources["padding_share"] = share
