@@ -25,7 +25,6 @@ from ptfast.data.loaders.pipeline import SideStream, Transform, batch_pipeline
 from ptfast.data.loaders.shared_memory import Holder
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
-from ptfast.data.sampling.sample_orders import OwnOrder
 from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import build_stream_batches
@@ -140,7 +139,6 @@ def _read_samples(
     """The batches of samples by index, and why they are read so."""
     kind, reason = loading.kind, loading.reason
     sampler = Sampler(sharding, seed, partial(data.order, seed))
-    sampler.pure = not isinstance(data.order, OwnOrder)
     if kind == "workers" and (workers := count_workers(loading.workers)):
         pool = loading.pool(RawBatches(source, augment), workers)
         return SampledBatches(sampler, prepare, pool, source), f"{loading.describe(workers)}, {reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from ptfast.core.units import num_bytes
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.step_batches import CHUNK_BYTES, ChunkedBatches
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.next_epoch import NextEpoch
 from ptfast.data.sampling.sampler import Indices, MicroBatchIndices, Sampler
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import padded_bytes, planes, reflected
@@ -122,17 +121,6 @@ READY_SHARE = 0.125
 """Share that it may take once it is ready for the model; else batches are made ready one by one."""
 
 
-class EpochPlan(NamedTuple):
-    """What the host computes for an epoch."""
-
-    shares: list[tuple[list[MicroBatchIndices], int]]
-    begins: list[int]
-    """The first sample of each step."""
-    indices: Indices
-    corners: list[Indices]
-    drawn: dict[str, NDArray[Any]]
-
-
 class DeviceBatches(ChunkedBatches):
     """Batches of data that lives on the training device.
 
@@ -196,40 +184,37 @@ class DeviceBatches(ChunkedBatches):
         if prepare.fuses and not filters and ("erased" in augment.changes or not self._ready):
             self._kernel = self._build_kernel(inputs.shape[3], min(len(inputs), TRIED))
         self._places = self._mask_places = tuple[Tensor, ...]()
-        self._epoch, self._epochs = -1, NextEpoch(self._plan_epoch)
-        self.ahead = [self._epochs]
+        self._epoch = -1
 
     @property
     def fused(self) -> bool:
         """True if one kernel makes a batch of images."""
         return self._kernel is not None
 
-    def _begin_epoch(self, epoch: int, first: int) -> None:
-        self._epochs.begin(first)
-
     def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
-        epoch, first, _ = self.sampler.plan.epoch_of(start)
+        epoch, first, end = self.sampler.plan.epoch_of(start)
         if epoch != self._epoch:
-            # The order of the epoch and its draws go to the device.
-            plan, move = self._epochs(first), self._prepare.move
-            self._plan, self._first, self._epoch = plan, first, epoch
-            self._index, corners = move(as_tensor(plan.indices)), [move(as_tensor(x)) for x in plan.corners]
-            drawn = {name: as_tensor(value) for name, value in plan.drawn.items()}
-            self._drawn = {name: each if name == "policy" else move(each) for name, each in drawn.items()}
-            if isinstance(self._inputs, ResidentImages):
-                self._places = self._inputs.places(self._index, corners)
-            if isinstance(self._targets, ResidentImages):
-                self._mask_places = self._targets.places(self._index, corners)
-        return self._plan.shares[start - first : stop - first]
+            self._begin_epoch(epoch, super()._planned(first, end))
+            self._epoch, self._first_step = epoch, first
+        return self._epoch_steps[start - first : stop - first]
 
-    def _plan_epoch(self, first: int) -> EpochPlan:
-        """The plan of the epoch that begins with the step `first`."""
-        epoch, first, end = self.sampler.plan.epoch_of(first)
-        shares = super()._planned(first, end)
-        index = np.concatenate([share.indices for each, _ in shares for share in each])
-        lengths = [sum(len(share.indices) for share in each) for each, _ in shares]
-        corners, drawn = self._draws(epoch, index)
-        return EpochPlan(shares, np.cumsum([0, *lengths]).tolist(), index, corners, drawn)
+    def _begin_epoch(self, epoch: int, steps: list[tuple[list[MicroBatchIndices], int]]) -> None:
+        """Send the order of the samples in an epoch, and their random draws, to the device."""
+        move = self._prepare.move
+        indices = np.concatenate([each.indices for micro_batches, _ in steps for each in micro_batches])
+        sizes = [sum(len(each.indices) for each in micro_batches) for micro_batches, _ in steps]
+        self._epoch_steps, self._first_samples = steps, np.cumsum([0, *sizes]).tolist()
+        corners, drawn = self._draws(epoch, indices)
+        self._index, corners = move(as_tensor(indices)), [move(as_tensor(each)) for each in corners]
+        # Policies are applied by the host.
+        self._drawn = {
+            name: as_tensor(each) if name == "policy" else move(as_tensor(each))
+            for name, each in drawn.items()
+        }
+        if isinstance(self._inputs, ResidentImages):
+            self._places = self._inputs.places(self._index, corners)
+        if isinstance(self._targets, ResidentImages):
+            self._mask_places = self._targets.places(self._index, corners)
 
     def _draws(self, epoch: int, index: Indices) -> tuple[list[Indices], dict[str, NDArray[Any]]]:
         """The corners of the samples `index` in an epoch, and the draws for their changes."""
@@ -239,7 +224,7 @@ class DeviceBatches(ChunkedBatches):
 
     def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         sizes, augment = [len(share.indices) for share in shares], self._augment
-        begin = self._plan.begins[first_step - self._first]
+        begin = self._first_samples[first_step - self._first_step]
         part = slice(begin, begin + sum(sizes))
         index, places = self._index[part], [each[part] for each in self._places]
         drawn = {name: each[part] for name, each in self._drawn.items()}

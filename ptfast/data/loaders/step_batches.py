@@ -15,7 +15,6 @@ from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
-from ptfast.data.sampling.next_epoch import NextEpoch
 from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.data.transforms.augment_plan import Augment
@@ -39,17 +38,15 @@ class Batches:
     pools: Sequence[WorkerPool] = ()
     workers = 0
     """Processes of all pools, which read the batches."""
-    ahead: Sequence[NextEpoch[Any]] = ()
-    """What threads prepare."""
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the worker processes, and wait for threads that prepare an epoch."""
-        for part in (*self.ahead, *self.pools):
-            part.close()
+        """Stop the worker processes."""
+        for pool in self.pools:
+            pool.close()
 
 
 class SampledBatches(Batches):
@@ -63,7 +60,6 @@ class SampledBatches(Batches):
         source: MapSource,
     ) -> None:
         self.shares, self._sampler, self.prepare = sampler.step, sampler, prepare
-        self.ahead = [sampler.orders] if isinstance(sampler, Sampler) else ()
         self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
         if isinstance(fetch, WorkerPool):
             self.pools, self.workers = [fetch], fetch.workers
@@ -89,14 +85,13 @@ class ChunkedBatches(Batches):
 
     def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
         self.sampler, self.shares, self._prepare = sampler, sampler.step, prepare
-        self.ahead = [sampler.orders]
         step_bytes = max(1, sampler.batch_size * sample_bytes)
         self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         step = first_step
         while step < last_step:
-            epoch, first, end = self.sampler.plan.epoch_of(step)
+            _, first, end = self.sampler.plan.epoch_of(step)
             # Chunks begin at fixed places in an epoch.
             start = step - (step - first) % self._chunk_steps
             stop = min(start + self._chunk_steps, end)
@@ -106,14 +101,8 @@ class ChunkedBatches(Batches):
             for shares, num_samples in plan:
                 micro_batches = [MicroBatch(next(pieces), share.num_samples) for share in shares]
                 batches.append(StepBatch(tuple(micro_batches), num_samples))
-            if 2 * stop > first + end and end < last_step and self.sampler.pure:
-                self._begin_epoch(epoch + 1, end)
             yield from batches[step - start : last_step - start]
             step = stop
-
-    def _begin_epoch(self, epoch: int, first: int) -> None:
-        """Let a thread prepare `epoch`, which begins with the step `first`."""
-        self.sampler.orders.begin(epoch)
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
         """The shares of the steps from `start` to `stop`, all of one epoch."""

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.next_epoch import NextEpoch
 
 Indices = NDArray[np.int64]
 
@@ -95,9 +94,6 @@ class Sampler:
         DataError: D002 without samples, D006 if every batch would be dropped.
     """
 
-    pure = True
-    """False for an `order` that may use the global random generators, which no thread may."""
-
     def __init__(
         self, sharding: Sharding, seed: int, order: Callable[[int], Indices | None] = lambda epoch: None
     ) -> None:
@@ -111,23 +107,16 @@ class Sampler:
             raise DataError("D006", what, key="batch_size", value=self.batch_size, suggestion=hint)
         self.size, self._sharding = size, sharding
         self._source_order = order
-        self.orders = NextEpoch(self._order)
+        # Batches that are read ahead may be of the next epoch.
+        self._order_of = lru_cache(maxsize=2)(self._order)
 
     def steps(self, first_step: int, last_step: int) -> Iterator[tuple[list[MicroBatchIndices], int]]:
-        """`step` of each. From the middle of an epoch on, a thread computes the order of the next."""
-        while first_step < last_step:
-            epoch, first, end = self.plan.epoch_of(first_step)
-            middle = max(first_step, (first + end) // 2) if self.pure and end < last_step else end
-            for step in range(first_step, min(end, last_step)):
-                if step == middle:
-                    self.orders.begin(epoch + 1)
-                yield self.step(step)
-            first_step = end
+        return map(self.step, range(first_step, last_step))
 
     def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
         """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
         epoch, start, stop = self.plan.batch(step)
-        order = self.orders(epoch)
+        order = self._order_of(epoch)
         batch = order[start:stop]
         if stop > self.size:
             batch = order.take(np.arange(start, stop), mode="wrap")
