@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,6 +45,23 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what libraries cache out of the home folder, in this process and in its children."""
     for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+
+
+@pytest.fixture(autouse=True)
+def _quick_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process have no supervisor, which takes a fifth of a short run, and do not wait for the disk.
+
+    Tests marked `supervised` have both.
+    """
+    watch = sys.modules.get("ptfast.training.hangs.hang_watch")
+    if watch is None or request.node.get_closest_marker("supervised") is not None:
+        return
+
+    def no_process(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(watch, "subprocess", SimpleNamespace(Popen=no_process, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture(scope="session")
