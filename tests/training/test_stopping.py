@@ -58,7 +58,7 @@ def test_training_stops_when_nothing_is_gained(in_tmp: Path) -> None:
 def test_not_a_number_is_never_the_best(tmp_path: Path) -> None:
     run = build_run(tmp_path, *SMALL, "steps=6", "eval.every=2steps", "stop.metric=loss", "stop.patience=5")
     losses = iter([math.nan, 2.0, 1.0])
-    run.task.figures = lambda loss, values: {"loss": next(losses)}  # type: ignore[method-assign]
+    run.task.log_values = lambda loss, values: {"loss": next(losses)}  # type: ignore[method-assign]
     assert fit(run) == "finished"
     assert (run.progress.best_step, run.progress.best_value) == (6, 1.0)
 
@@ -77,7 +77,7 @@ def test_the_best_is_the_largest_or_the_smallest(
 ) -> None:
     run = build_run(tmp_path, *SMALL, "steps=6", "eval.every=2steps", *words)
     figures = iter([{"loss": 2, "accuracy": 0.1}, {"loss": 3, "accuracy": 0.9}, {"loss": 1, "accuracy": 0.2}])
-    run.task.figures = lambda loss, values: next(figures)  # type: ignore[method-assign]
+    run.task.log_values = lambda loss, values: next(figures)  # type: ignore[method-assign]
     fit(run)
     assert (run.plan.best_mode, run.progress.best_step) == (mode, best_step)
 
