@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
+from ptfast.optim.novograd import Novograd
 
 Shapes = list[tuple[int, ...]]
 LR = 1e-6
@@ -154,6 +155,8 @@ CONTENDERS = (
     ),
     Contender("timm NVLAMB", timm("Lamb")),
     Contender("timm NVLAMB foreach", timm("Lamb", foreach=True)),
+    Contender("NovoGrad", ours(Novograd, **DECAY), ((BASE, 1.5), ("timm NovoGrad", 1.0))),
+    Contender("timm NovoGrad", timm("NvNovoGrad", **DECAY)),
     Contender(
         "Muon", lambda p: Muon(p, LR, ends=True, fused=True), (("Muon by matrix", 1.0),), on_request=True
     ),

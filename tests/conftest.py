@@ -49,7 +49,7 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process have no supervisor, which takes a fifth of a short run, and do not wait for the disk.
+    """Runs in this process have no supervisor (a fifth of a short run) and do not wait for the disk.
 
     Tests marked `supervised` have both.
     """

@@ -247,7 +247,8 @@ Image.new("RGB", (16, 16)).save(file, "JPEG")
 assert decode(file.getvalue(), "black.jpg").pixels.shape == (16, 16, 3)
 assert not heavy & set(sys.modules), "decoding"
 optimizers = {"torch.optim.SGD": {"lr": 0.1, "fused": "auto"}}
-for name in ("lars.Lars", "lamb.Lamb", "muon.Muon"):
+ours = "lars.Lars", "lamb.Lamb", "novograd.Novograd", "muon.Muon"
+for name in ours:
     optimizers[f"ptfast.optim.{name}"] = {}
 for path, keywords in optimizers.items():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 
+import pytest
 from conftest import ROOT
 
 from ptfast.cli.command_line import run
@@ -14,6 +15,7 @@ from ptfast.cli.command_line import run
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_example_with_a_user_s_own_parts_trains(tmp_path, monkeypatch):
     section = README.split("## Your own model and data")[1].split("\n## ")[0]
     (tmp_path / "mine.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)))

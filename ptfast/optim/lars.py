@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.layer_batches import Group, LayerBatch
-from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
+from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
 
 
 class Lars(LayerwiseOptimizer):
     """SGD with a learning rate per layer, for batches of thousands of images.
 
-    At large batch sizes one global learning rate overshoots layers whose gradients are large next to
-    their weights. Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
+    At large batch sizes one global rate overshoots layers whose gradients are large next to their weights.
+    Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
 
         ratio = trust * |w| / (|g| + weight_decay * |w| + eps), or 1 where |w| or |g| is 0
         v <- momentum * v + ratio * (g + weight_decay * w);    w <- w - lr * v
 
-    Weight decay is L2, as in torch's SGD, and rescaled with the gradient. The learning rate is applied
-    after the momentum, as there; the paper applies it before, which is the same while it is constant.
+    Weight decay is L2, as in torch's SGD, and rescaled with the gradient. The rate is applied after the
+    momentum, as there; the paper applies it before, which is the same while the rate is constant.
 
     Args:
         lr: >= 0; times `trust`, the relative length of a step. 1-d parameters know only `lr`: rather than
@@ -56,34 +55,15 @@ class Lars(LayerwiseOptimizer):
     def _update(self, group: Group, batch: LayerBatch) -> None:
         excluded = group["exclude_1d"] and batch.ndim <= 1
         decay = 0.0 if excluded else group["weight_decay"]
-        ratios = None if excluded else self._ratios(group, batch, decay)
-        sgd = {name: group[name] for name in ("lr", "momentum", "nesterov")}
-        sgd |= {"maximize": False, "is_first_step": False, "found_inf": batch.found_inf}
-        if ratios is not None and ratios.is_cpu and sgd["momentum"] and not sgd["nesterov"]:
-            # Reading from the CPU is free: with the ratio as its dampening the kernel needs no other pass.
-            unscale = 1.0 if batch.grad_factor is None else batch.grad_factor.item()
-            numbers = (ratios if unscale == 1 else ratios * unscale).tolist()
-            for columns in batch.pieces:
-                for weight, grad, velocity, number in zip(*columns, numbers, strict=True):
-                    kernel = {"weight_decay": decay / unscale, "dampening": 1 - number, **sgd}
-                    torch._fused_sgd_([weight], [grad], [velocity], **kernel)
-            return
-        for weights, grads, velocities in batch.pieces:
-            update, left = batch.scaled(grads), decay
-            if ratios is not None:
-                if decay:
-                    update = torch._foreach_add(update, weights, alpha=decay)
-                update, left = torch._foreach_mul(update, ratios.unbind()), 0.0
-            velocities = velocities if sgd["momentum"] else []
-            torch._fused_sgd_(weights, update, velocities, weight_decay=left, dampening=0.0, **sgd)
-
-    def _ratios(self, group: Group, batch: LayerBatch, decay: float) -> Tensor:
-        """The ratio of each layer."""
-        layer_norms, grad_norms = (
-            batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
-            for column in (0, 1)
-        )
-        if batch.grad_factor is not None:
-            grad_norms = grad_norms * batch.grad_factor
-        ratios = group["trust"] * layer_norms / (grad_norms + decay * layer_norms + group["eps"])
-        return torch.where(torch.minimum(layer_norms, grad_norms) > 0, ratios, 1.0)
+        ratios = None
+        if not excluded:
+            layer_norms, grad_norms = (
+                batch.norms([size for piece in batch.pieces for size in batch.sizes(piece[column])])
+                for column in (0, 1)
+            )
+            if batch.grad_factor is not None:
+                grad_norms = grad_norms * batch.grad_factor
+            ratios = group["trust"] * layer_norms / (grad_norms + decay * layer_norms + group["eps"])
+            ratios = torch.where(torch.minimum(layer_norms, grad_norms) > 0, ratios, 1.0)
+        keywords = {name: group[name] for name in ("lr", "momentum", "nesterov")}
+        step_by_momentum(batch, ratios, decay_within=decay, **keywords)

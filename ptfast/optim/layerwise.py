@@ -146,3 +146,46 @@ class LayerwiseOptimizer(Optimizer):
 def defaults_of(arguments: Group) -> Group:
     """A constructor's keywords by name, from its `locals()`: the defaults of its groups."""
     return {name: arguments[name] for name in arguments if name not in ("self", "params", "__class__")}
+
+
+def step_by_momentum(
+    batch: LayerBatch,
+    factors: Tensor | None,
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    nesterov: bool = False,
+    decay_within: float = 0.0,
+    decay_beside: float = 0.0,
+) -> None:
+    """SGD with a factor per layer. For weights `w`, gradients `g` and velocities `v`:
+
+        v <- momentum * v + factor * (g + decay_within * w) + decay_beside * w;    w <- w - lr * v
+
+    The pieces of `batch` are `w`, `g` and `v`. `factors`, above 0 and on the device, has one per layer.
+
+    Cost: one fused pass on the CPU; up to two more elsewhere and with Nesterov.
+    """
+    sgd = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "maximize": False, "is_first_step": False}
+    sgd |= {"found_inf": batch.found_inf}
+    if factors is not None and factors.is_cpu and momentum and not nesterov:
+        # Reading from the CPU is free, and with the factor as its dampening the kernel needs no other pass.
+        unscale = 1.0 if batch.grad_factor is None else batch.grad_factor.item()
+        whole = factors if unscale == 1 else factors * unscale
+        numbers, decays = whole.tolist(), [decay_within / unscale] * len(batch.layers)
+        if decay_beside:
+            decays = (whole.reciprocal() * decay_beside + decays[0]).tolist()
+        for columns in batch.pieces:
+            for weight, grad, velocity, number, decay in zip(*columns, numbers, decays, strict=True):
+                kernel = {"weight_decay": decay, "dampening": 1 - number, **sgd}
+                torch._fused_sgd_([weight], [grad], [velocity], **kernel)
+        return
+    for weights, grads, velocities in batch.pieces:
+        update, decay = batch.scaled(grads), decay_beside + decay_within
+        if factors is not None:
+            if decay_within:
+                update = torch._foreach_add(update, weights, alpha=decay_within)
+            update, decay = torch._foreach_mul(update, factors.unbind()), decay_beside
+        torch._fused_sgd_(
+            weights, update, velocities if momentum else [], weight_decay=decay, dampening=0.0, **sgd
+        )

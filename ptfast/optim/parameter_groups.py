@@ -17,6 +17,7 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.tensors.torch_internals import BatchNorm
 from ptfast.optim import Optimizer, ParameterGroup
 from ptfast.optim.muon import Muon
+from ptfast.optim.novograd import Novograd
 from ptfast.techniques.repeated_blocks import find_blocks
 
 START = Duration(0, "epochs")
@@ -182,7 +183,7 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
 
     k times the batch means k times fewer steps over the same samples. SGD makes up for it with k times the
     rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`). Where a
-    step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, Muon), weights should decay at the
+    step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, NovoGrad, Muon), weights should decay at the
     same pace per sample, so the root rule puts the other root on the decay. Elsewhere decay stays.
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
@@ -199,7 +200,7 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
         group["lr"] *= factor
         group["initial_lr"] = float(group["lr"])
         decoupled = group.get("decoupled_weight_decay") or isinstance(
-            optimizer, (torch.optim.SGD, torch.optim.Adafactor, Muon)
+            optimizer, (torch.optim.SGD, torch.optim.Adafactor, Muon, Novograd)
         )
         if decoupled and group.get("weight_decay"):
             decay_factor = ratio / factor

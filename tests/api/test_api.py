@@ -515,6 +515,7 @@ def test_nothing_on_the_gpu_stays_changed() -> None:
     assert state() == before
 
 
+@pytest.mark.slow
 def test_ten_trainings_leave_no_thread_process_or_memory(capsys: pytest.CaptureFixture[str]) -> None:
     def used_kib() -> int:
         return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])

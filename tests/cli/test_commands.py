@@ -335,7 +335,7 @@ def test_nothing_under_torchrun_runs_twice(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--json",), marks=pytest.mark.slow)])
 def test_a_run_outlives_the_reader_of_its_output(in_tmp: Path, flags: tuple[str, ...]) -> None:
     words = ["train", "epochs=1", "run.dir=a", *flags]
     process = subprocess.Popen([sys.executable, "-m", "ptfast", *words], stdout=subprocess.PIPE)

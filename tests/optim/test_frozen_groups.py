@@ -31,7 +31,7 @@ class Notes(Callback):
         self.trained.append({name for name, p in named.items() if p.requires_grad})
 
 
-@pytest.mark.parametrize("optimizer", ["sgd_cifar", "adamw", "lamb", "muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["sgd_cifar", "adamw", "lamb", "muon", "novograd", "adafactor"])
 def test_frozen_parameters_stand_still_and_thaw(in_tmp: Path, optimizer: str) -> None:
     groups = (
         '[{match: "layers.1.*", trains_from: 3steps}, {match: "layers.3.*", trains_until: 5steps},'

@@ -1,4 +1,4 @@
-"""LARS, LAMB and NVLAMB against timm and against their papers.
+"""LARS, LAMB, NVLAMB and NovoGrad against timm and against their papers.
 
 Run as a script, it writes the vectors that stand in where timm is not installed.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ptfast.optim import layer_batches
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
+from ptfast.optim.novograd import Novograd
 
 VECTORS = Path(__file__).with_name("large_batch_vectors.json")
 STEPS = 20
@@ -46,6 +47,14 @@ TRAJECTORIES: dict[str, tuple[Callable[..., Any], dict[str, Any], str, dict[str,
     "lamb-decay": (Lamb, {"lr": 0.01, "weight_decay": 0.05}, "Lamb", {"max_grad_norm": None}),
     "nvlamb": (Lamb, {"lr": 0.01, "weight_decay": 0.05, "max_grad_norm": 1.0}, "Lamb", {}),
     "nvlamb-norm": (Lamb, {"lr": 0.01, "weight_decay": 0.05, "max_grad_norm": 7.0}, "Lamb", {}),
+    "novograd": (Novograd, {"lr": 0.01}, "NvNovoGrad", {}),
+    "novograd-decay": (Novograd, {"lr": 0.01, "weight_decay": 0.05}, "NvNovoGrad", {}),
+    "novograd-averaging": (
+        Novograd,
+        {"lr": 0.01, "weight_decay": 0.05, "grad_averaging": True},
+        "NvNovoGrad",
+        {},
+    ),
 }
 
 
@@ -81,7 +90,13 @@ def trajectory(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], lay
 def timm_trajectory(name: str) -> Tensor:
     _, shared, cls, theirs = TRAJECTORIES[name]
     optimizers = importlib.import_module("timm.optim")
-    return trajectory(lambda layers: getattr(optimizers, cls)(layers, **shared, **theirs))
+    default = torch.get_default_dtype()
+    # It keeps NovoGrad's second moment in the default type.
+    torch.set_default_dtype(torch.float64)
+    try:
+        return trajectory(lambda layers: getattr(optimizers, cls)(layers, **shared, **theirs))
+    finally:
+        torch.set_default_dtype(default)
 
 
 def reference(name: str, p: Tensor, g: Tensor, state: dict[str, Any], t: int, h: dict[str, Any]) -> Tensor:
@@ -91,6 +106,11 @@ def reference(name: str, p: Tensor, g: Tensor, state: dict[str, Any], t: int, h:
         ratio = 1e-3 * p.norm() / (g.norm() + decay * p.norm() + 1e-8)
         state["v"] = h["momentum"] * state.get("v", 0.0) + h["lr"] * ratio * (g + decay * p)
         return p - state["v"]
+    if name == "novograd":
+        v = g.norm() ** 2 if t == 1 else 0.98 * state["v"] + 0.02 * g.norm() ** 2
+        state["v"] = v
+        state["m"] = 0.95 * state.get("m", 0.0) + (g / (v.sqrt() + 1e-8) + decay * p)
+        return p - h["lr"] * state["m"]
     state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * g
     state["v"] = 0.999 * state.get("v", 0.0) + 0.001 * g**2
     r = state["m"] / (1 - 0.9**t) / ((state["v"] / (1 - 0.999**t)).sqrt() + 1e-6)
@@ -131,6 +151,7 @@ def test_agrees_with_the_installed_timm(name: str, layout: str) -> None:
         ("lars", Lars, {"lr": 2.0, "momentum": 0.9, "weight_decay": 0.05}),
         ("lamb", Lamb, {"lr": 0.01, "weight_decay": 0.05}),
         ("lamb", Lamb, {"lr": 0.01, "weight_decay": 0.05, "norm_range": (0.5, 0.8)}),
+        ("novograd", Novograd, {"lr": 0.01, "weight_decay": 0.05}),
     ],
 )
 def test_agrees_with_the_paper(name: str, cls: Callable[..., Any], keywords: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ptfast.optim.build_optimizer import apply_lr, build_optimizer, load_optimiz
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
+from ptfast.optim.novograd import Novograd
 
 
 @pytest.fixture(params=[layer_batches.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
@@ -304,7 +305,7 @@ def test_gradients_are_left_as_they_are(name: str) -> None:
         (Lamb, {"betas": (0.9, 1.0)}),
         (Lamb, {"weight_decay": -0.1}),
         (Lamb, {"max_grad_norm": 0.0}),
-        (Lars, {"eps": float("nan")}),
+        (Novograd, {"eps": float("nan")}),
         (Muon, {"momentum": 1.0}),
         (Muon, {"ns_steps": 0}),
         (Muon, {"lr": -1.0}),
@@ -320,7 +321,7 @@ def test_complex_parameters_are_refused() -> None:
         Lamb([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
-OPTIONS = ("lars", "lamb", "nvlamb", "muon", "nadam", "radam", "adafactor")
+OPTIONS = ("lars", "lamb", "nvlamb", "novograd", "muon", "nadam", "radam", "adafactor")
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -62,6 +62,7 @@ def test_tests_of_a_kind_are_found(kind: str, name: str, tmp_path: Path) -> None
     assert [test.rpartition("::")[2] for test in progress.read_notes(tmp_path / "noted", kind)] == [name]
 
 
+@pytest.mark.slow
 def test_tests_continue_where_the_last_call_ended(tmp_path: Path) -> None:
     for _ in range(progress.TRIES):
         run_pytest(tmp_path, "rest")

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.muon import Muon
+from ptfast.optim.novograd import Novograd
 
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lars": functools.partial(Lars, lr=1.0, trust=0.02, weight_decay=1e-3),
     "lars-nesterov": functools.partial(Lars, lr=1.0, trust=0.02, weight_decay=1e-3, nesterov=True),
     "lamb": functools.partial(Lamb, lr=0.02),
     "nvlamb": functools.partial(Lamb, lr=0.02, max_grad_norm=1.0),
+    "novograd": functools.partial(Novograd, lr=0.01, weight_decay=1e-3),
     "muon": functools.partial(Muon, lr=0.02, ends=True),
     "muon-sgd": functools.partial(Muon, lr=0.02, ends=True, rest="sgd", normalize=True),
 }

@@ -26,7 +26,7 @@ from ptfast.training.loop.step import Trainer
 CPU = torch.device("cpu")
 SMALL = ("model.hidden=[16]", "batch_size=64", "log_every=5")
 FUSED = ("sgd", "adam", "adamw")
-OWN = ("lars", "lamb", "nvlamb", "muon")
+OWN = ("lars", "lamb", "nvlamb", "novograd", "muon")
 UNFUSED = ("nadam", "radam", "adafactor")
 
 

@@ -19,7 +19,7 @@ from ptfast.measure.outputs import check_outputs, label, write_figures, write_re
 from ptfast.report.terminal.display import say, table
 
 SMALLEST, LARGEST = 8, 65_536
-ADAPTIVE = ("adam", "lamb", "adafactor", "lion")
+ADAPTIVE = ("adam", "lamb", "novograd", "adafactor", "lion")
 TIE = 0.02
 """Sizes whose throughputs differ by less count as equally fast."""
 FINALISTS, ROUNDS = 3, 3

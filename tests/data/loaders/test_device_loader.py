@@ -248,6 +248,7 @@ FUSED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_one_kernel_gives_the_bits_of_single_operators() -> None:
     """By Triton's interpreter, whose bfloat16 is not rounded as a GPU's."""
     pytest.importorskip("triton")

@@ -173,7 +173,7 @@ def test_what_it_cannot_do_is_refused(changes: Tree, key: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("ptfast.optim.lars.Lars", "ptfast.optim.lamb.Lamb"),
+        *("ptfast.optim.lars.Lars", "ptfast.optim.lamb.Lamb", "ptfast.optim.novograd.Novograd"),
         *("ptfast.optim.muon.Muon", "torch.optim.Adafactor"),
     ],
 )
