@@ -96,8 +96,6 @@ def test_the_tests_of_every_addition_pass(extended: Path) -> None:
     python(
         extended,
         *("-m", "pytest", "-p", "no:xdist", "tests/techniques/test_inplace_relu.py"),
-        "tests/data/sources/test_points.py",
-        "tests/test_options.py::test_it_trains[data/points]",
         *(f"tests/test_techniques.py::test_{name}" for name in (*techniques, *records)),
         "tests/test_layers.py::test_names_and_folders_can_be_told_apart",
         "tests/test_docs.py::test_the_tables_of_techniques_are_the_catalogue",
