@@ -34,7 +34,7 @@ HEADINGS = {
     "Several GPUs": ("parallel",),
     "Little memory": ("checkpointing", "gradient accumulation", "adafactor", "expandable segments"),
     "A pretrained model": ("parameter groups",),
-    "Large batches": ("batch", "lars", "lamb", "nvlamb"),
+    "Large batches": ("batch", "lars", "lamb", "nvlamb", "novograd"),
     "A choice of optimizer": ("optimizer",),
     "A choice of schedule": ("schedule",),
 }
