@@ -81,7 +81,7 @@ def write_report(run_dir: Path) -> Path:
         found = f"Loss spikes: {spikes['count']}, the largest {spike(spikes['largest'])}."
         body.append(f'<p class="card">{escape(found)}</p>')
     if table := _figure_table(run):
-        body += ["<h2>Figures</h2>", table]
+        body += ["<h2>Metrics</h2>", table]
     charts, last_step = "", run.last_step
     best, followed = run.metrics("best").get("step"), run.summary.get("best_metric", "").partition(".")[0]
     for name in chart_order(run.curves):
