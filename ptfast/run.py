@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoopIntervals:
-    """After which optimizer steps, rising, the host looks up from training."""
+    """The optimizer steps, ascending, after which the loop logs, evaluates or saves."""
 
     log_steps: Sequence[int]
     eval_steps: Sequence[int]
@@ -119,11 +119,11 @@ class Run:
     debug_aids: list[Callback] = field(default_factory=list)
     """Called after the callbacks' `on_step`, and never saved."""
     watch_batches: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] | None = None
-    """Looks at the training batches as they pass."""
+    """Observes the training batches as they pass."""
     counter: Any = None
     """Counts the operators of a step (`ptfast.profiling.operator_counting.StepCounter`)."""
     flush: Callable[[], None] = lambda: None
-    """Reads and logs training figures that are still on their way from the device; N001 as the loop does."""
+    """Reads and logs training metrics that are still being copied from the device; N001 as the loop does."""
     remedy: Callable[[], str | None] = lambda: None
     """Suggests what makes the model fit the data, for when its first forward pass fails."""
     data_note: str = ""
@@ -141,7 +141,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The newest figures of each split."""
+    """The newest metrics of each split."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     outputs_checked: bool = False
     """The outputs of an evaluation were looked at, once a process."""

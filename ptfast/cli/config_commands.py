@@ -178,7 +178,7 @@ def dry_run(config: Config) -> int:
         with operators, naming_user_code(run):
             trainer.train(batches, first + 1)
         trainer.window.read()
-        trainer.first_look.check_evaluation()
+        trainer.first_checks.check_evaluation()
         seconds = []
         for step in range(first + 2, min(first + TIMED_STEPS + 1, run.total_steps) + 1):
             start = time.perf_counter()

@@ -119,8 +119,8 @@ def watch(act: Callable[[], Any], names: Sequence[str]) -> Ended:
         thread.start()
         while thread.is_alive() and not watcher.all_over():
             thread.join(POLL_S)
-            watcher.look()
-        watcher.look()
+            watcher.check()
+        watcher.check()
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
@@ -142,7 +142,7 @@ class _Watch:
     deadline_s: float = float("inf")
     all_left_s: float = float("inf")
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check which ranks have exited, pass on signals, and kill ranks that are late."""
         agent, now, ended = Agent.latest, time.monotonic(), self.ended
         while self.waiting:

@@ -123,7 +123,7 @@ def add_callbacks(run: PartialRun) -> None:
 
 
 def plan_run(run: PartialRun) -> RunPlan:
-    """Plan when the loop looks up, and what it follows; C005 for a metric that nothing computes."""
+    """Plan when the loop logs, evaluates and saves, and its metric; C005 for one that nothing computes."""
     config, plan, stop, task = run.config, run.training_plan, run.config.stop, run.task
     counts_epochs = plan.batches.size is not None and hooks(run.callbacks, "on_epoch")
     by_time = config.saving.every.unit == "seconds"
@@ -145,7 +145,7 @@ def plan_run(run: PartialRun) -> RunPlan:
         known = {"loss": 0.0} if split == "train" else task.log_values(0.0, dict.fromkeys(names(), 0.0))
         if metric not in known:
             of_sets = (f"{name}/{each}" for name in run.splits.evals for each in known)
-            what, hint = "no such metric", f"There are: {name_some([*known, *of_sets], 12)}"
+            what, hint = "unknown metric", f"There are: {name_some([*known, *of_sets], 12)}"
             raise ConfigError("C005", what, key="stop.metric", value=best_metric, suggestion=hint)
     mode = task.mode if metric == task.metric else better_mode(metric)
     best_mode = mode if stop.mode == "auto" else stop.mode
@@ -170,7 +170,7 @@ def plan_run(run: PartialRun) -> RunPlan:
 
 
 def check_own_steps(run: PartialRun) -> None:
-    """Refuse named optimizers that nobody steps, and switches that need gradients the loop does not see."""
+    """Reject optimizers with a name that no task steps, and keys that a task with own steps would ignore."""
     groups, task = run.optimizer.param_groups, name_of(run.task)
     named = [group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group]
     if not takes_own_steps(run.task):

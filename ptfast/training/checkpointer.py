@@ -177,8 +177,8 @@ class Checkpointer:
                 if name in parts or name not in OPTIONAL:
                     part.load_state_dict(parts[name])
             run.best_metrics = state.facts["best_figures"]
-            figures = state.facts["figures"].items()
-            run.metrics = {split: values for split, values in figures if split != "test"}
+            metrics = state.facts["figures"].items()
+            run.metrics = {split: values for split, values in metrics if split != "test"}
         except PtfastError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The loop of a run: train some steps, look, evaluate, save, repeat."""
+"""The loop of a run: train some steps, log, evaluate, save, repeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptfast.training.loop.loss_accumulator import PendingLog
 from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.votes import StopReason, Votes, agree_to_stop
 from ptfast.training.stopping import Stopped, interruptible
-from ptfast.training.user_code import callback_states, check_figures
+from ptfast.training.user_code import callback_states, check_metrics
 
 
 def fit(run: Run) -> str:
@@ -62,7 +62,7 @@ def _fit_or_stop(run: Run) -> StopReason:
 
 
 def _fit(run: Run) -> StopReason:
-    """Train a segment, look, evaluate, save, and repeat."""
+    """Train a segment, log, evaluate, save, and repeat."""
     progress = run.progress
     run.call_back("on_start")
     callback_states(run)
@@ -73,7 +73,7 @@ def _fit(run: Run) -> StopReason:
         is_kept = False
         if not progress.evaluation_due:
             batches = _apply_freezing(run, trainer, batches)
-            segment = _train_segment(run, trainer, batches, votes.look_steps)
+            segment = _train_segment(run, trainer, batches, votes.max_steps)
             data_comes = segment.data_comes
             stop = votes.exchange(segment.step_s, defers=trainer.window.defers)
             _report(run, trainer, segment)
@@ -129,21 +129,21 @@ def _start(run: Run, trainer: Trainer) -> Iterator[StepBatch]:
 
 
 class Segment(NamedTuple):
-    """Consecutive steps between two looks."""
+    """Consecutive steps after which the host logs, evaluates or saves."""
 
     steps: int
-    look: PendingLog
+    log: PendingLog
     """The metrics since the last log line."""
     step_s: float
     data_comes: bool
     """False if a signal interrupted the wait for a batch."""
 
 
-def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], look_steps: int) -> Segment:
-    """Train until the next log, evaluation or save is due, for at most `look_steps` steps."""
+def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], max_steps: int) -> Segment:
+    """Train until the next log, evaluation or save is due, for at most `max_steps` steps."""
     progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
     start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
-    stop = min(run.plan.intervals.next_stop(start, run.total_steps), start + look_steps)
+    stop = min(run.plan.intervals.next_stop(start, run.total_steps), start + max_steps)
     # The first step of a process and counted steps do not represent the training speed.
     is_first, aside = start == trainer.first_step, None
     if is_first:
@@ -155,19 +155,19 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], loo
             trainer.train(given or batches, stop)
         except Stopped:
             data_comes = False
-        look, steps = window.look(), progress.step - start
+        log, steps = window.begin_log(), progress.step - start
         window.flush()
-        window.unread = look
+        window.unread = log
         if aside is not None or not window.defers:
-            window.receive(look)
+            window.receive(log)
         if is_first and steps:
-            trainer.first_look.check_evaluation()
-    trainer.first_look.switches.look()
+            trainer.first_checks.check_evaluation()
+    trainer.first_checks.switches.check()
     if aside is None:
-        look.timed = steps, progress.samples - samples, begin, clock.moment()
+        log.timed = steps, progress.samples - samples, begin, clock.moment()
     step_s = (clock.elapsed_s() - start_s) / max(1, steps)
     # A host that does not wait may be ahead of the device.
-    return Segment(steps, look, max(step_s, window.step_s if window.defers else 0.0), data_comes)
+    return Segment(steps, log, max(step_s, window.step_s if window.defers else 0.0), data_comes)
 
 
 def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
@@ -178,7 +178,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in intervals.eval_steps)
     logs = progress.evaluation_due or (took_any and step in intervals.log_steps)
-    trainer.window.report(segment.look, logs=logs)
+    trainer.window.report(segment.log, logs=logs)
     if logs and run.compilation is not None:
         num_steps = run.total_steps - trainer.first_step
         if advice := run.compilation.complaint(segment.step_s, num_steps):
@@ -223,20 +223,20 @@ def evaluate_splits(run: Run, splits: Sequence[str]) -> None:
         tables: dict[str, MetricTable] = {}
         found[split] = evaluate(run, run.eval_loaders[split], keep=tables.update), tables
     run.flush()  # the device has finished the training before it
-    for split, (figures, tables) in found.items():
+    for split, (metrics, tables) in found.items():
         # Metrics may differ between ranks in their last bits, but ranks must not disagree.
-        figures = broadcast_object(figures, run.ranks)
+        metrics = broadcast_object(metrics, run.ranks)
         if hooks(run.callbacks, "on_evaluation"):
-            run.call_back("on_evaluation", step, split, figures)
-            figures = broadcast_object(check_figures(figures, run), run.ranks)
-        run.metrics[split] = figures
+            run.call_back("on_evaluation", step, split, metrics)
+            metrics = broadcast_object(check_metrics(metrics, run), run.ranks)
+        run.metrics[split] = metrics
         clock.to("logging")
         place = {"step": step, "epoch": round(run.epoch, 4), "split": split}
-        run.logger.log({**place, **run.evaluated_weights, **figures})
+        run.logger.log({**place, **run.evaluated_weights, **metrics})
         if tables and run.ranks.is_first:
             write_tables(run.folder, split, step, tables, run.info.class_names)
         if split == "test":
-            run.display.evaluation(step, run.epoch, split, figures, False, **run.evaluated_weights)
+            run.display.evaluation(step, run.epoch, split, metrics, False, **run.evaluated_weights)
 
 
 def _evaluate_and_rank(run: Run) -> bool:
@@ -248,11 +248,11 @@ def _evaluate_and_rank(run: Run) -> bool:
     try:
         evaluate_splits(run, splits)
         sets = [(split, item) for split in splits if split != "val" for item in run.metrics[split].items()]
-        figures = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
-        figures = run.metrics.get("val", figures) if "val" in splits else figures
+        metrics = {"loss": progress.epoch_loss / (progress.epoch_items or 1)}
+        metrics = run.metrics.get("val", metrics) if "val" in splits else metrics
         progress.epoch_loss = progress.epoch_items = 0.0
         progress.evaluation_due = False
-        return _rank(run, figures | {f"{split}/{name}": value for split, (name, value) in sets})
+        return _rank(run, metrics | {f"{split}/{name}": value for split, (name, value) in sets})
     except Abandoned:
         raise
     except Exception:
@@ -262,20 +262,20 @@ def _evaluate_and_rank(run: Run) -> bool:
         raise
 
 
-def _rank(run: Run, figures: dict[str, float]) -> bool:
+def _rank(run: Run, metrics: dict[str, float]) -> bool:
     """Compare an evaluation with the best so far; True if its checkpoint is among those to keep."""
     progress, metric = run.progress, run.plan.best_metric
-    if metric not in figures:
-        hint = f"There are: {', '.join(figures)}"
+    if metric not in metrics:
+        hint = f"There are: {', '.join(metrics)}"
         raise ConfigError("C005", "unknown metric", key="stop.metric", value=metric, suggestion=hint)
-    value, previous = figures[metric], progress.best_value
+    value, previous = metrics[metric], progress.best_value
     # NaN is never the best, because no value would beat it.
     is_best = not math.isnan(value) and (
         previous is None or (value > previous if run.plan.best_mode == "max" else value < previous)
     )
     if is_best:
         progress.best_value, progress.best_step, progress.evaluations_without_gain = value, progress.step, 0
-        run.best_metrics = figures
+        run.best_metrics = metrics
     else:
         progress.evaluations_without_gain += 1
     for split in (name for name in run.eval_loaders if name != "test"):

@@ -179,8 +179,8 @@ def evaluations(
         for name in [split] if split else loaders:
             tables: dict[str, MetricTable] = {}
             with naming_user_code(saved), display.status(f"evaluating {name}"):
-                figures = evaluate(saved, loaders[name], keep=tables.update)
-            yield name, figures, tables
+                metrics = evaluate(saved, loaders[name], keep=tables.update)
+            yield name, metrics, tables
     finally:
         for loader in loaders.values():
             loader.close()
@@ -191,15 +191,15 @@ def evaluate_saved(saved: PartialRun, split: str | None = None, words: Sequence[
     step, redraws, rows = saved.progress.step, is_terminal(standard_output()), []
     start_s, checkpoint = time.perf_counter(), saved.checkpoint
     assert checkpoint is not None
-    for name, figures, tables in evaluations(saved, split, words):
-        rows.append((name, listed(figures)))
+    for name, metrics, tables in evaluations(saved, split, words):
+        rows.append((name, listed(metrics)))
         rows += [
             (f"{name} {key}", f"{kind}, in the JSON: ptfast eval ... > FILE")
             for key, (kind, _) in tables.items()
         ]
         if not redraws:
             given = {key: as_lists(value) for key, (_, value) in tables.items()}
-            line = {"step": step, "split": name, **saved.evaluated_weights, **figures, **given}
+            line = {"step": step, "split": name, **saved.evaluated_weights, **metrics, **given}
             print(json.dumps(plain_json(line), allow_nan=False), flush=True)
     rows += [("time", duration(time.perf_counter() - start_s)), ("checkpoint", str(checkpoint.folder))]
     title = f"{saved.config.recipe or 'train'}: evaluated at step {step:,}"

@@ -172,13 +172,13 @@ def _unsavable(value: Any) -> Any:
     return None if plain else value
 
 
-def check_figures(figures: dict[str, Any], run: Run) -> dict[str, float]:
+def check_metrics(metrics: dict[str, Any], run: Run) -> dict[str, float]:
     """Return metrics as plain numbers; C017 for a callback's value that is not a number."""
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if not isinstance(name, str) or not is_number(value):
             part = next(part for part in parts_of(run) if hasattr(part.made, "on_evaluation"))
             what = f"on_evaluation adds {described(value)} as the metric {name}, which is not a number"
             raise part.error(what, "Add float(value)")
     return {
-        name: value if isinstance(value, (int, float)) else float(value) for name, value in figures.items()
+        name: value if isinstance(value, (int, float)) else float(value) for name, value in metrics.items()
     }

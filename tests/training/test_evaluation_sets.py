@@ -173,7 +173,7 @@ def draw_folders() -> None:
         (["evals.x.data=digit"], "C003", ("Did you mean data=digits?",)),
         (["evals.x=[1]"], "C004", ("evals.x=[1] (command line)",)),
         (["evals.few.root=few", "stop.metric=few/acc"], "C005", ("loss, accuracy, few/loss, few/accuracy",)),
-        (["evals.few.root=few", "stop.metric=fw/accuracy"], "C005", ("no such metric",)),
+        (["evals.few.root=few", "stop.metric=fw/accuracy"], "C005", ("unknown metric",)),
     ],
 )
 def test_what_cannot_be_an_evaluation_set_is_rejected(

@@ -24,7 +24,7 @@ from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.models.mlp import Mlp
 from ptfast.training.fit import fit
-from ptfast.training.loop.votes import LOOK_S
+from ptfast.training.loop.votes import EXCHANGE_S
 from ptfast.training.stages.data_stage import eval_batch_size
 
 
@@ -81,7 +81,7 @@ def test_lines_are_logged_when_they_are_due(in_tmp: Path) -> None:
 def test_looking_up_often_changes_no_figure(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*SMALL, "steps=20", "model.dropout=0.2")
     assert train(*words, "run.dir=a") == 0
-    monkeypatch.setattr("ptfast.training.loop.votes.LOOK_S", LOOK_S * 1e-9)
+    monkeypatch.setattr("ptfast.training.loop.votes.EXCHANGE_S", EXCHANGE_S * 1e-9)
     assert train(*words, "run.dir=b") == 0
     assert records(Path("a")) == records(Path("b"))
     assert same_bits(weights(Path("a")), weights(Path("b")))

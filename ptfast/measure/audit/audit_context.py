@@ -101,7 +101,7 @@ class AuditContext:
         breaks_before = _graph_breaks(run)
         run.call_back("on_start")
         self._trainer = trainer = Trainer(run)
-        switches = trainer.first_look.switches
+        switches = trainer.first_checks.switches
         self.batch: Any = None
         """A micro-batch in the form the task receives it."""
         self.shapes: set[Any] = set()
@@ -112,7 +112,7 @@ class AuditContext:
             if run.compilation is not None:
                 run.compilation.start(0.0)
             self.take_step()
-            switches.look()
+            switches.check()
         self.aids = switches.found
         """Torch's debugging aids that are on, and where they were switched on."""
         self.shapes.clear()

@@ -66,7 +66,7 @@ def write_hub(folder: Path, run: PartialRun) -> Callable[[], nn.Module] | None:
     return lambda: timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
-def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, float]], *, graph: bool) -> str:
+def model_card(run: PartialRun, weights: str, metrics: Mapping[str, dict[str, float]], *, graph: bool) -> str:
     """Write the README of a folder for the hub: the model, its metrics, and how to load it."""
     info, library = run.info, library_of(run.model)
     inner = type(getattr(run.model, "model", None)).__name__
@@ -81,7 +81,7 @@ def model_card(run: PartialRun, weights: str, figures: Mapping[str, dict[str, fl
     kinds = {"semantic_segmentation": "image-segmentation", "language_modelling": "text-generation"}
     kind = kinds.get(info.task, f"{info.kind}-{info.task}").replace("text-token_", "token-")
     kind = re.sub(r"[^\w-]", "", kind)
-    reached = "".join(f"- {_code(split)}: {_code(listed(values))}\n" for split, values in figures.items())
+    reached = "".join(f"- {_code(split)}: {_code(listed(values))}\n" for split, values in metrics.items())
     names = ", ".join(map(_code, info.class_names or ()))
     classes = f"\nClasses, in the order of the outputs: {names}.\n"
     return (

@@ -38,13 +38,13 @@ class Accumulator:
     _counts: list[Any]
     """The items of this step's micro-batches, as their losses count them."""
 
-    def __init__(self, run: Run, exchange: OneRank, window: LossAccumulator, first_look: FirstStep) -> None:
+    def __init__(self, run: Run, exchange: OneRank, window: LossAccumulator, first_checks: FirstStep) -> None:
         self.run, self.exchange, self.window = run, exchange, window
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         is_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if is_double else torch.float32
         self.first_micro_batch = run.ranks.rank * (run.micro_batches // run.ranks.world_size)
-        self._first_step, self._first_look = run.progress.step, first_look
+        self._first_step, self._first_checks = run.progress.step, first_checks
         # Entering a context that does nothing takes 0.3 us.
         self._loss_of = self._loss if run.precision.autocast_dtype is None else self._autocast_loss
         # Sharded weights are gathered in the half-precision type, and released in between.
@@ -96,7 +96,7 @@ class Accumulator:
         # Read on every step: a callback may replace the task.
         if run.progress.step > self._first_step:
             return run.task.loss(run.forward, data)
-        return self._first_look.loss(run.forward, data, num_samples)
+        return self._first_checks.loss(run.forward, data, num_samples)
 
     def item_weight(self, batch: StepBatch, first_count: Any) -> Tensor:
         """Return the weight of one item's loss in the gradient of a step: a 0-d tensor on the device.

@@ -82,8 +82,8 @@ class FirstStep:
         checks = getattr(run.task, "misfit", None) is not None
         self._follows = run.plan.followed[1] not in (run.task.metric, "loss")
         self._measures = self._follows or getattr(run.task, "adds_metrics", False)
-        looks = (theirs and checks) or self._measures
-        self._evaluates = self._fresh and looks and bool(run.eval_loaders)
+        checks_evaluation = (theirs and checks) or self._measures
+        self._evaluates = self._fresh and checks_evaluation and bool(run.eval_loaders)
         self._data: Any = None
         self._finite: list[tuple[str, Tensor]] = []
         self.switches = SlowSwitches(run)
@@ -221,7 +221,7 @@ class SlowSwitches:
     found: dict[str, list[str]] = field(default_factory=dict)
     """Where each was switched on, by the value of `debug` for it."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Warn once about each aid that is on now. Cost: two calls."""
         for debug, (what, is_on, pattern) in SWITCHES.items():
             if debug in self.found or debug == self.run.plan.debug or not is_on():

@@ -27,7 +27,7 @@ from ptfast.techniques.parallel.ordered_sums import OrderedSums
 from ptfast.training.loop.first_step import FirstStep
 
 LEAST_S = 1.0
-"""Time between two looks: over less, a share of busy time means little, and a look is no longer cheap."""
+"""Time between two measurements: over less, a share of busy time means little."""
 RECENT, FEWEST = 50, 10
 """Number of log lines that a loss is compared with, and the minimum."""
 FAR, LEAST_SPREAD = 8.0, 0.01
@@ -37,7 +37,7 @@ NAMED = 5
 
 
 class Usage:
-    """Processor time, memory and a GPU's busy time since the last look; 0.1 ms per look on a CPU.
+    """Processor time, memory and a GPU's busy time since the last measurement, which takes 0.1 ms on a CPU.
 
     `warn` receives the reason if a metric is unavailable; that metric is not logged from then on.
     """
@@ -49,24 +49,24 @@ class Usage:
         }
         if device_type == "cuda":
             self._asked["gpu_use"] = lambda: torch.cuda.utilization() / 100
-        self._look_s, self._cores_s = time.perf_counter(), processor_time_s()
+        self._read_s, self._cores_s = time.perf_counter(), processor_time_s()
 
-    def look(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """Return metrics by name, unless just read; a GPU's busy time needs the package nvidia-ml-py."""
-        now_s, before_s = time.perf_counter(), self._look_s
+        now_s, before_s = time.perf_counter(), self._read_s
         if now_s - before_s < LEAST_S:
             return {}
         cores_s, cores_before_s = processor_time_s(), self._cores_s
-        self._look_s, self._cores_s = now_s, cores_s
-        figures = {"cpu_cores": (cores_s - cores_before_s) / (now_s - before_s)}
+        self._read_s, self._cores_s = now_s, cores_s
+        metrics = {"cpu_cores": (cores_s - cores_before_s) / (now_s - before_s)}
         for name, ask in [*self._asked.items()]:
             try:
-                figures[name] = ask()
+                metrics[name] = ask()
             except Exception as error:  # NVML has its own exception for values missing under MIG and vGPU
                 del self._asked[name]
                 if not isinstance(error, ImportError):
                     self._warn(f"{name} is not logged: {type(error).__name__}: {error}")
-        return figures
+        return metrics
 
 
 @dataclass
@@ -97,15 +97,16 @@ class LossAccumulator:
 
     A window that was open when the run was saved is resumed.
 
-    On CUDA the host never waits for a metric while it trains: `look` copies them without blocking, and
-    `flush` reads and logs them at the next look, or before they are needed. Other devices are read at once.
+    On CUDA the host never waits for a metric while it trains: `begin_log` copies them without blocking, and
+    `flush` reads and logs them when the next log begins, or before they are needed. Other devices are read at
+    once.
     """
 
     update: Any
     """The update of the weights (`updates.PlainUpdate`), which may skip steps; set before the first step."""
 
-    def __init__(self, run: Run, parameters: Sequence[Tensor], first_look: FirstStep) -> None:
-        self._run, self._parameters, self._first_look = run, parameters, first_look
+    def __init__(self, run: Run, parameters: Sequence[Tensor], first_checks: FirstStep) -> None:
+        self._run, self._parameters, self._first_checks = run, parameters, first_checks
         self.inspected_step = -1
         """The step, counted from 0, whose gradients are inspected."""
         # Sums of float32 losses in float64 are exact, so the order of addition does not matter.
@@ -121,10 +122,10 @@ class LossAccumulator:
         self._before: tuple[Tensor | float, Tensor | float] = self.sums()
         self._norm: Tensor | None = None
         self.unread: PendingLog | None = None
-        """The look that the next `flush` reports."""
+        """The log that the next `flush` reports."""
         self.defers = run.device.type == "cuda"
         self.step_s = 0.0
-        """Seconds per step in the newest look that was timed and read."""
+        """Seconds per step in the newest log that was timed and read."""
         run.flush = self.flush
         self._unreached: set[str] | None = None
         self._named_unreached = self._explained = False
@@ -178,9 +179,9 @@ class LossAccumulator:
 
     def read(self) -> float:
         """Return the mean item loss of the open window over all ranks. Waits; raises as `receive`."""
-        return self.receive(self.look())
+        return self.receive(self.begin_log())
 
-    def look(self) -> PendingLog:
+    def begin_log(self) -> PendingLog:
         """Start reading the open window; the host does not wait."""
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
@@ -191,19 +192,19 @@ class LossAccumulator:
         lr = reference_lr(run.optimizer)
         return PendingLog(progress.step, run.epoch, lr, sums, self._logged_step, bool(norms))
 
-    def receive(self, look: PendingLog) -> float:
-        """Read the metrics of `look` into the run's progress, and return the mean item loss.
+    def receive(self, log: PendingLog) -> float:
+        """Read the metrics of `log` into the run's progress, and return the mean item loss.
 
         N001 if it is not finite or fp16 gradients overflow step after step; C017 or D005 for a known cause.
         """
         progress = self._run.progress
-        if look.error is not None:
-            raise look.error
-        if look.loss is not None:
-            return look.loss
-        progress.window_loss, progress.window_items, *others = look.sums.read()
-        if look.has_norm:
-            look.norm = others.pop(0)
+        if log.error is not None:
+            raise log.error
+        if log.loss is not None:
+            return log.loss
+        progress.window_loss, progress.window_items, *others = log.sums.read()
+        if log.has_norm:
+            log.norm = others.pop(0)
         skipped_in_a_row = 0
         if others:
             before = progress.skipped_steps
@@ -212,10 +213,10 @@ class LossAccumulator:
                 self.explain(last[0])
         loss = progress.window_loss / (progress.window_items or 1)
         if not math.isfinite(loss) or skipped_in_a_row >= self.update.limit:
-            look.error = self._diagnosis(look, loss, skipped_in_a_row)
-            raise look.error
-        look.loss = loss if progress.window_items or not skipped_in_a_row else math.nan
-        return look.loss
+            log.error = self._diagnosis(log, loss, skipped_in_a_row)
+            raise log.error
+        log.loss = loss if progress.window_items or not skipped_in_a_row else math.nan
+        return log.loss
 
     def explain(self, step: int, batch: StepBatch | None = None) -> None:
         """Explain why `step`, counted from 1, was skipped: for the first one, on all ranks."""
@@ -223,40 +224,40 @@ class LossAccumulator:
             self._explained = True
             explain(self._run, step - 1, batch or self._run.train_loader.batch_at(step - 1))
 
-    def _diagnosis(self, look: PendingLog, loss: float, skipped_in_a_row: int) -> PtfastError:
+    def _diagnosis(self, log: PendingLog, loss: float, skipped_in_a_row: int) -> PtfastError:
         """Return the error for a loss that is not finite, with the samples or part of the model at fault."""
-        run, step = self._run, look.step
+        run, step = self._run, log.step
         what = f"the loss is {loss} by step {step}"
         if skipped_in_a_row >= self.update.limit:
             what = f"{self.update.cause} in {skipped_in_a_row} steps in a row, by step {step}"
         else:
-            mine = run.train_loader.not_finite(max(0, look.since), step)
+            mine = run.train_loader.not_finite(max(0, log.since), step)
             found = {sample for each in on_all_ranks(mine, run.ranks.world_size) for sample in each}
             if found:
                 return unfit_samples(sorted(found), f", and {what}")
         first = max(skipped_in_a_row, 1) == step and not self.update.explains_skips
-        if first and (error := self._first_look.not_finite()) is not None:
+        if first and (error := self._first_checks.not_finite()) is not None:
             return error
         hint = (
-            f"Lower optimizer.lr (now at {look.lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
+            f"Lower optimizer.lr (now at {log.lr:.3g}), clip with gradients.clip_norm=1 or try debug=anomaly"
         )
         return NumericsError("N001", what, suggestion=hint)
 
-    def report(self, look: PendingLog, *, logs: bool) -> None:
-        """Show `look`, in the next `flush` if it is still copied; if it `logs`, open the next window."""
+    def report(self, log: PendingLog, *, logs: bool) -> None:
+        """Show `log`, in the next `flush` if it is still copied; if it `logs`, open the next window."""
         run = self._run
-        self.unread, look.logs = look, logs
+        self.unread, log.logs = log, logs
         if logs:
             self.clear()
-            self._logged_step = look.step
+            self._logged_step = log.step
         if logs and run.ranks.is_first:
-            look.resources |= self._usage.look()
+            log.resources |= self._usage.measure()
             for part in run.stateful.values():
-                look.resources |= getattr(part, "log_values", dict)()
-            look.resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
+                log.resources |= getattr(part, "log_values", dict)()
+            log.resources["peak_memory_bytes"] = peak_memory_bytes(run.device.type)
             if (share := run.choices.get("padding_share")) is not None:
-                look.resources["padding_share"] = share
-        if look.loss is not None:
+                log.resources["padding_share"] = share
+        if log.loss is not None:
             self.flush()
         if logs:
             self._name_unreached()
@@ -264,45 +265,45 @@ class LossAccumulator:
 
     def flush(self) -> None:
         """Read and report metrics that are still being copied; raises as `receive`."""
-        if (look := self.unread) is None:
+        if (log := self.unread) is None:
             return
         run, progress = self._run, self._run.progress
         run.clock.to("logging")
-        loss = self.receive(look)
+        loss = self.receive(log)
         self.unread = None
-        if look.timed is not None:
-            steps, samples, begin, end = look.timed
+        if log.timed is not None:
+            steps, samples, begin, end = log.timed
             seconds = run.clock.between(begin, end)
             progress.timed_steps += steps
             progress.timed_samples += samples
             progress.timed_s += seconds
             self.step_s = seconds / max(steps, 1)
-        figures, more = {"loss": loss, "lr": look.lr}, {}
+        metrics, more = {"loss": loss, "lr": log.lr}, {}
         # Speed is measured since the last log line, without warm-up.
         steps, samples, seconds = (
             now - before for before, now in zip(self._logged, self._timed(), strict=True)
         )
         if steps and seconds > 0:
-            figures["samples_per_s"], more["step_s"] = samples / seconds, seconds / steps
-        if not look.logs:
-            run.display.progress(look.step, look.epoch, figures)
+            metrics["samples_per_s"], more["step_s"] = samples / seconds, seconds / steps
+        if not log.logs:
+            run.display.progress(log.step, log.epoch, metrics)
             return
         if skipped := progress.skipped_steps - progress.skipped_logged:
-            figures["skipped_steps"] = skipped
+            metrics["skipped_steps"] = skipped
             progress.skipped_logged = progress.skipped_steps
         # The norm of a skipped step has overflowed.
-        if math.isfinite(look.norm):
-            figures["grad_norm"] = look.norm
-        place = {"step": look.step, "epoch": round(look.epoch, 4), "split": "train"}
-        run.logger.log(place | figures | more | look.resources)
-        run.display.progress(look.step, look.epoch, figures)
-        run.metrics["train"] = figures
+        if math.isfinite(log.norm):
+            metrics["grad_norm"] = log.norm
+        place = {"step": log.step, "epoch": round(log.epoch, 4), "split": "train"}
+        run.logger.log(place | metrics | more | log.resources)
+        run.display.progress(log.step, log.epoch, metrics)
+        run.metrics["train"] = metrics
         progress.epoch_loss += progress.window_loss
         progress.epoch_items += progress.window_items
         progress.window_loss = progress.window_items = 0.0
         self._logged = self._timed()
         if math.isfinite(loss):
-            self._note_spike(look.step, loss)
+            self._note_spike(log.step, loss)
             progress.recent_losses = [*progress.recent_losses, loss][-RECENT:]
 
     def _note_spike(self, step: int, loss: float) -> None:

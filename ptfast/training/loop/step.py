@@ -33,11 +33,11 @@ class Trainer:
         self.run = run
         self.switch()
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-        self.first_step, self.first_look = run.progress.step, FirstStep(run)
+        self.first_step, self.first_checks = run.progress.step, FirstStep(run)
         self.exchange = build_exchange(run)
-        self.window = LossAccumulator(run, self.parameters, self.first_look)
+        self.window = LossAccumulator(run, self.parameters, self.first_checks)
         self.update = self.window.update = build_update(run, self.window, self.exchange)
-        accumulator = Accumulator(run, self.exchange, self.window, self.first_look)
+        accumulator = Accumulator(run, self.exchange, self.window, self.first_checks)
         self.accumulate = _nothing if takes_own_steps(run.task) else accumulator.accumulate
         self.learning_rates = LearningRates(run)
 

@@ -1,4 +1,4 @@
-"""Exchange short messages between ranks at each look, and decide whether training stops."""
+"""Exchange short messages between ranks between steps, and decide whether training stops."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ptfast.core.tensors.async_host_copy import AsyncHostCopy
 from ptfast.profiling.stragglers import Stragglers
 from ptfast.run import Run
 
-LOOK_S = 5.0
-"""Approximate maximum wait of a signal, or the end of `run.max_time`, for the next look of the ranks."""
+EXCHANGE_S = 5.0
+"""Approximate maximum wait of a signal, or the end of `run.max_time`, for the next exchange of votes."""
 
 
 class StopReason(str, Enum):
@@ -88,30 +88,30 @@ def stop_reason(run: Run, vote: Vote) -> StopReason | None:
 
 def agree_to_stop(run: Run) -> StopReason | None:
     """Ask all ranks, outside of the steps, why training stops; waits for them."""
-    vote = own_vote(run, LOOK_S, [])
+    vote = own_vote(run, EXCHANGE_S, [])
     if run.ranks.distributed:
         vote = read_votes(vote.send(run), run.ranks.world_size)
     return stop_reason(run, vote)
 
 
 class Votes:
-    """Lets all ranks agree at each look, so that no rank waits for one that has left.
+    """Lets all ranks agree every few seconds, so that no rank waits for one that has left.
 
-    On CUDA, if steps do not wait for metrics, ranks use the votes of the previous look.
+    On CUDA, if steps do not wait for metrics, ranks use the previous votes.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._stragglers = run, Stragglers(run)
         self._sent: AsyncHostCopy | None = None
-        self.look_steps = 1
-        """Number of steps until the next look."""
+        self.max_steps = 1
+        """Number of steps until the next exchange."""
 
     def exchange(self, step_s: float, *, defers: bool) -> StopReason | None:
         """Tell the other ranks the state of this one after a step, and return why training stops.
 
         Args:
             step_s: seconds per step.
-            defers: whether the host may use the votes of this look later.
+            defers: whether the host may use these votes later.
         """
         run, step = self._run, self._run.progress.step
         logs = run.ranks.distributed and step in run.plan.intervals.log_steps
@@ -125,5 +125,7 @@ class Votes:
             vote = read_votes(sent if waits else before or sent, run.ranks.world_size)
             self._stragglers.receive(vote.phases_s)
         run.saver.look(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
-        self.look_steps = max(1, int(min(LOOK_S, run.saver.every_s or LOOK_S) / max(vote.step_s, 1e-6)))
+        self.max_steps = max(
+            1, int(min(EXCHANGE_S, run.saver.every_s or EXCHANGE_S) / max(vote.step_s, 1e-6))
+        )
         return stop_reason(run, vote)
