@@ -50,7 +50,7 @@ from ptfast.launch.elastic import (
     on_several_machines,
     run_elastic,
 )
-from ptfast.launch.resume import Place, find_place
+from ptfast.launch.resume import RunStart, find_start
 from ptfast.report.goodput import read_goodput
 
 if TYPE_CHECKING:
@@ -75,20 +75,20 @@ def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
     launched = config.parallel.strategy != "single"
     if launched:
         check_no_secrets(composed)
-    place = find_place(composed, config)
-    if place.finished:
-        print(FINISHED.format(place.folder))
-        return place.folder, EXIT_OK
-    with _prepared(place, composed):
+    start = find_start(composed, config)
+    if start.finished:
+        print(FINISHED.format(start.folder))
+        return start.folder, EXIT_OK
+    with _prepared(start, composed):
         if launched:
-            return place.folder, _run_ranks(place, composed, world_size, config.parallel.max_restarts)
+            return start.folder, _run_ranks(start, composed, world_size, config.parallel.max_restarts)
         from ptfast.launch import rank_main
 
-        code = rank_main.train(config, place.folder, ranks=Ranks(), state_folder=place.state_folder)
-        return place.folder, code
+        code = rank_main.train(config, start.folder, ranks=Ranks(), state_folder=start.state_folder)
+        return start.folder, code
 
 
-def _run_ranks(place: Place, composed: Composed, world_size: int, max_restarts: int) -> int:
+def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restarts: int) -> int:
     """Train as ranks of this machine; restart them up to `max_restarts` times without a new checkpoint."""
     from ptfast.core.tensors.saved_state import list_states
 
@@ -98,14 +98,14 @@ def _run_ranks(place: Place, composed: Composed, world_size: int, max_restarts: 
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
         f"--rdzv-id=ptfast-{os.getpid()}",
     ]
-    state, left = place.state_folder, max_restarts
-    last = place.folder / "saved" / "last"
+    state, left = start.state_folder, max_restarts
+    last = start.folder / "saved" / "last"
     while True:
         start_s, before = time.time(), _identity(last)
-        arguments = [str(place.folder), str(state) if state is not None else "", str(os.getpid())]
+        arguments = [str(start.folder), str(state) if state is not None else "", str(os.getpid())]
         ended = run_elastic("ptfast.launch.rank_main", arguments, options)
         try:
-            return _outcome(place.folder, composed, ended, start_s)
+            return _outcome(start.folder, composed, ended, start_s)
         except (ParallelError, ReportedError) as error:
             if error.exit_code != ParallelError.exit_code or ended.received is not None:
                 raise
@@ -119,7 +119,7 @@ def _run_ranks(place: Place, composed: Composed, world_size: int, max_restarts: 
             print(f"{error_line(error)}\nptfast: restarting the ranks from {begin}", file=sys.stderr)
             state = newest
             for name in (run_directory.FAILURE, run_directory.SUMMARY):
-                (place.folder / name).unlink(missing_ok=True)
+                (start.folder / name).unlink(missing_ok=True)
 
 
 def _identity(link: Path) -> tuple[int, int] | None:
@@ -151,20 +151,20 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
             stack.enter_context(composed.naming_places())
             _check_started(config, ranks)
             check_no_secrets(composed)
-            place = find_place(composed, config)
-            if not place.finished:
-                stack.enter_context(_prepared(place, composed))
-        if place.finished:
-            print(FINISHED.format(place.folder))
+            start = find_start(composed, config)
+            if not start.finished:
+                stack.enter_context(_prepared(start, composed))
+        if start.finished:
+            print(FINISHED.format(start.folder))
             broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
             return EXIT_OK
-        state = str(place.state_folder) if place.state_folder is not None else None
-        started = run_directory.read_json(place.folder / run_directory.ENVIRONMENT)["started"]
-        word = {"folder": str(place.folder.absolute()), "state": state, "places": composed.places}
+        state = str(start.state_folder) if start.state_folder is not None else None
+        started = run_directory.read_json(start.folder / run_directory.ENVIRONMENT)["started"]
+        word = {"folder": str(start.folder.absolute()), "state": state, "places": composed.places}
         broadcast_text(json.dumps({**word, "started": started}), ranks)
         if several:
             with _telling_exit_code(ranks, "shared"):
-                check_shared(place.folder, gather_texts("", ranks, "seen"))
+                check_shared(start.folder, gather_texts("", ranks, "seen"))
             broadcast_text("{}", ranks, "shared")
         return _train_rank(word, ranks)
 
@@ -197,31 +197,31 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 
 
 @contextlib.contextmanager
-def _prepared(place: Place, composed: Composed) -> Iterator[None]:
+def _prepared(start: RunStart, composed: Composed) -> Iterator[None]:
     """Make, lock and fill the run directory; remove it again if the run could not begin."""
     from ptfast.core.tensors.saved_state import restore_links
 
-    config_file = place.folder / run_directory.CONFIG
+    config_file = start.folder / run_directory.CONFIG
     if config_file.is_file() and not is_own(config_file):
-        run_directory.check_links(place.folder)
-    made = run_directory.create_folder(place.folder)
+        run_directory.check_links(start.folder)
+    made = run_directory.create_folder(start.folder)
     exit_code = None
     # Only the owner of the lock may remove the directory: two starts may use the same one.
-    with run_directory.hold(place.folder):
+    with run_directory.hold(start.folder):
         try:
             for name in (run_directory.FAILURE, run_directory.SUMMARY, run_directory.EXAMPLES):
-                (place.folder / name).unlink(missing_ok=True)
-            restore_links(place.folder / "saved")
-            if place.state_folder is None:
+                (start.folder / name).unlink(missing_ok=True)
+            restore_links(start.folder / "saved")
+            if start.state_folder is None:
                 for name in (run_directory.RESOLVED, run_directory.WANDB):
-                    (place.folder / name).unlink(missing_ok=True)
-            for warning in freeze(composed, place.folder / run_directory.CONFIG):
+                    (start.folder / name).unlink(missing_ok=True)
+            for warning in freeze(composed, start.folder / run_directory.CONFIG):
                 print(f"ptfast: warning: {warning}", file=sys.stderr)
-            remember(place.folder / run_directory.CONFIG)
-            start = ["ptfast"] if world(meets=True) is None else ["torchrun", "...", "-m", "ptfast"]
-            command_line = [*start, "train", *redact(composed.arguments)]
+            remember(start.folder / run_directory.CONFIG)
+            launcher = ["ptfast"] if world(meets=True) is None else ["torchrun", "...", "-m", "ptfast"]
+            command_line = [*launcher, "train", *redact(composed.arguments)]
             environment = run_directory.environment(command_line)
-            run_directory.write_json(place.folder / run_directory.ENVIRONMENT, environment)
+            run_directory.write_json(start.folder / run_directory.ENVIRONMENT, environment)
             yield
         except (PtfastError, ReportedError) as error:
             exit_code = error.exit_code
@@ -230,14 +230,14 @@ def _prepared(place: Place, composed: Composed) -> Iterator[None]:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
             # Only writing fails in this way.
-            failure = cannot_write(error, str(error.filename or place.folder))
+            failure = cannot_write(error, str(error.filename or start.folder))
             exit_code = failure.exit_code
             raise failure from error
         finally:
             # Under the user's torchrun another rank may have reported for this one.
-            failure = run_directory.read_json(place.folder / run_directory.FAILURE)
+            failure = run_directory.read_json(start.folder / run_directory.FAILURE)
             if (exit_code or failure.get("exit_code")) in NOT_STARTED:
-                run_directory.discard(place.folder, made)
+                run_directory.discard(start.folder, made)
 
 
 def resolve_world_size(config: Config) -> int:

@@ -23,7 +23,7 @@ Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class RunStart:
     """The directory of a run, and the checkpoint it resumes from."""
 
     folder: Path
@@ -32,7 +32,7 @@ class Place:
     """Whether training is complete."""
 
 
-def find_place(composed: Composed, config: Config) -> Place:
+def find_start(composed: Composed, config: Config) -> RunStart:
     """Decide on the run directory and the checkpoint to resume from, without creating anything.
 
     An existing run's config is compared as text: nothing named in it is imported.
@@ -50,7 +50,7 @@ def find_place(composed: Composed, config: Config) -> Place:
         _check_lost(given)
         run_directory.check_free(given)
     root, name = Path(config.run.root), config.run.name or config.recipe or "train"
-    fresh = Place(given or run_directory.new_folder(root, name))
+    fresh = RunStart(given or run_directory.new_folder(root, name))
     if resume == "never":
         if given and _holds_run(given):
             hint = "Continue with run.resume=auto, or choose another directory"
@@ -123,7 +123,7 @@ def _check_lost(folder: Path) -> None:
 
 def _continue(
     source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path, secrets: Tree
-) -> Place:
+) -> RunStart:
     """Resume in `folder` from a checkpoint of the run in `source`, if its `facts` and the config agree.
 
     `secrets` is the config with the values that `tree` omits; those that changed are named.
@@ -142,9 +142,9 @@ def _continue(
     summary = read_known(source / run_directory.SUMMARY, Summary)
     reached = step >= summary.get("steps", 0) and _same_length(before, tree)
     if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
-        return Place(folder, state_folder, finished=True)
+        return RunStart(folder, state_folder, finished=True)
     _check_length(facts, AutoChoices(read_choices(source, facts)), before, config)
-    return Place(folder, state_folder)
+    return RunStart(folder, state_folder)
 
 
 def _has_ended(summary: Tree, before: Tree, tree: Tree) -> bool:

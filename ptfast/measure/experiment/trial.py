@@ -40,7 +40,7 @@ from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.techniques.rewrites.model_rewrites import FusedRMSNorm, find_rms_norms
 from ptfast.training.build import build
 from ptfast.training.fit import try_out
-from ptfast.training.loop.loss_accumulator import sum_and_read
+from ptfast.training.loop.loss_accumulator import begin_sums
 from ptfast.training.loop.step import Trainer
 
 Place = tuple[int, int, int]
@@ -220,7 +220,7 @@ class Segments:
             self._memory = memory_of([os.getpid(), *workers])
         tokens = progress.window_items if run.info.kind == "tokens" else 0
         if self._num_tokens is not None:
-            tokens = sum_and_read([self._num_tokens], run.device, run.ranks)[0]
+            tokens = begin_sums([self._num_tokens], run.device, run.ranks).read()[0]
         result = {
             # The log of the seconds per token (without padding) or per sample, over all ranks.
             "time": math.log(wall_s / (int(tokens) or samples)),
@@ -280,4 +280,4 @@ def mean_over_ranks(value: float, run: Run) -> float:
     """Return the mean of a positive number over ranks, so that all ranks decide alike."""
     if run.ranks.world_size == 1:
         return max(value, 1e-6)
-    return max(sum_and_read([value], run.device, run.ranks)[0] / run.ranks.world_size, 1e-6)
+    return max(begin_sums([value], run.device, run.ranks).read()[0] / run.ranks.world_size, 1e-6)

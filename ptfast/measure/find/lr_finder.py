@@ -28,7 +28,7 @@ from ptfast.report.terminal.display import build_display, say, table
 from ptfast.run import Run
 from ptfast.techniques.schedule.scheduled_run import RunSchedule
 from ptfast.training.build import build
-from ptfast.training.loop.loss_accumulator import sum_and_read
+from ptfast.training.loop.loss_accumulator import begin_sums
 from ptfast.training.loop.step import Trainer
 from ptfast.training.loop.updates import ScaledUpdate
 
@@ -170,7 +170,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
                 break
             lr = lrs[step - trainer.update.schedule_lag]
             trainer.train(iter([batch]), first + step + 1)
-            loss_sum, items = sum_and_read(trainer.window.sums(), run.device, run.ranks)
+            loss_sum, items = begin_sums(trainer.window.sums(), run.device, run.ranks).read()
             trainer.window.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
             if not items and skipped_in_a_row < ScaledUpdate.limit:

@@ -343,18 +343,13 @@ def spike_above(before: Sequence[float], loss: float) -> float | None:
     return usual if loss > usual + FAR * max(spread, LEAST_SPREAD * abs(usual)) else None
 
 
-def sum_and_read(values: Sequence[Tensor | float], device: torch.device, ranks: Ranks) -> list[float]:
-    """Return scalars of this rank, summed over all ranks. The host waits for the device."""
-    return begin_sums(values, device, ranks).read()
-
-
 def begin_sums(
     values: Sequence[Tensor | float],
     device: torch.device,
     ranks: Ranks,
     alike: Sequence[Tensor | int] = (),
 ) -> AsyncHostCopy:
-    """Start to sum scalars over all ranks; those that are `alike` on all ranks are copied."""
+    """Start to sum scalars over all ranks, but not those that are `alike`; the host does not wait."""
     dtype = devices.sum_dtype(device)
     sums = sum_over_ranks(scalars(values, device, dtype), ranks)
     return AsyncHostCopy(torch.cat([sums, scalars(alike, device, dtype)]) if alike else sums)

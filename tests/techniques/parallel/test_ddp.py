@@ -33,7 +33,7 @@ from ptfast.launch import launcher
 from ptfast.launch.agent import Agent, Ended, watch
 from ptfast.launch.launcher import _check_started, _outcome, _run_ranks
 from ptfast.launch.rank_main import report_failure
-from ptfast.launch.resume import Place
+from ptfast.launch.resume import RunStart
 from ptfast.techniques.parallel.sync_batchnorm import RunningStatistics
 
 WORDS = ("model.hidden=[16]", "model.dropout=0.2", "micro_batches=2", "log_every=3", "ema.decay=0.5")
@@ -342,7 +342,7 @@ def test_ranks_are_started_again_as_long_as_they_get_further(
         return Ended({1: code} if (code := codes[len(given) - 1]) else {})
 
     monkeypatch.setattr(launcher, "run_elastic", run)
-    place = Place(in_tmp, None)
+    place = RunStart(in_tmp, None)
     with pytest.raises(ParallelError, match="rank 1 was killed by SIGKILL"):
         _run_ranks(place, compose(), 2, max_restarts=1)
     assert given == ["", "step-2", "step-4", "step-4"]
@@ -375,7 +375,7 @@ def test_ranks_that_never_resumed_are_started_again_from_the_state_named(
         return Ended({1: -9} if len(given) < 4 else {})
 
     monkeypatch.setattr(launcher, "run_elastic", run)
-    assert _run_ranks(Place(in_tmp, saved / "step-8"), compose(), 2, max_restarts=2) == 0
+    assert _run_ranks(RunStart(in_tmp, saved / "step-8"), compose(), 2, max_restarts=2) == 0
     assert given == ["step-8", "step-8", "step-8", "step-12"]
 
 
