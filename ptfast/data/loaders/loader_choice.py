@@ -95,6 +95,23 @@ def choose(
         if 2 * held_bytes > free_bytes(device) // 4:
             return choice
         return choice._replace(kind="device", reason=f"{num_bytes(held_bytes)}, room on the GPU")
+    _check_kind(train, kind, crops)
+    if needed is not None and too_large and train.storage != "memory":
+        what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
+        hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
+        raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
+    count = 0
+    if kind == "workers" and workers != "auto":
+        count = int(workers)
+    elif kind == "workers":
+        # Whoever asks for workers by name gets one at least.
+        ahead_bytes = time_samples(train).num_bytes * micro_batch_size * prefetch
+        count = max(1, count_workers(workers, ahead_bytes))
+    return Choice(kind, before or "as the config says", count)
+
+
+def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
+    """Reject, with C011, a kind of loader that this data cannot have."""
     if kind == "device" and crops:
         what, hint = "augment.resized_crop cuts images before they go to the device", "Use dataloader=memory"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -105,22 +122,10 @@ def choose(
     if kind in HELD and isinstance(train, DatasetSource) and hasattr(train.dataset, "set_epoch"):
         what = "samples in memory stay those of the first epoch, and the dataset has set_epoch"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion="Use dataloader=auto")
-    if needed is not None and too_large and train.storage != "memory":
-        what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
-        hint = "Use dataloader=workers, or pack the data: ptfast pack SRC DST"
-        raise MachineError("E005", what, key="dataloader.kind", value=kind, suggestion=hint)
     if kind == "packed" and train.storage != "pack":
         what = "the data is not a pack"
         hint = "Make one with ptfast pack SRC DST and name that, or use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    count = 0
-    if kind == "workers" and workers != "auto":
-        count = int(workers)
-    elif kind == "workers":
-        # Whoever asks for workers by name gets one at least.
-        ahead_bytes = time_samples(train).num_bytes * micro_batch_size * prefetch
-        count = max(1, count_workers(workers, ahead_bytes))
-    return Choice(kind, before or "as the config says", count)
 
 
 def _of_stream(
