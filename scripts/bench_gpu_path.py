@@ -113,7 +113,7 @@ def images() -> None:
     from ptfast.core.protocols import DataInfo
     from ptfast.data.loaders import device_loader
     from ptfast.data.loaders.device_loader import DeviceBatches
-    from ptfast.data.loaders.loading import Prepare, ReaderOptions
+    from ptfast.data.loaders.loading import LoaderOptions, Prepare
     from ptfast.data.map_source import TensorSource
     from ptfast.data.sampling.sampler import Sampler, Sharding
     from ptfast.data.transforms.augment_plan import build_augment
@@ -138,7 +138,7 @@ def images() -> None:
         augment = build_augment(changes, info, images=True, task_name="classification", normalize=True)
         sides: list[Any] = []
         for fused in (False, True):
-            how = ReaderOptions(DEVICE, channels_last=True, input_type=torch.bfloat16, fused=fused)
+            how = LoaderOptions(DEVICE, channels_last=True, input_type=torch.bfloat16, fused=fused)
             prepare = Prepare(how, info, images=True)
             batches = DeviceBatches(Sampler(sharding, 0), prepare, source, augment)
             batches._chunk_steps = 1

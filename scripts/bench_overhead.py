@@ -103,13 +103,13 @@ def lean_by_hand(bench: Job, clock: Clock) -> None:
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data
     from ptfast.data.loaders.build_loaders import build_train_loader
-    from ptfast.data.loaders.loading import ReaderOptions
+    from ptfast.data.loaders.loading import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
 
     total_steps = bench.epochs * STEPS_PER_EPOCH
     data = build_data(Bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
-    in_memory = ReaderOptions(torch.device("cpu"), normalize=False, kind="memory")
+    in_memory = LoaderOptions(torch.device("cpu"), normalize=False, kind="memory")
     batches = build_train_loader(data, sharding, in_memory, seed=0)
     model = Mlp()
     clock.watch(model)

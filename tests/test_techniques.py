@@ -36,7 +36,7 @@ from ptfast.config.files import paths
 from ptfast.core.devices import multiplies_bf16
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import PROMISES, Need, Technique
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.training.loop.step import Trainer
 
@@ -304,6 +304,6 @@ def test_built_in_data_shares_the_memory_of_its_arrays() -> None:
     inputs = TensorSource(tensor, torch.arange(3)).inputs
     assert inputs.data_ptr() == tensor.data_ptr()
     info = DataInfo(kind="features", task="classification")
-    prepare = Prepare(ReaderOptions(torch.device("cpu")), info, images=False)
+    prepare = Prepare(LoaderOptions(torch.device("cpu")), info, images=False)
     assert prepare.move(inputs) is inputs
     assert prepare.inputs(inputs) is inputs

@@ -28,16 +28,16 @@ from ptfast.data.label_checks import (
     unfit_samples,
 )
 from ptfast.data.loaders.collate import Collate
-from ptfast.data.loaders.loader_choice import HELD, Choice
+from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice
 from ptfast.data.loaders.sample_form import AS_GIVEN, InputOptions
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.mixture import Mixture
 from ptfast.data.sampling.cut_splits import cut_splits
 from ptfast.data.sampling.sample_orders import checked_weights
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sampling.splits import NO_RULES, SplitRules
-from ptfast.data.sources.image_files import HeldImages, ImageFiles, ImageSource
+from ptfast.data.sources.image_files import ImageFiles, ImagesInMemory, ImageSource
 from ptfast.data.sources.ragged_text import TextSource
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.normalize import Statistics, statistics
@@ -85,7 +85,7 @@ class DataOptions:
     """Keep training images in memory at their original size, for random crops."""
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
     """Calls a function on one rank, for all ranks."""
-    holder: Holder | None = None
+    arrays: SharedArrays | None = None
     """Of arrays decoded into memory, which ranks may share; None for this process."""
     ignore_index: int = IGNORE_INDEX
     """The label of ignored pixels."""
@@ -139,7 +139,7 @@ def build_data(source: Any, **options: Any) -> Data:
         order=order,
         weights=(lambda: None) if isinstance(source, DataSet) else partial(checked_weights, source, kept),
         kept=kept,
-        holder=wanted.holder,
+        arrays=wanted.arrays,
     )
 
 
@@ -192,8 +192,8 @@ def _load(splits: Splits, wanted: DataOptions) -> tuple[Splits, Choice | None]:
         return splits, None
     others = [source for split, source in splits.sources.items() if split != "train"]
     choice = wanted.once(lambda: choose(splits.train, others))
-    if choice.kind in HELD:
-        splits = _hold(splits, wanted.crops, wanted.holder or Holder())
+    if choice.kind in DECODED_ONCE:
+        splits = _decode(splits, wanted.crops, wanted.arrays or SharedArrays())
     return splits, choice
 
 
@@ -257,7 +257,7 @@ def _for_task(splits: Splits, task: str) -> Splits:
     """The splits with the type of labels that the task takes: floats for measured or many, else classes."""
     info = splits.info
     if task == "regression" and info.task in ("classification", "semantic_segmentation"):
-        # Whole numbers look like classes unless the user asks for regression.
+        # Whole numbers are read as classes unless the user asks for regression.
         if info.class_names is not None:
             _replace_classes_by_values(splits, info.class_names)
         kind = "map" if info.target_kind == "mask" else info.target_kind
@@ -373,17 +373,17 @@ def _ignores_labels(source: Source) -> bool:
     return source.ignores_labels or (targets is not None and bool((targets == IGNORE_INDEX).any()))
 
 
-def _hold(splits: Splits, crops: bool, holder: Holder) -> Splits:
+def _decode(splits: Splits, crops: bool, arrays: SharedArrays) -> Splits:
     """The same splits, decoded into memory."""
     files, sources = splits.train, splits.sources.values()
     if crops and isinstance(files, ImageSource) and files.cuts and files.storage != "memory":
-        splits = replace(splits, train=HeldImages(files))
-    held = {
-        split: source.hold(holder)
+        splits = replace(splits, train=ImagesInMemory(files))
+    decoded = {
+        split: source.to_memory(arrays)
         for split, source in splits.sources.items()
         if isinstance(source, MapSource) and source.storage != "memory"
     }
     converted = sum(source.num_converted for source in sources if isinstance(source, ImageFiles))
     note = f"{converted:,} images that are not 8-bit RGB were converted" if converted else ""
-    note = "; ".join(filter(None, [splits.note, note, holder.note if held else ""]))
-    return replace(splits, **held, note=note)
+    note = "; ".join(filter(None, [splits.note, note, arrays.note if decoded else ""]))
+    return replace(splits, **decoded, note=note)

@@ -18,7 +18,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.core.run_records import checked
 from ptfast.data.data_fingerprint import Contents, differing
 from ptfast.data.label_checks import differing_names
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sampling.splits import NO_RULES
@@ -133,7 +133,7 @@ class Data(Splits):
     """The relative frequency of each training sample, if the dataset gives one."""
     kept: Indices | None = None
     """The samples of the dataset that are trained on; None for all."""
-    holder: Holder | None = None
+    arrays: SharedArrays | None = None
     evals: Mapping[str, Data] = field(default_factory=dict)
     """Evaluation sets by name, each in its `val`."""
 

@@ -82,7 +82,7 @@ def check_range(
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """The check of labels as they are read, for data whose labels nobody has seen as a whole."""
+    """The check of labels as they are read, for data whose labels were never seen as a whole."""
 
     num_classes: int | None = None
     """None for labels that are not classes."""
@@ -233,7 +233,7 @@ def count_classes(labels: Tensor, num_samples: int | None = None) -> int:
     found = int(counted.max()) + 1 if counted.numel() else 1
     if found > max(len(labels) if num_samples is None else num_samples, _MOST_CLASSES):
         what = f"{len(labels):,} labels go up to {found - 1:,}, which would be as many classes"
-        hint = "Number the classes from 0, or predict the labels as figures with task=regression"
+        hint = "Number the classes from 0, or predict the labels as numbers with task=regression"
         raise DataError("D004", what, key="data", suggestion=hint)
     return found
 
@@ -292,15 +292,15 @@ def describe_text_labels(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The facts of `DataInfo` that labels given as text show, and each split's targets.
 
-    Numbers are figures to predict if some have a fraction, or if a model that learned such (`known`) reads
+    Numbers are predicted as such if some have a fraction, or if a model that learned such (`known`) reads
     them; all else names classes.
     """
     values: dict[str, Tensor] = {}
     for split, own in labels.items():
         if (found := as_floats(own)) is not None and bool(found.isfinite().all()):
             values[split] = found
-    is_figure = len(values) == len(labels) and bool((values["train"] % 1 != 0).any())
-    if known.task == "regression" if known else is_figure:
+    is_number = len(values) == len(labels) and bool((values["train"] % 1 != 0).any())
+    if known.task == "regression" if known else is_number:
         if len(values) < len(labels):
             raise DataError("D004", "has labels that are no numbers, which the model predicts", key="data")
         return {"task": "regression", "num_classes": 1, "task_reason": "numbers with fractions"}, values

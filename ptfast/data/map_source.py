@@ -16,7 +16,7 @@ from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.decoding.image_decoding import Pixels, in_threads
 from ptfast.data.label_checks import LabelCheck
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.sampling.sampler import Indices
 from ptfast.data.transforms.resized_crops import Boxes, Sizes, resized_crop
 
@@ -47,8 +47,8 @@ class BaseSource:
     storage: Literal["files", "pack", "memory"] = "files"
     """Where fetching gets samples: from files or the user's code, a memory-mapped pack, or memory."""
     repeatable = False
-    """A sample is the same each time and draws from no generator: it may be held in memory, or fetched by a
-    thread beside the training."""
+    """A sample is the same each time and draws from no generator: it may be kept in memory, or fetched by a
+    thread during the training."""
     ignores_labels = False
     """Some labels may be ignored ones, whatever `targets` show."""
     lengths: NDArray[np.int64] | None = None
@@ -57,14 +57,14 @@ class BaseSource:
     padding = Padding()
 
     @property
-    def held_bytes(self) -> int | None:
-        """Size of all inputs once decoded and held in memory; None if unknown."""
+    def decoded_bytes(self) -> int | None:
+        """Size of all inputs once decoded and kept in memory; None if unknown."""
         return None
 
     @property
     def original_bytes(self) -> int | None:
-        """Size of all images held in memory at their original size; None if unknown."""
-        return self.held_bytes
+        """Size of all images kept in memory at their original size; None if unknown."""
+        return self.decoded_bytes
 
     def contents(self) -> list[Any] | None:
         """Fingerprint of these samples, by `data_fingerprint`; None where there is none."""
@@ -93,8 +93,8 @@ class MapSource(BaseSource):
     def __len__(self) -> int:
         return len(getattr(self, self.columns[0]))
 
-    def hold(self, holder: Holder | None = None) -> TensorSource:
-        """Every sample, decoded once and held in memory; `holder` may hold images for several ranks together.
+    def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
+        """Every sample, decoded once and kept in memory; `arrays` may share images between ranks.
 
         Raises:
             DataError: D008 if they differ in shape.
@@ -109,19 +109,19 @@ class MapSource(BaseSource):
             first = self.fetch(parts[0][:1])[::-1]
             ends = np.cumsum([column.nbytes * size for column in first])
 
-            def columns(held: NDArray[np.uint8]) -> list[Tensor]:
-                pieces = np.split(held, ends[:1])
+            def columns(memory: NDArray[np.uint8]) -> list[Tensor]:
+                pieces = np.split(memory, ends[:1])
                 return [
                     torch.from_numpy(piece).view(column.dtype).view(size, *column.shape[1:])
                     for piece, column in zip(pieces, first, strict=True)
                 ]
 
-            def fill(held: NDArray[np.uint8]) -> None:
+            def fill(memory: NDArray[np.uint8]) -> None:
                 for part in parts:
-                    for column, values in zip(columns(held), self.fetch(part)[::-1], strict=True):
+                    for column, values in zip(columns(memory), self.fetch(part)[::-1], strict=True):
                         column[part[0] : part[-1] + 1].copy_(values.view(len(part), *column.shape[1:]))
 
-            targets, inputs = columns((holder or Holder()).fill((int(ends[-1]),), fill)[0])
+            targets, inputs = columns((arrays or SharedArrays()).fill((int(ends[-1]),), fill)[0])
         except (RuntimeError, TypeError, ValueError):
             what = "samples that are not (input, target) tensors of one shape cannot be kept in memory"
             raise DataError("D008", what, key="dataloader", suggestion="Use dataloader=auto") from None
@@ -191,7 +191,7 @@ class MapSource(BaseSource):
 
 @dataclass(eq=False, repr=False)
 class TensorSource(MapSource):
-    """Samples held in memory; images as uint8 (samples, height, width, channels)."""
+    """Samples kept in memory; images as uint8 (samples, height, width, channels)."""
 
     inputs: Tensor
     targets: Tensor
@@ -213,7 +213,7 @@ class TensorSource(MapSource):
         return self.inputs[index].numpy()
 
     @property
-    def held_bytes(self) -> int:
+    def decoded_bytes(self) -> int:
         return self.inputs.numel() * self.inputs.element_size()
 
     def contents(self) -> list[Any]:

@@ -17,7 +17,7 @@ from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import decode_file, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources.arrays import as_inputs, read_arrays
 from ptfast.data.sources.class_folders import PassedOver, image_files
@@ -75,7 +75,7 @@ def read_inputs(
     else:
         what = "data of your own cannot be read from files"
         raise DataError("D005", what, key="data", suggestion="Give arrays: ptfast.predict(RUN, array)")
-    options = ReaderOptions(device, normalize, channels_last, pin=False)
+    options = LoaderOptions(device, normalize, channels_last, pin=False)
     while batch := list(islice(named, 1 if kind == "tokens" else batch_size)):
         names, inputs = [name for name, _ in batch], [sample for _, sample in batch]
         if kind in ("text", "tokens"):

@@ -35,7 +35,7 @@ from ptfast.techniques.ema.weight_averages import Average
 from ptfast.training.checkpointer import Checkpointer
 from ptfast.training.evaluate import evaluate, with_tta
 from ptfast.training.stages import data_stage
-from ptfast.training.stages.data_stage import choose_task, load_data, reader_options
+from ptfast.training.stages.data_stage import choose_task, load_data, loader_options
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
 from ptfast.training.stages.partial_run import Checkpoint, PartialRun
@@ -161,7 +161,7 @@ def evaluations(
         data = data_stage.add_evals(config, data, Ranks(), lambda line: say(f"ptfast: {line}", sys.stderr))
     saved.info = data.info
     choose_task(saved)
-    saved.reader_options = reader_options(
+    saved.loader_options = loader_options(
         saved,
         worker_threads=config.backend.worker_threads,
         **config.dataloader.model_dump(include={"kind", "workers", "prefetch", "pin"}),

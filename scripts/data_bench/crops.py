@@ -72,12 +72,12 @@ def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
     from ptfast.core.batch_plan import BatchPlan, constant
     from ptfast.data.loaders.build_loaders import build_train_loader
-    from ptfast.data.loaders.loading import ReaderOptions
+    from ptfast.data.loaders.loading import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 
     sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
-    loading = ReaderOptions(torch.device("cpu"), channels_last=True, kind=kind)
+    loading = LoaderOptions(torch.device("cpu"), channels_last=True, kind=kind)
     changes = build_augment(augment, data.info, images=True, task_name="auto", normalize=True)
     built = build_train_loader(data, sharding, loading, seed=0, augment=changes)
     steps, epoch = built.plan.steps_per_epoch or 1, 0

@@ -13,12 +13,12 @@ import torch
 from data_bench import Row
 from data_bench._photos import write_photos
 from ptfast.core.durations import Duration
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.loaders.step_batches import RawBatches
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import MicroBatchIndices
-from ptfast.data.sources.image_files import HeldImages
+from ptfast.data.sources.image_files import ImagesInMemory
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.augment_plan import build_augment
 
@@ -69,7 +69,7 @@ def by_v2(files: Path) -> Callable[[], int]:
 def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Callable[[], int]:
     """A loader's raw batches, as `plain` makes them and worker processes do; where told to, prepared too."""
     splits = ImageFolder(str(root), SIZE).load(val=Duration(0, "samples"), seed=0)
-    source, info = HeldImages(splits.train) if hold else splits.train, splits.info
+    source, info = ImagesInMemory(splits.train) if hold else splits.train, splits.info
     wanted = {"resized_crop": (0.08, 1.0), "resized_ratio": (3 / 4, 4 / 3), "flip": True}
     augment = build_augment(wanted, info, images=True, task_name="auto", normalize=True)
     batches, prepare = RawBatches(source, augment), _prepare(source, info)
@@ -90,7 +90,7 @@ def by_ptfast(root: Path, *, normalize: bool = False, hold: bool = False) -> Cal
 def _prepare(source: Any, info: Any) -> Prepare:
     statistics = {"mean": [255 * x for x in MEAN], "std": [255 * x for x in STD]}
     info.extra["normalize"] = statistics
-    return Prepare(ReaderOptions(torch.device("cpu"), channels_last=True), info, images=source.images)
+    return Prepare(LoaderOptions(torch.device("cpu"), channels_last=True), info, images=source.images)
 
 
 def _epoch_of(dataset: Any) -> Callable[[], int]:

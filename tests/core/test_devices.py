@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptfast.config.compose import compose
 from ptfast.core import devices
 from ptfast.core.protocols import DataInfo
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.training import fit
 
 
@@ -64,7 +64,7 @@ def test_only_pinned_memory_is_copied_in_the_background(monkeypatch: pytest.Monk
         torch.Tensor, "to", lambda self, device, non_blocking=False: seen.append(non_blocking)
     )
     info = DataInfo(kind="features", task="classification")
-    prepare = Prepare(ReaderOptions(torch.device("mps")), info, images=False)
+    prepare = Prepare(LoaderOptions(torch.device("mps")), info, images=False)
     prepare.pin = pin
     prepare.move(torch.zeros(2))
     assert seen == [pin]

@@ -12,18 +12,18 @@ from ptfast.core.batch_plan import BatchPlan, DropLast, Stages, constant
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.loader_choice import choose
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.transforms.augment_plan import build_augment
 
 
-def loading(given: Mapping[str, Any]) -> tuple[ReaderOptions, dict[str, Any]]:
-    """The keywords of `given` that are of `ReaderOptions`, and the others."""
-    names = {field.name for field in fields(ReaderOptions)}
+def loading(given: Mapping[str, Any]) -> tuple[LoaderOptions, dict[str, Any]]:
+    """The keywords of `given` that are of `LoaderOptions`, and the others."""
+    names = {field.name for field in fields(LoaderOptions)}
     own = {name: value for name, value in given.items() if name in names}
     others = {name: value for name, value in given.items() if name not in names}
-    return ReaderOptions(**{"device": torch.device("cpu"), **own}), others
+    return LoaderOptions(**{"device": torch.device("cpu"), **own}), others
 
 
 def train_loader(

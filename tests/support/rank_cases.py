@@ -16,7 +16,7 @@ from strategy_cases import Cases, ddp_cases, fsdp_cases
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.training.fit import evaluate_splits, fit
 from ptfast.training.stopping import caught_signals
 
@@ -150,13 +150,13 @@ def held_together(on: Cases) -> dict[str, Any]:
             if name == "without a map":
                 patch.setattr("ptfast.data.loaders.shared_memory.open", refuse_to_open, raising=False)
             if name == "apart":
-                patch.setattr("ptfast.training.stages.data_stage.Holder", lambda ranks: None)
+                patch.setattr("ptfast.training.stages.data_stage.SharedArrays", lambda ranks: None)
             run = on.build(f"held {name}", *words)
             assert fit(run) == "finished"
         torch.distributed.barrier()
         found[name] = {"weights": weights(Path(f"held {name}")), "note": run.data_note}
-    holder = Holder(on.ranks)
-    array, given = holder.fill((2, 4096), lambda array: f"by rank {fill_with(array, on.ranks.rank)}")
+    arrays = SharedArrays(on.ranks)
+    array, given = arrays.fill((2, 4096), lambda array: f"by rank {fill_with(array, on.ranks.rank)}")
     mapped = "memfd:ptfast" in Path("/proc/self/maps").read_text()
     # What a rank writes by mistake stays its own.
     value = int(array[1, 4095])
@@ -165,7 +165,7 @@ def held_together(on: Cases) -> dict[str, Any]:
     torch.distributed.all_gather_object(seen, (value, given, mapped))
     torch.distributed.barrier()
     found["seen"], found["kept"] = seen, int(array[1, 4095])
-    found["agree"] = [holder.agree(on.ranks.is_first), holder.agree(True)]
+    found["agree"] = [arrays.agree(on.ranks.is_first), arrays.agree(True)]
     return found
 
 

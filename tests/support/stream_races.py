@@ -11,7 +11,7 @@ import torch
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode, EventHandler
 
 from ptfast.core.protocols import DataInfo
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.loaders.pipeline import SideStream, prefetched
 
 DEVICE = torch.device("cuda", 0)
@@ -28,7 +28,7 @@ class Encoding(UserDict[str, Any]):
 def train(kind: Any) -> None:
     """Read batches that nobody keeps, so that their memory is used again."""
     prepare = Prepare(
-        ReaderOptions(DEVICE, pin=True), DataInfo(kind="features", task="regression"), images=False
+        LoaderOptions(DEVICE, pin=True), DataInfo(kind="features", task="regression"), images=False
     )
     raw = (kind({"x": torch.full((1 << 20,), float(number))}) for number in range(6))
     for batch in prefetched(map(prepare, raw), SideStream(DEVICE)):

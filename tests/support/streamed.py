@@ -18,7 +18,7 @@ from ptfast.core.distributed import host_sums
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams import stream_loaders
 from ptfast.data.streams.iterable import IterableSource
@@ -122,7 +122,7 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
     source = IterableSource(dataset, 0) if isinstance(dataset, IterableDataset) else dataset
     info, how = load(Plain()).info, ("kind", "workers")
     given = {"micro_batches": 2, "drop_last": False, **options}
-    loading = ReaderOptions(
+    loading = LoaderOptions(
         torch.device("cpu"), normalize=False, **{name: given.pop(name) for name in how if name in given}
     )
     sharding = Sharding(BatchPlan(None, constant(6), given.pop("drop_last")), **given)

@@ -24,7 +24,7 @@ class Dataloader(Section):
     prefetch: Count = 2
     """Batches that each worker reads ahead."""
     pin: bool | OrAuto = "auto"
-    """Page-locked memory, from which copies to the GPU run beside the training."""
+    """Page-locked memory, from which copies to the GPU run while it trains."""
     side_stream: bool = True
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
     fused: bool = True
@@ -41,7 +41,7 @@ PACK_FILES = ("manifest.json", "pack.unfinished")
 
 
 def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | None:
-    """Refuse data that is no pack for `dataloader.kind=packed`."""
+    """Reject data that is no pack for `dataloader.kind=packed`."""
     if dataloader.kind != "packed":
         return None
     target = data.target
@@ -62,7 +62,7 @@ def data_of_a_pack(dataloader: Dataloader, data: DataSection) -> PtfastError | N
 
 
 def transfers_of_the_device(dataloader: Dataloader, device: str) -> Iterator[PtfastError]:
-    """Refuse pinned memory without a CUDA device."""
+    """Reject pinned memory without a CUDA device."""
     if dataloader.pin is True and devices.usable_type(device) != "cuda":
         what = "pinned memory is for copies to a CUDA device, and none is used"
         hint = "Use dataloader.pin=auto"
@@ -70,7 +70,7 @@ def transfers_of_the_device(dataloader: Dataloader, device: str) -> Iterator[Ptf
 
 
 def crowded_cores(dataloader: Dataloader, backend: Backend) -> Iterator[PtfastError]:
-    """Refuse threads and processes in numbers that exhaust a machine before they train."""
+    """Reject threads and processes in numbers that exhaust a machine before they train."""
     cores, workers, threads = usable_cores(hyperthreads=True), dataloader.workers, backend.threads
     for key, number, fewer in (
         ("dataloader.workers", workers, "auto"),

@@ -19,10 +19,10 @@ from ptfast.core.tensors.trees import copied
 from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import DeviceBatches
-from ptfast.data.loaders.loader_choice import HELD, count_workers
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loader_choice import DECODED_ONCE, count_workers
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.loaders.pipeline import SideStream, Transform, batch_pipeline
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler, Sharding
@@ -46,7 +46,7 @@ class Loader:
         reason: str,
         data: Data,
         sharding: Sharding,
-        loading: ReaderOptions,
+        loading: LoaderOptions,
         *,
         transforms: Sequence[Transform],
         side: SideStream | None,
@@ -101,7 +101,7 @@ class Loader:
 def build_train_loader(
     data: Data,
     sharding: Sharding,
-    loading: ReaderOptions,
+    loading: LoaderOptions,
     *,
     seed: int,
     augment: Augment | None = None,
@@ -132,7 +132,7 @@ def _read_samples(
     data: Data,
     prepare: Prepare,
     sharding: Sharding,
-    loading: ReaderOptions,
+    loading: LoaderOptions,
     seed: int,
     augment: Augment,
 ) -> tuple[Batches, str]:
@@ -142,8 +142,8 @@ def _read_samples(
     if kind == "workers" and (workers := count_workers(loading.workers)):
         pool = loading.pool(RawBatches(source, augment), workers)
         return SampledBatches(sampler, prepare, pool, source), f"{loading.describe(workers)}, {reason}"
-    if kind in HELD and source.storage != "memory":
-        source = source.hold()
+    if kind in DECODED_ONCE and source.storage != "memory":
+        source = source.to_memory()
     if kind == "device":
         return DeviceBatches(sampler, prepare, source, augment), reason
     fetch = RawBatches(source, augment)
@@ -151,10 +151,10 @@ def _read_samples(
         if not augment and source.prepared_bytes <= STATIC_LIMIT_BYTES:
             return StaticBatches(sampler, prepare, source), reason
         if augment and augment.resized_crop is None:
-            holder = data.holder or Holder()
+            arrays = data.arrays or SharedArrays()
             needed = padded_bytes(augment, source) * (2 if augment.flip else 1) if augment.moves else 0
-            if holder.agree(needed <= available_memory() // 2):
-                fetch = MemoryBatches(source, augment, holder)
+            if arrays.agree(needed <= available_memory() // 2):
+                fetch = MemoryBatches(source, augment, arrays)
             else:
                 reason += "; no room for padded copies"
     return SampledBatches(sampler, prepare, fetch, source), reason
@@ -193,7 +193,7 @@ class EvaluationLoader:
 def build_eval_loader(
     source: Source,
     info: DataInfo,
-    loading: ReaderOptions,
+    loading: LoaderOptions,
     *,
     batch_size: int,
     rank: int = 0,

@@ -19,7 +19,7 @@ from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import seeded
-from ptfast.data.sampling.held_generators import HeldState
+from ptfast.data.sampling.dataset_state import DatasetState
 from ptfast.data.sampling.sampler import Indices
 
 
@@ -45,7 +45,7 @@ class DatasetSource(MapSource):
         self.all_labels: Tensor | None = None
         self.seen_labels: Tensor | None = None
         """Those of the samples that were read to find the classes."""
-        self.held = HeldState(dataset)
+        self.state = DatasetState(dataset)
         stated = getattr(dataset, "lengths", None)
         self.lengths = None if stated is None else np.asarray(stated, np.int64)
         if self.lengths is not None and self.lengths.shape != (len(dataset),):
@@ -88,15 +88,15 @@ class DatasetSource(MapSource):
 
     def _read(self, wanted: list[int], epoch: int) -> list[Any]:
         with as_data_errors(self.dataset):
-            holds = self.held.begin(epoch)
+            has_generators = self.state.begin(epoch)
             if hasattr(self.dataset, "__getitems__"):
-                self.held.seed(self.seed, epoch, *wanted[:1])
+                self.state.seed(self.seed, epoch, *wanted[:1])
                 return self.dataset.__getitems__(wanted)
-            if not holds:
+            if not has_generators:
                 return [self.dataset[i] for i in wanted]
             samples: list[Any] = []
             for number in wanted:
-                self.held.seed(self.seed, epoch, number)
+                self.state.seed(self.seed, epoch, number)
                 samples.append(self.dataset[number])
             return samples
 

@@ -62,7 +62,7 @@ class ResidentImages:
         self._flips, self._planes, self._last_left = flips and ready is None, planes, across - width
         if ready is not None or planes:
             convert = ready or (lambda part: part.permute(0, 3, 1, 2))
-            held = torch.empty(
+            stored = torch.empty(
                 (samples + self._copies, channels, down, across),
                 dtype=convert(images[:1]).dtype,
                 device=images.device,
@@ -71,10 +71,10 @@ class ResidentImages:
             at_once = max(1, CHUNK_BYTES // (4 * images[0].numel()))
             for start in range(0, samples, at_once):
                 part = convert(images[start : start + at_once])
-                held[start : start + len(part)] = part
+                stored[start : start + len(part)] = part
                 if self._copies:
-                    held[samples + start : samples + start + len(part)] = part.flip(3)
-            images = held
+                    stored[samples + start : samples + start + len(part)] = part.flip(3)
+            images = stored
         else:
             images = images.contiguous()
         # Where a crop begins is counted in pixels, or with `planes` in values.
@@ -242,32 +242,32 @@ class DeviceBatches(ChunkedBatches):
 
     def _changed(
         self,
-        held: ResidentImages,
+        stored: ResidentImages,
         places: Sequence[Tensor],
         drawn: dict[str, Tensor],
         kernel: Callable[..., Tensor] | None,
     ) -> Tensor:
         """The images of a batch as the model takes them, by single operators without a `kernel`."""
         if kernel is not None:
-            return kernel(held.crops, *places, drawn=drawn)
-        images = self._augment.change(held.gather(*places), drawn)
+            return kernel(stored.crops, *places, drawn=drawn)
+        images = self._augment.change(stored.gather(*places), drawn)
         return images.permute(0, 3, 1, 2) if self._ready else self._prepare.laid_out(images)
 
     def _build_kernel(self, channels: int, num_samples: int) -> Callable[..., Tensor] | None:
         """One kernel for `_changed`, compiled here; None where it cannot be, or gives other bits."""
-        held, prepare = self._inputs, self._prepare
-        assert isinstance(held, ResidentImages)
+        stored, prepare = self._inputs, self._prepare
+        assert isinstance(stored, ResidentImages)
         numbers = np.arange(num_samples)
         index, (corners, changes) = prepare.move(as_tensor(numbers)), self._draws(0, numbers)
-        places = held.places(index, [prepare.move(as_tensor(corner)) for corner in corners])
+        places = stored.places(index, [prepare.move(as_tensor(corner)) for corner in corners])
         drawn = {name: prepare.move(as_tensor(values)) for name, values in changes.items()}
         try:
             from ptfast.data.transforms.image_kernel import build_kernel
 
-            figures = None if self._ready else prepare.figures
+            mean_and_factor = None if self._ready else prepare.mean_and_factor
             how = {"dtype": prepare.input_type, "layout": prepare.layout}
-            kernel = build_kernel(self._augment, figures, channels, prepare.device, **how)
-            changed = (self._changed(held, places, drawn, each) for each in (kernel, None))
+            kernel = build_kernel(self._augment, mean_and_factor, channels, prepare.device, **how)
+            changed = (self._changed(stored, places, drawn, each) for each in (kernel, None))
             if torch.equal(*changed):
                 return kernel
             self.unfused = "it gives other bits here"

@@ -19,7 +19,7 @@ from ptfast.data.loaders.device_loader import free_bytes
 from ptfast.data.map_source import MapSource
 from ptfast.data.streams.iterable import IterableSource
 
-HELD = ("memory", "device")
+DECODED_ONCE = ("memory", "device")
 """Kinds that have the whole data decoded once."""
 _TIMED_S = 0.2
 _TIMED_SAMPLES = 64
@@ -69,32 +69,35 @@ def choose(
     pay where reading a batch takes longer than handing it over, and cores are spare.
 
     Args:
-        others: the splits that are held in memory with it.
+        others: the splits that are kept in memory with it.
         num_samples: taken from `train` in the whole run; None if unknown.
         before: the reason for `kind`, where an earlier part of the run chose it for `auto`.
-        crops: whether boxes are cut out of the training images, which are then held at their original size.
+        crops: whether boxes are cut out of the training images, which are then kept at their original size.
 
     Raises:
         ConfigError: C011 for a kind that this data cannot have.
-        MachineError: E005 where the memory does not hold the data.
+        MachineError: E005 where the memory has no room for the data.
     """
     if isinstance(train, IterableSource):
         return _of_stream(train, kind, workers, world_size, before)
-    sizes = [train.original_bytes if crops else train.held_bytes, *(source.held_bytes for source in others)]
+    sizes = [
+        train.original_bytes if crops else train.decoded_bytes,
+        *(source.decoded_bytes for source in others),
+    ]
     needed = None if None in sizes else sum(filter(None, sizes))
-    too_large = kind in HELD and needed is not None and needed > available_memory()
+    too_large = kind in DECODED_ONCE and needed is not None and needed > available_memory()
     if before is not None and too_large:
         kind, before = "auto", None
     if kind == "auto":
         choice = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
-        held_bytes = train.held_bytes
+        decoded_bytes = train.decoded_bytes
         moves = choice.kind == "memory" and augments and not crops and train.images
-        if not moves or held_bytes is None or device is None or device.type != "cuda":
+        if not moves or decoded_bytes is None or device is None or device.type != "cuda":
             return choice
         # Images to augment lie on a GPU that has room for them with their padding.
-        if 2 * held_bytes > free_bytes(device) // 4:
+        if 2 * decoded_bytes > free_bytes(device) // 4:
             return choice
-        return choice._replace(kind="device", reason=f"{num_bytes(held_bytes)}, room on the GPU")
+        return choice._replace(kind="device", reason=f"{num_bytes(decoded_bytes)}, room on the GPU")
     _check_kind(train, kind, crops)
     if needed is not None and too_large and train.storage != "memory":
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
@@ -115,11 +118,11 @@ def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
     if kind == "device" and crops:
         what, hint = "augment.resized_crop cuts images before they go to the device", "Use dataloader=memory"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if kind in HELD and isinstance(train, DatasetSource) and train.collate.is_own:
+    if kind in DECODED_ONCE and isinstance(train, DatasetSource) and train.collate.is_own:
         what = "a collate function of your own makes batches only when they are needed"
         hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if kind in HELD and isinstance(train, DatasetSource) and hasattr(train.dataset, "set_epoch"):
+    if kind in DECODED_ONCE and isinstance(train, DatasetSource) and hasattr(train.dataset, "set_epoch"):
         what = "samples in memory stay those of the first epoch, and the dataset has set_epoch"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion="Use dataloader=auto")
     if kind == "packed" and train.storage != "pack":

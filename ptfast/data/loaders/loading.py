@@ -16,7 +16,7 @@ from ptfast.data.transforms.normalize import Normalizer
 
 
 @dataclass(frozen=True)
-class ReaderOptions:
+class LoaderOptions:
     """How batches are read and reach the device."""
 
     device: torch.device
@@ -60,7 +60,7 @@ class Prepare:
     as they are; `statistics` are those that it applies.
     """
 
-    def __init__(self, options: ReaderOptions, info: DataInfo, *, images: bool) -> None:
+    def __init__(self, options: LoaderOptions, info: DataInfo, *, images: bool) -> None:
         self.device, self.images, self.channels_last = options.device, images, options.channels_last
         self.fuses = options.fused and images and options.device.type == "cuda"
         self.pin, self._on_host = options.pins, options.device.type == "cpu"
@@ -101,9 +101,9 @@ class Prepare:
         return inputs if self._normalizer is None else self._normalizer(inputs)
 
     @property
-    def figures(self) -> tuple[Tensor, Tensor] | None:
+    def mean_and_factor(self) -> tuple[Tensor, Tensor] | None:
         """Mean and factor by which inputs are normalized."""
-        return self._normalizer and self._normalizer.figures
+        return self._normalizer and self._normalizer.mean_and_factor
 
     def move(self, value: Any) -> Any:
         """`value` with every tensor in it on the device."""

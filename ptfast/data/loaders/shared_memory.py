@@ -1,4 +1,4 @@
-"""Large arrays that the ranks of one machine hold once, together."""
+"""Large arrays that the ranks of one machine share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 Bytes = NDArray[np.uint8]
 
 
-class Holder:
-    """Where large arrays are held: by this process, or once for all ranks of a machine.
+class SharedArrays:
+    """Memory for large arrays: of this process, or one for all ranks of a machine.
 
     The first rank of a machine fills anonymous memory that the others map: it is gone however the run ends,
     and takes no space in /dev/shm, which is small in containers. A rank that cannot map it has its own array.
@@ -27,10 +27,10 @@ class Holder:
     def __init__(self, ranks: Ranks | None = None) -> None:
         shares = ranks is not None and ranks.local_world_size > 1 and joined() and hasattr(os, "memfd_create")
         self._ranks = ranks if shares else None
-        self.num_holders = self._ranks.local_world_size if self._ranks is not None else 1
-        """Processes of this machine that hold arrays together."""
-        self.note = f"held once for {self.num_holders} ranks" if shares else ""
-        """How they are held, for the panel."""
+        self.num_sharing = self._ranks.local_world_size if self._ranks is not None else 1
+        """Processes of this machine that share arrays."""
+        self.note = f"in memory once for {self.num_sharing} ranks" if shares else ""
+        """Where they are, for the panel."""
 
     def fill(self, shape: tuple[int, ...], fill: Callable[[Bytes], T]) -> tuple[Bytes, T]:
         """An array of `shape` filled by `fill`, and what `fill` returned. To be called on all ranks."""
@@ -59,7 +59,7 @@ class Holder:
         if place is not None:
             os.close(place[1])
         if failures:
-            self.note = f"held by each of {len(failures) + 1} ranks ({failures[0]})"
+            self.note = f"in memory of each of {len(failures) + 1} ranks ({failures[0]})"
         if array is None:
             array = np.zeros(shape, np.uint8)
             given = fill(array)

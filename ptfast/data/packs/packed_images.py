@@ -15,7 +15,7 @@ from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.dataset import Splits, image_info
 from ptfast.data.decoding.image_decoding import Pixels, decode, mixed_sizes
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import TensorSource
 from ptfast.data.packs.pack_reader import ROW, Manifest
 from ptfast.data.sampling.sampler import Indices
@@ -48,7 +48,7 @@ class PackedImages(ImageSource):
         """Of every image, if all are fetched as they are stored, in one size."""
 
     @property
-    def held_bytes(self) -> int | None:
+    def decoded_bytes(self) -> int | None:
         if self.image_size is not None:
             return len(self) * self.image_size**2 * 3
         return self.original_bytes
@@ -87,10 +87,10 @@ class PackedImages(ImageSource):
         rows = self._rows[indices]
         return rows["original_height"].astype(np.int64), rows["original_width"].astype(np.int64)
 
-    def hold(self, holder: Holder | None = None) -> TensorSource:
+    def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
         """All images; those of a whole pack as stored, without a copy, in memory that ranks share."""
         if not self.shape or not np.array_equal(self._numbers, np.arange(self._facts.samples)):
-            return super().hold(holder)
+            return super().to_memory(arrays)
         images = torch.from_numpy(self._pixels.reshape(-1, *self.shape))
         return TensorSource(images, self.targets, images=True)
 

@@ -37,7 +37,7 @@ class Batching(Section):
 def one_way_of_batching(
     batching: Batching, curriculum: Curriculum, optimizer: Optimizer
 ) -> PtfastError | None:
-    """Refuse token budgets without buckets, and buckets with packing or growing batches."""
+    """Reject token budgets without buckets, and buckets with packing or growing batches."""
     first, scaling = curriculum.batch_size_from, optimizer.lr_scaling
     if batching.buckets and batching.pack:
         what, hint = "packed windows are all of one length", "Set one of the two to false"
@@ -76,7 +76,7 @@ def one_order(sampling: Sampling, batching: Batching, data: DataSection) -> Iter
 
 
 def one_way_of_splitting(data: DataSection) -> Iterator[PtfastError]:
-    """Refuse keys about held-out samples that contradict each other."""
+    """Reject keys about held-out samples that contradict each other."""
     if data.fold is not None and data.fold >= (data.folds or 0):
         what = f"folds are counted from 0 to {data.folds - 1}" if data.folds else "there are no folds"
         yield ConfigError("C005", what, key="data.fold", value=data.fold, suggestion="Set data.folds=5, say")

@@ -25,7 +25,7 @@ ERASED, POLICY = 96, 128
 """The first streams of a hidden box, as of `BOX`, and of the operations of a policy."""
 
 
-def finalise(bits: int) -> int:
+def finalize(bits: int) -> int:
     """64 bits, each of which depends on all low 64 of `bits`: the finaliser of SplitMix64.
 
     Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014.
@@ -39,7 +39,7 @@ def finalise(bits: int) -> int:
 def bits(seed: int, epoch: int, indices: NDArray[np.integer], stream: int) -> NDArray[np.uint64]:
     """64 random bits for each index: uint64 of the shape of `indices`.
 
-    A generator object per sample costs microseconds to seed. A hash of a counter, `finalise` of arrays, costs
+    A generator object per sample costs microseconds to seed. A hash of a counter, `finalize` of arrays, costs
     nanoseconds, has no state to save, and gives a sample the same draw in any batch, rank or worker.
     """
     z = np.asarray(indices).astype(np.uint64)
@@ -72,7 +72,7 @@ def key(*parts: int) -> int:
     """One 64-bit integer that depends on every part and on their order."""
     z = 0
     for part in parts:
-        z = finalise((z + part + 1) * GOLDEN)
+        z = finalize((z + part + 1) * GOLDEN)
     return z
 
 

@@ -89,7 +89,7 @@ def build_order(sampling: Sampling, data: Data, seed: int) -> Callable[[int, int
         return partial(target.build, **facts)
     order = OwnOrder(target, function, facts)
     if not np.array_equal(order(seed, 0), order(seed, 0)):
-        order.refuse(
+        order.reject(
             "gives another order for the same seed and epoch, so that no run could be resumed",
             "Draw from numpy.random.default_rng((seed, epoch))",
         )
@@ -113,21 +113,21 @@ def checked_weights(dataset: Any, kept: Indices | None = None) -> Weights | None
     try:
         weights = np.asarray(stated, np.float64)
     except (TypeError, ValueError):
-        _refuse_weights(dataset, f"are {described(stated)}, where a number for each sample is due")
+        _reject_weights(dataset, f"are {described(stated)}, where a number for each sample is due")
     if weights.shape != (len(dataset),):
         shape = "x".join(map(str, weights.shape)) or "no"
-        _refuse_weights(dataset, f"are {shape} numbers, and it has {len(dataset):,} samples")
+        _reject_weights(dataset, f"are {shape} numbers, and it has {len(dataset):,} samples")
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         first = int(wrong.argmax())
-        _refuse_weights(dataset, f"hold {weights[first]:g} for sample {first}, where 0 or more is due")
+        _reject_weights(dataset, f"hold {weights[first]:g} for sample {first}, where 0 or more is due")
     weights = weights if kept is None else weights[kept]
     if not weights.sum() > 0:
-        _refuse_weights(dataset, "sum to zero over the training samples")
+        _reject_weights(dataset, "sum to zero over the training samples")
     return weights
 
 
-def _refuse_weights(dataset: Any, what: str) -> NoReturn:
+def _reject_weights(dataset: Any, what: str) -> NoReturn:
     hint = "Fix them, or use sampling.by=classes or sampling=shuffle"
     raise DataError("D008", f"the weights of {type(dataset).__name__} {what}", key="data", suggestion=hint)
 
@@ -160,24 +160,24 @@ class OwnOrder:
         except ValueError:
             order = np.empty(0, object)
         if order.ndim != 1 or order.dtype.kind not in "iu":
-            self.refuse(f"gives {described(given)}, where the numbers of samples are due, in their order")
+            self.reject(f"gives {described(given)}, where the numbers of samples are due, in their order")
         if len(order) != self._size:
-            self.refuse(f"gives {len(order):,} places, and an epoch has {self._size:,} samples")
+            self.reject(f"gives {len(order):,} places, and an epoch has {self._size:,} samples")
         if (strange := order[(order < 0) | (order >= self._size)]).size:
-            self.refuse(f"names sample {strange[0]}, and they are numbered from 0 to {self._size - 1:,}")
+            self.reject(f"names sample {strange[0]}, and they are numbered from 0 to {self._size - 1:,}")
         return order.astype(np.int64)
 
     @contextlib.contextmanager
     def _calling(self, when: str) -> Iterator[None]:
-        """Refuse the function or sampler if it raises."""
+        """Reject the function or sampler if it raises."""
         try:
             yield
         except PtfastError:
             raise
         except Exception as error:
-            self.refuse(f"{when} raises {summary_of(error)}", cause=error)
+            self.reject(f"{when} raises {summary_of(error)}", cause=error)
 
-    def refuse(self, what: str, hint: str | None = None, cause: Exception | None = None) -> NoReturn:
+    def reject(self, what: str, hint: str | None = None, cause: Exception | None = None) -> NoReturn:
         raise ConfigError(
             "C017", what, key="sampling._target_", value=self._target.path, suggestion=hint
         ) from cause

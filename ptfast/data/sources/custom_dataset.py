@@ -43,7 +43,7 @@ from ptfast.data.loaders.sample_form import (
 )
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import TensorSource
-from ptfast.data.sampling.held_generators import HeldState, generators_of
+from ptfast.data.sampling.dataset_state import DatasetState, generators_of
 from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")
@@ -185,7 +185,7 @@ def _adapt(
         source.label_check = LabelCheck(as_long=True)
     source.all_labels = labels if len(labels) == len(dataset) else None
     # Generators that the first samples made are seeded from now on.
-    source.seen_labels, source.held = labels, HeldState(dataset)
+    source.seen_labels, source.state = labels, DatasetState(dataset)
     return Splits(info, source, note="; ".join(notes), classes_from=classes_from)
 
 

@@ -18,7 +18,7 @@ from ptfast.core.errors import DataError
 from ptfast.core.machine import spare_cores
 from ptfast.core.protocols import IGNORE_INDEX
 from ptfast.data.decoding.image_decoding import Pixels, decode_file, fit, in_threads, mixed_sizes, size_of
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import Indices
@@ -50,7 +50,7 @@ class ImageSource(MapSource):
     """(height, width, channels) of every image as it is fetched; empty until it is known."""
 
     @property
-    def held_bytes(self) -> int | None:
+    def decoded_bytes(self) -> int | None:
         return len(self) * math.prod(self.shape) if self.shape else None
 
     def name_of(self, index: int) -> str:
@@ -151,24 +151,24 @@ class ImageFiles(ImageSource):
         """Names of the files that are known to be unreadable."""
         return [self.paths[int(i)] for i in np.flatnonzero(self._corrupt)]
 
-    def hold(self, holder: Holder | None = None) -> TensorSource:
+    def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
         """Every image in one tensor, decoded on all cores that ranks which share it may use.
 
         Small images are decoded by processes: threads would take turns at Python's lock, and 16 of them take
         three times as long as one.
         """
         if self.skips:
-            held = super().hold(holder)
+            held = super().to_memory(arrays)
             self.note_unreadable(np.arange(len(self)), held.targets)
             return held
-        holder = holder or Holder()
+        arrays = arrays or SharedArrays()
         shape = self.shape or tuple(self.fetch(np.arange(1))[0].shape[1:])
 
         places = range(len(self))
         chunks = [places[start : start + _CHUNK] for start in places[::_CHUNK]]
 
         def fill(images: Pixels) -> NDArray[np.bool_]:
-            decoders = spare_cores(_MOST_DECODERS) * holder.num_holders
+            decoders = spare_cores(_MOST_DECODERS) * arrays.num_sharing
             if math.prod(shape) < _SMALL and len(chunks) > _FEW_CHUNKS and decoders > 1:
                 decoded = WorkerPool(partial(self._decode, shape), decoders, 2).fetch(chunks)
                 for chunk, (pixels, converted) in zip(chunks, decoded, strict=True):
@@ -183,7 +183,7 @@ class ImageFiles(ImageSource):
                     raise
             return self._converted
 
-        images, self._converted = holder.fill((len(self), *shape), fill)
+        images, self._converted = arrays.fill((len(self), *shape), fill)
         return TensorSource(torch.from_numpy(images), self.targets, images=True)
 
     def _decode(
@@ -208,7 +208,7 @@ def set_shapes(sources: Mapping[str, ImageSource]) -> tuple[int, ...]:
     return (shape[2], *shape[:2])
 
 
-class HeldImages(ImageSource):
+class ImagesInMemory(ImageSource):
     """The images of another source in memory, as large as they are there: crops need the original pixels.
 
     Cost: the memory of all pixels, a few times that of the files.

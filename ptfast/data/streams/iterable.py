@@ -18,7 +18,7 @@ from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all, seeded
-from ptfast.data.sampling.held_generators import HeldState
+from ptfast.data.sampling.dataset_state import DatasetState
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented
@@ -80,7 +80,7 @@ class IterableSource(BaseSource):
 
     @property
     def shared_by(self) -> Sharing:
-        """Who shares the dataset out: its `readers`, its `ranks`, or nobody (`none`).
+        """Who shares the dataset out: its `readers`, its `ranks`, or no one (`none`).
 
         Raises:
             DataError: D008 if it states something else.
@@ -104,9 +104,9 @@ class IterableSource(BaseSource):
         several = (reader.index,) if reader.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
         with as_data_errors(self.dataset):
-            held = HeldState(self.dataset)
-            if held.begin(epoch):
-                held.seed(self.seed, epoch)
+            state = DatasetState(self.dataset)
+            if state.begin(epoch):
+                state.seed(self.seed, epoch)
             samples: Iterator[Any] = iter(self.dataset)
             if self.shuffle_buffer is not None:
                 seed = counter_draws.key(self.seed, epoch, counter_draws.ORDER, *several)
@@ -156,17 +156,17 @@ def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
 
     Samples more than a few `size` apart stay apart, so data sorted by class needs its shards shuffled, too.
     """
-    draw, held = random.Random(seed).random, []
+    draw, buffer = random.Random(seed).random, []
     for sample in samples:
-        held.append(sample)
-        if len(held) >= size:
+        buffer.append(sample)
+        if len(buffer) >= size:
             place = int(draw() * size)
-            held[place], held[-1] = held[-1], held[place]
-            yield held.pop()
-    while held:
-        place = int(draw() * len(held))
-        held[place], held[-1] = held[-1], held[place]
-        yield held.pop()
+            buffer[place], buffer[-1] = buffer[-1], buffer[place]
+            yield buffer.pop()
+    while buffer:
+        place = int(draw() * len(buffer))
+        buffer[place], buffer[-1] = buffer[-1], buffer[place]
+        yield buffer.pop()
 
 
 @dataclass

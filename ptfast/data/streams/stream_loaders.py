@@ -11,7 +11,7 @@ from ptfast.core.distributed import host_sums, on_all_ranks
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import MicroBatch, StepBatch
 from ptfast.data.loaders.loader_choice import count_workers
-from ptfast.data.loaders.loading import Prepare, ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.loaders.step_batches import Batches
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.sampler import Sharding
@@ -27,7 +27,7 @@ from ptfast.data.streams.stream_readers import (
 from ptfast.data.transforms.augment_plan import Augment
 
 
-def share_out(source: IterableSource, sharding: Sharding, loading: ReaderOptions) -> tuple[int, bool, str]:
+def share_out(source: IterableSource, sharding: Sharding, loading: LoaderOptions) -> tuple[int, bool, str]:
     """The workers of this rank (0 for this process), whether readers have parts of their own, and why."""
     world_size = sharding.world_size
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
@@ -54,7 +54,7 @@ def build_stream_batches(
     source: IterableSource,
     prepare: Prepare,
     sharding: Sharding,
-    loading: ReaderOptions,
+    loading: LoaderOptions,
     augment: Augment | None = None,
     *,
     once: bool = False,

@@ -74,7 +74,7 @@ class AugmentSection(Section):
     cutmix: NotNegative = 0.0
     """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
     targets: Literal["auto", "keep"] = "auto"
-    """`auto` moves masks with their images, and refuses targets that may be places; `keep` moves none."""
+    """`auto` moves masks with their images, and rejects targets that may be places; `keep` moves none."""
 
     @property
     def jitter(self) -> dict[str, float]:
@@ -84,7 +84,7 @@ class AugmentSection(Section):
 
 
 def one_way_of_cropping(augment: AugmentSection) -> PtfastError | None:
-    """Refuse two ways of cropping or hiding at once, and ranges the wrong way round."""
+    """Reject two ways of cropping or hiding at once, and ranges the wrong way round."""
     for name in ("resized_crop", "resized_ratio"):
         low, high = getattr(augment, name) or (0, 0)
         if low > high:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ptfast.data.transforms.augment_plan import Augment
-from ptfast.data.transforms.image_operations import grey_weights
+from ptfast.data.transforms.image_operations import gray_weights
 
 _BITS = tl.constexpr(16)
 _HALF = tl.constexpr(1 << 15)
@@ -28,16 +28,16 @@ def _place(source, starts, stride):
 
 
 @triton.jit
-def _grey(pixels, weights, stride, inside, CHANNELS: tl.constexpr):
-    grey = tl.where(inside, _HALF, 0)
+def _gray(pixels, weights, stride, inside, CHANNELS: tl.constexpr):
+    gray = tl.where(inside, _HALF, 0)
     for channel in tl.static_range(CHANNELS):
         value = tl.load(pixels + channel * stride, mask=inside, other=0)
-        grey += value.to(tl.int32) * tl.load(weights + channel)
-    return grey >> _BITS
+        gray += value.to(tl.int32) * tl.load(weights + channel)
+    return gray >> _BITS
 
 
 @triton.jit
-def _sum_grey(
+def _sum_gray(
     out, source, starts, weights, of_image, of_row, of_pixel, of_channel, num_pixels, width,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -46,13 +46,13 @@ def _sum_grey(
     for begin in range(0, num_pixels, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         pixels = first + place // width * of_row + place % width * of_pixel
-        total += _grey(pixels, weights, of_channel, place < num_pixels, CHANNELS)
+        total += _gray(pixels, weights, of_channel, place < num_pixels, CHANNELS)
     tl.store(out + tl.program_id(0), tl.sum(total.to(tl.int64), 0))
 
 
 @triton.jit
 def _change(
-    out, source, starts, flipped, greys, factors, boxes, constants, weights,
+    out, source, starts, flipped, grays, factors, boxes, constants, weights,
     of_image, of_row, of_pixel, of_channel, to_pixel, to_channel, num_pixels, width,
     CHANNELS: tl.constexpr, FLIPS: tl.constexpr, COLORS: tl.constexpr, CUTS: tl.constexpr,
     NORMALIZES: tl.constexpr, BLOCK: tl.constexpr,
@@ -67,11 +67,11 @@ def _change(
     pixels = _place(source, starts, of_image) + y * of_row + column * of_pixel
     target = out + image.to(tl.int64) * num_pixels * CHANNELS + place * to_pixel
     if COLORS:
-        own, grey = tl.load(factors + 3 * image), tl.load(factors + 3 * image + 1)
-        light = tl.load(greys + image) * tl.load(factors + 3 * image + 2)
+        own, gray = tl.load(factors + 3 * image), tl.load(factors + 3 * image + 1)
+        light = tl.load(grays + image) * tl.load(factors + 3 * image + 2)
         count = tl.cast(num_pixels, tl.int64)
         mean = ((light + count * _SHIFT) // count - _SHIFT).to(tl.int32)
-        offset = _grey(pixels, weights, of_channel, inside, CHANNELS) * grey + mean + _HALF
+        offset = _gray(pixels, weights, of_channel, inside, CHANNELS) * gray + mean + _HALF
     if CUTS:
         box = boxes + 4 * image
         hidden = (y >= tl.load(box)) & (y < tl.load(box + 1))
@@ -91,25 +91,25 @@ def _change(
 
 def build_kernel(
     augment: Augment,
-    figures: tuple[Tensor, Tensor] | None,
+    mean_and_factor: tuple[Tensor, Tensor] | None,
     channels: int,
     device: torch.device,
     dtype: torch.dtype,
     layout: torch.memory_format,
 ) -> Callable[..., Tensor]:
-    """Build the function of `change_images` for a run; what it needs beside a batch goes to `device` once.
+    """Build the function of `change_images` for a run; what it needs besides a batch goes to `device` once.
 
     Args:
-        figures: mean and factor of each channel; None for pixels that are normalized already.
+        mean_and_factor: mean and factor of each channel; None for pixels that are normalized already.
     """
     fill = torch.tensor(augment.fill or [0] * channels, dtype=torch.float32, device=device)
-    constants = torch.stack([*(each.flatten() for each in figures or (fill, fill)), fill])
-    weights = torch.tensor(grey_weights(channels), dtype=torch.int32, device=device)
+    constants = torch.stack([*(each.flatten() for each in mean_and_factor or (fill, fill)), fill])
+    weights = torch.tensor(gray_weights(channels), dtype=torch.int32, device=device)
     return partial(
         change_images,
         constants=constants,
         weights=weights,
-        normalizes=figures is not None,
+        normalizes=mean_and_factor is not None,
         dtype=dtype,
         layout=layout,
     )
@@ -137,7 +137,7 @@ def change_images(
         drawn: `color` and `erased` of `Augment.draw_changes`.
         constants: mean, factor and fill of each channel, float32.
 
-    Cost: one kernel, and one more for colors, which need the mean grey of an image first.
+    Cost: one kernel, and one more for colors, which need the mean gray of an image first.
     """
     _, height, width, channels = crops.shape
     batch, size = len(starts), (height * width, width)
@@ -147,11 +147,11 @@ def change_images(
     color, erased = drawn.get("color"), drawn.get("erased")
     block = min(1024, triton.next_power_of_2(height * width))
     how: Any = {"CHANNELS": channels, "BLOCK": block}
-    greys = weights  # the kernel does not read them without colors
+    grays = weights  # the kernel does not read them without colors
     if color is not None:
-        greys = torch.empty(batch, dtype=torch.int64, device=crops.device)
-        _sum_grey[batch,](greys, crops, starts, weights, *crops.stride(), *size, **how)
-    given = [weights if each is None else each for each in (flipped, greys, color, erased)]
+        grays = torch.empty(batch, dtype=torch.int64, device=crops.device)
+        _sum_gray[batch,](grays, crops, starts, weights, *crops.stride(), *size, **how)
+    given = [weights if each is None else each for each in (flipped, grays, color, erased)]
     how |= {"FLIPS": flipped is not None, "COLORS": color is not None, "CUTS": erased is not None}
     strides = (*crops.stride(), out.stride(3), out.stride(1))
     _change[batch, triton.cdiv(height * width, block)](

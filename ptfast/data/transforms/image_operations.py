@@ -11,27 +11,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-GREY = (19595, 38470, 7471)
-"""Parts of red, green and blue in grey, in 1/65536: the weights of ITU-R 601, as PIL has them."""
+GRAY = (19595, 38470, 7471)
+"""Parts of red, green and blue in gray, in 1/65536: the weights of ITU-R 601, as PIL has them."""
 _BITS = 16
 _HALF = 1 << (_BITS - 1)
 BLUR_STEPS = 1 << 15
 """Weights of a blur are whole parts of this."""
 
-Figures = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 def affine_coefficients(
-    angle: Figures,
-    scale: Figures,
-    shift_y: Figures,
-    shift_x: Figures,
+    angle: Floats,
+    scale: Floats,
+    shift_y: Floats,
+    shift_x: Floats,
     shape: Sequence[int],
     shear: Any = (0, 0),
 ) -> NDArray[np.float32]:
     """Six coefficients for `affine` of each image: where its pixels come from.
 
-    Images are scaled and turned around their centre, clockwise, by radians, then shifted by pixels. A shear
+    Images are scaled and turned around their center, clockwise, by radians, then shifted by pixels. A shear
     moves rows and columns by a part of their distance from the top left.
     """
     (height, width), (shear_y, shear_x) = shape, shear
@@ -67,25 +67,25 @@ def _grid(coefficients: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack([of_x[:, i] * x + (of_y[:, i] * y + start[:, i]) for i in (0, 1)], -1)
 
 
-def color_factors(brightness: Figures, contrast: Figures, saturation: Figures) -> NDArray[np.int32]:
+def color_factors(brightness: Floats, contrast: Floats, saturation: Floats) -> NDArray[np.int32]:
     """The factors of `recolor`: int32 (batch, 3), in 1/65536.
 
-    Brightness multiplies pixels, contrast their distance from the mean grey of the image, saturation that
-    from the grey of the pixel. Together they are one factor each for pixel, grey and mean grey.
+    Brightness multiplies pixels, contrast their distance from the mean gray of the image, saturation that
+    from the gray of the pixel. Together they are one factor each for pixel, gray and mean gray.
     """
     of_pixel = brightness * contrast * saturation
-    of_grey = brightness * contrast * (1 - saturation)
+    of_gray = brightness * contrast * (1 - saturation)
     of_mean = brightness * (1 - contrast)
-    return np.rint(np.stack([of_pixel, of_grey, of_mean], 1) * (1 << _BITS)).astype(np.int32)
+    return np.rint(np.stack([of_pixel, of_gray, of_mean], 1) * (1 << _BITS)).astype(np.int32)
 
 
-def grey_weights(channels: int) -> Sequence[int]:
-    """Parts of the channels in grey, in 1/65536."""
-    return GREY if channels == 3 else [(1 << _BITS) // channels] * channels
+def gray_weights(channels: int) -> Sequence[int]:
+    """Parts of the channels in gray, in 1/65536."""
+    return GRAY if channels == 3 else [(1 << _BITS) // channels] * channels
 
 
 def recolor(images: Tensor, factors: Tensor) -> Tensor:
-    """Images of other brightness, contrast and saturation; channels weigh alike in grey unless there are 3.
+    """Images of other brightness, contrast and saturation; channels weigh alike in gray unless there are 3.
 
     Computed in integers and rounded only once: the same bits on every device, with any number of threads.
     Cost: some 15 us for an image of 32x32 on one core.
@@ -93,13 +93,13 @@ def recolor(images: Tensor, factors: Tensor) -> Tensor:
     size, height, width, channels = images.shape
     # One plane for each channel: a factor then holds for long runs of memory.
     planes = images.permute(3, 0, 1, 2).to(torch.int32, memory_format=torch.contiguous_format)
-    grey = torch.full_like(planes[0], _HALF)
-    for plane, weight in zip(planes, grey_weights(channels), strict=True):
-        grey.add_(plane, alpha=weight)
-    grey >>= _BITS
-    of_pixel, of_grey, of_mean = factors.view(size, 3, 1, 1).unbind(1)
-    mean = (grey.sum((1, 2), keepdim=True) * of_mean).div_(height * width, rounding_mode="floor")
-    offset = grey.mul_(of_grey).add_(mean.to(torch.int32)).add_(_HALF)
+    gray = torch.full_like(planes[0], _HALF)
+    for plane, weight in zip(planes, gray_weights(channels), strict=True):
+        gray.add_(plane, alpha=weight)
+    gray >>= _BITS
+    of_pixel, of_gray, of_mean = factors.view(size, 3, 1, 1).unbind(1)
+    mean = (gray.sum((1, 2), keepdim=True) * of_mean).div_(height * width, rounding_mode="floor")
+    offset = gray.mul_(of_gray).add_(mean.to(torch.int32)).add_(_HALF)
     planes.mul_(of_pixel).add_(offset)
     planes >>= _BITS
     return planes.clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).contiguous()

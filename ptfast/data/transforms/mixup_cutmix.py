@@ -62,7 +62,7 @@ class Mix:
         size = shape[0]
         own_seed, numbers = counter_draws.key(self.seed, micro_batch), np.arange(5 * size).reshape(5, size)
         order, share, kind, y, x = counter_draws.uniform(own_seed, step, numbers, counter_draws.MIX)
-        # One ring in random order, so that nobody is left alone; a sample without others is its own partner.
+        # One ring in random order, so that each has a partner; a sample without others is its own partner.
         ring = order.argsort(kind="stable")
         partners = np.empty_like(ring)
         partners[ring] = np.roll(ring, 1)

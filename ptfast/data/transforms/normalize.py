@@ -53,7 +53,7 @@ class Normalizer:
         mean, factor = self._mean, self._factor
         if self._images:
             # Broadcasting three channels along the fastest dimension would be an inner loop of three: the
-            # figures are expanded to a whole image.
+            # mean and factor are expanded to a whole image.
             layout = (inputs.shape[1:], inputs.stride()[1:])
             if self._expanded is None or self._expanded[0] != layout:
                 full = torch.empty_like(inputs[:1], dtype=torch.float32)
@@ -62,7 +62,7 @@ class Normalizer:
         return inputs.to(torch.float32, copy=True).sub_(mean).mul_(factor).to(self._dtype)
 
     @property
-    def figures(self) -> tuple[Tensor, Tensor]:
+    def mean_and_factor(self) -> tuple[Tensor, Tensor]:
         """Mean and factor of each channel or feature."""
         return self._mean, self._factor
 
@@ -73,18 +73,18 @@ class Normalizer:
     def fused(self, inputs: Tensor) -> Tensor:
         """As a call, with the same bits, in two kernels: one reads bytes, one writes the result."""
         out = torch.empty(inputs.shape, dtype=self._dtype, device=inputs.device, memory_format=self._layout)
-        centred = torch.sub(inputs, self._mean, out=out if self._dtype == torch.float32 else None)
-        return torch.mul(centred, self._factor, out=out)
+        centerd = torch.sub(inputs, self._mean, out=out if self._dtype == torch.float32 else None)
+        return torch.mul(centerd, self._factor, out=out)
 
 
 def statistics(
-    source: MapSource, cache_key: Callable[[], str] | None = None, held: MapSource | None = None
+    source: MapSource, cache_key: Callable[[], str] | None = None, decoded: MapSource | None = None
 ) -> Statistics:
     """`mean` and `std` of the inputs of `source`, per channel or feature; a std of 0 becomes 1.
 
     Exact if the samples are in memory or take at most 1 GiB once decoded, else from 10,000 evenly spaced
     ones: the data alone decides, so that every loader normalizes by the same bits. Statistics that needed
-    decoding are cached on disk by `cache_key`. `held` are the same samples, decoded already.
+    decoding are cached on disk by `cache_key`. `decoded` are the same samples, decoded already.
     """
     if isinstance(source, TensorSource):
         return finish_statistics(*_sums(source.inputs))
@@ -95,9 +95,9 @@ def statistics(
         if 3 * sums[0] > EXACT_BYTES and (of_some := source.pixel_sums(spaced)) is not None:
             sums = of_some
         return finish_statistics(*sums)
-    whole = (source.held_bytes or EXACT_BYTES + 1) <= EXACT_BYTES
-    if isinstance(held, TensorSource) and whole:
-        return finish_statistics(*_sums(held.inputs))
+    whole = (source.decoded_bytes or EXACT_BYTES + 1) <= EXACT_BYTES
+    if isinstance(decoded, TensorSource) and whole:
+        return finish_statistics(*_sums(decoded.inputs))
     indices = everything if whole else spaced
     entry = None
     if cache_key is not None:
@@ -106,7 +106,7 @@ def statistics(
         if {"mean", "std"} <= (known := load_arrays(entry)).keys():
             return {name: known[name].tolist() for name in ("mean", "std")}
     chunks = np.array_split(indices, -(-len(indices) // 256))
-    parts = [_sums((held or source).fetch(chunk)[0]) for chunk in chunks]
+    parts = [_sums((decoded or source).fetch(chunk)[0]) for chunk in chunks]
     result = finish_statistics(*(sum(column) for column in zip(*parts, strict=True)))
     if entry is not None:
         save_arrays(entry, **{name: np.array(values) for name, values in result.items()})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptfast.data.sampling import counter_draws
 from ptfast.data.transforms import AugmentSection, image_operations
-from ptfast.data.transforms.image_operations import Figures, sent
+from ptfast.data.transforms.image_operations import Floats, sent
 
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Contrast"),
@@ -34,7 +34,7 @@ of color; bits that posterizing leaves at the smallest magnitude and at the larg
 
 
 def draw_policy(
-    augment: AugmentSection, draw: Callable[[int], Figures], shape: Sequence[int]
+    augment: AugmentSection, draw: Callable[[int], Floats], shape: Sequence[int]
 ) -> NDArray[np.float64]:
     """Number and magnitude of the operations for each image one after another, (batch, operations, 2 or 3).
 
@@ -48,7 +48,7 @@ def draw_policy(
     streams = counter_draws.POLICY + np.arange(4 * count).reshape(4, count)
     kind, level, sign, chance = (np.stack([draw(int(each)) for each in row], 1) for row in streams)
     # Only AutoAugment inverts, and AugMix draws no identity.
-    first, shares = int(policy == "augmix"), list[Figures]()
+    first, shares = int(policy == "augmix"), list[Floats]()
     numbers = first + np.floor(kind * (len(OPERATIONS) - 1 - first)).astype(int)
     levels = np.floor(level * (augment.augmix_severity if first else SPACES[policy][0])).astype(int)
     if policy == "rand":
@@ -108,7 +108,7 @@ def apply_in_turn(images: Tensor, drawn: Tensor, mode: str = "nearest", fill: in
     return images
 
 
-def _changed(kind: tuple[int, ...], images: Tensor, amounts: Figures, mode: str, fill: int) -> Tensor:
+def _changed(kind: tuple[int, ...], images: Tensor, amounts: Floats, mode: str, fill: int) -> Tensor:
     """Images after operations of one kind, by `amounts` (operations of the kind, batch)."""
     from torchvision.transforms.v2 import functional as V
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ptfast.data.label_checks import holds
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, MicroBatchIndices
 from ptfast.data.transforms.augment_plan import Augment
@@ -67,13 +67,13 @@ class MemoryBatches:
     Cost: the memory of the padded images, twice if they are flipped; 1 to 2 us for an image of 32x32.
     """
 
-    def __init__(self, source: TensorSource, augment: Augment, holder: Holder | None = None) -> None:
+    def __init__(self, source: TensorSource, augment: Augment, arrays: SharedArrays | None = None) -> None:
         self._augment, self._targets = augment, source.targets
         padding, more = augment.crop_padding, {"mirrored": bool(augment.flip), "reflect": augment.reflects}
-        self._windows = [RowWindows(source.inputs, padding, **more, holder=holder)]
+        self._windows = [RowWindows(source.inputs, padding, **more, arrays=arrays)]
         if augment.mask_fill is not None:
             masks, fill = planes(augment, source.targets)[..., None], augment.mask_fill
-            self._windows.append(RowWindows(masks, padding, **more, fill=fill, holder=holder))
+            self._windows.append(RowWindows(masks, padding, **more, fill=fill, arrays=arrays))
         self._epoch, self._corners = -1, list[Indices]()
 
     def __call__(self, share: MicroBatchIndices) -> Any:
@@ -129,7 +129,7 @@ class RowWindows:
         mirrored: bool = False,
         fill: int = 0,
         reflect: bool = False,
-        holder: Holder | None = None,
+        arrays: SharedArrays | None = None,
     ) -> None:
         self._shape, self._dtype = images.shape[1:], images.numpy().dtype
         padded = pixels = images.contiguous().view(torch.uint8).numpy()
@@ -150,7 +150,7 @@ class RowWindows:
                     padded[1][inside] = pixels[:, :, ::-1]
 
             copies = (2 if mirrored else 1, samples, height + 2 * padding, width + 2 * padding, channels)
-            padded = (holder or Holder()).fill(copies, write)[0].reshape(-1, *copies[2:])
+            padded = (arrays or SharedArrays()).fill(copies, write)[0].reshape(-1, *copies[2:])
         padded_height, padded_width = padded.shape[1:3]
         self._pixel_bytes, self._row_bytes = channels, padded_width * channels
         self._slot_bytes = padded_height * self._row_bytes
@@ -201,7 +201,7 @@ def cut_masks(
     masks: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, flipped: Tensor, size: int
 ) -> Tensor:
     """Boxes of masks, scaled by the nearest pixel to squares, then mirrored."""
-    # The pixel under the centre of each of `size` parts of a line from start to end.
+    # The pixel under the center of each of `size` parts of a line from start to end.
     places = 2 * torch.arange(size, device=masks.device) + 1
     rows, columns = (
         start[:, None] + torch.div(places * (end - start)[:, None], 2 * size, rounding_mode="floor")

@@ -27,7 +27,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, PtfastError, error_line, exit_code_of, one_line
 from ptfast.core.machine import is_memory_error
 from ptfast.data.build_data import Data, Source
-from ptfast.data.loaders.loader_choice import HELD, Choice, time_samples
+from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.trial import (
@@ -185,7 +185,7 @@ class WarmParent:
         loader = config.dataloader
         is_named = loader.kind != "auto" and (loader.kind != "workers" or loader.workers != "auto")
         # Loaders given by name share two datasets: one that reads samples, and one that caches them.
-        how = str(loader.kind in HELD) if is_named else repr(loader)
+        how = str(loader.kind in DECODED_ONCE) if is_named else repr(loader)
         padding = sections.pop("batching")
         key, of_images = (json.dumps(sections | {"loader": how, "padding": p}) for p in (padding, None))
         data = self._data.get(key) or (None if config.batching.pack else self._data.get(of_images))
@@ -194,7 +194,7 @@ class WarmParent:
             data = self._data[key] = load_data(config, Ranks(), choose)
             if data.info.kind == "image" and data.choice is not None:
                 # The samples that `auto` decoded also serve the loader it chose; images are not padded.
-                for loader_of in (how, str(data.choice.kind in HELD)):
+                for loader_of in (how, str(data.choice.kind in DECODED_ONCE)):
                     shared = sections | {"loader": loader_of, "padding": None}
                     self._data.setdefault(json.dumps(shared), data)
         if not is_named:

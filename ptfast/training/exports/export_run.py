@@ -39,7 +39,7 @@ from ptfast.tasks.supervised import output_of
 from ptfast.training.evaluate import with_tta
 from ptfast.training.exports.hub_layout import model_card, write_hub
 from ptfast.training.exports.load_script import load_script
-from ptfast.training.stages.data_stage import load_data, reader_options
+from ptfast.training.stages.data_stage import load_data, loader_options
 from ptfast.training.stages.model_stage import build_plain_model
 from ptfast.training.stages.partial_run import PartialRun
 
@@ -182,7 +182,7 @@ class _KnownOutputs:
     def __init__(self, saved: PartialRun, *, graph: bool) -> None:
         self._saved, self.differences = saved, dict[str, float]()
         self.raw, self._images = _held_out(saved) if graph else (torch.empty(0), False)
-        self._prepare = prepare = Prepare(reader_options(saved), saved.info, images=self._images)
+        self._prepare = prepare = Prepare(loader_options(saved), saved.info, images=self._images)
         self.free_sizes = ["batch", "tokens"] if saved.info.kind in ("text", "tokens") else ["batch"]
         self._batches = [self.raw, self.raw[:1]] if graph else []
         predictor = RawModel(with_tta(saved), None, images=False).eval()

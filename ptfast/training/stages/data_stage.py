@@ -27,11 +27,11 @@ from ptfast.data.label_checks import missing_classes
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.collate import Collate
 from ptfast.data.loaders.dataset_source import DatasetSource
-from ptfast.data.loaders.loader_choice import HELD, Choice, choose
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice, choose
+from ptfast.data.loaders.loading import LoaderOptions
 from ptfast.data.loaders.pipeline import SideStream, open_side_stream
 from ptfast.data.loaders.sample_form import InputOptions
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.loaders.worker_processes import RAISED
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sample_orders import build_order, describe_sampling
@@ -94,7 +94,7 @@ def load_data(
         crops=config.augment.resized_crop is not None,
         shuffle_buffer=section.shuffle_buffer,
         once=lambda compute: on_first_rank(compute, ranks),
-        holder=Holder(ranks),
+        arrays=SharedArrays(ranks),
         ignore_index=ignored if isinstance(ignored, int) else IGNORE_INDEX,
         collate=collate,
         options=InputOptions(*_forward_names(config.model.target), image_size),
@@ -150,9 +150,9 @@ def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], ob
             raise error.moved("data", f"evals.{name}") from error
         note(f"evals.{name}: {found.note}")
         source = found.val or found.test or found.train.in_order()
-        held = data.choice is not None and data.choice.kind in HELD
+        held = data.choice is not None and data.choice.kind in DECODED_ONCE
         if held and isinstance(source, MapSource) and source.storage != "memory":
-            source = source.hold(Holder(ranks))
+            source = source.to_memory(SharedArrays(ranks))
         sets[name] = replace(found, val=source)
     return replace(data, evals=sets)
 
@@ -267,7 +267,7 @@ def build_eval_loaders(run: PartialRun, data: Data, side: SideStream | None) -> 
             run.eval_loaders[split] = build_eval_loader(
                 source,
                 info,
-                run.reader_options,
+                run.loader_options,
                 batch_size=batch_size,
                 rank=run.ranks.rank,
                 world_size=run.ranks.world_size,
@@ -284,7 +284,7 @@ def few_samples(run: PartialRun, model: nn.Module, num_samples: int = 2) -> Any:
     places = np.linspace(0, len(data.train) - 1, min(num_samples, len(data.train)))
     few = data.train.take(places.astype(np.int64))
     device = next((p.device for p in model.parameters()), run.device)
-    options = replace(reader_options(run), device=device)
+    options = replace(loader_options(run), device=device)
     return next(iter(build_eval_loader(few, data.info, options, batch_size=num_samples))).data
 
 
@@ -303,7 +303,7 @@ def build_loaders(run: PartialRun) -> None:
     """Build the loaders of the training data and of the splits that are evaluated."""
     config, choices, loader, plan = run.config, run.choices, run.config.dataloader, run.training_plan
     choice: Choice = run.splits.choice
-    run.reader_options = reader_options(
+    run.loader_options = loader_options(
         run,
         kind=choice.kind,
         reason=choice.reason,
@@ -328,7 +328,7 @@ def build_loaders(run: PartialRun) -> None:
     run.train_loader = build_train_loader(
         data,
         Sharding(plan.batches, run.micro_batches, run.ranks.rank, run.ranks.world_size),
-        replace(run.reader_options, input_type=run.input_type),
+        replace(run.loader_options, input_type=run.input_type),
         seed=config.seed,
         augment=augment,
         transforms=[*plan.transforms, *([mix] if mix is not None else [])],
@@ -356,8 +356,8 @@ def build_loaders(run: PartialRun) -> None:
         )
 
 
-def reader_options(run: PartialRun, **how: Any) -> ReaderOptions:
+def loader_options(run: PartialRun, **how: Any) -> LoaderOptions:
     """Return the options for preparing samples; `how` sets who reads them, otherwise this process."""
-    return ReaderOptions(
+    return LoaderOptions(
         run.device, run.config.data.normalize, bool(run.choices.get("rewrites.channels_last")), **how
     )

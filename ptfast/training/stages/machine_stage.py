@@ -11,7 +11,7 @@ import torch
 
 from ptfast.config.checks.rules import check_batch
 from ptfast.core.errors import ConfigError, name_some
-from ptfast.data.sampling.counter_draws import GOLDEN, finalise
+from ptfast.data.sampling.counter_draws import GOLDEN, finalize
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, apply_backend, watch_shapes
 from ptfast.techniques.parallel import ruled_out_by_ranks
 from ptfast.techniques.precision.mixed_precision import build_precision
@@ -100,4 +100,4 @@ def build_seeder(device: torch.device) -> Callable[[int, int, int], None]:
 
 def mix(seed: int, step: int, micro_batch: int) -> int:
     """64 bits mixed of three counters (by SplitMix64); torch's CPU generator reads only the low half."""
-    return finalise(seed * GOLDEN + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7)
+    return finalize(seed * GOLDEN + step * 0xD1B5_4A32_D192_ED03 + micro_batch * 0x8CB9_2BA7_2F3D_8DD7)

@@ -171,7 +171,7 @@ def _build_statistics_loader(run: PartialRun) -> EvaluationLoader | None:
     return build_eval_loader(
         data.train.take(picked),
         data.info,
-        run.reader_options,
+        run.loader_options,
         batch_size=batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,

@@ -11,7 +11,7 @@ import torch
 from ptfast.config.schema import Config
 from ptfast.core.tensors.saved_state import State
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.run import Run
 from ptfast.training.stages.training_plan import TrainingPlan
@@ -40,7 +40,7 @@ class PartialRun(Run):
     """The config's settings of single parameters."""
     input_type: torch.dtype = torch.float32
     """The number format of training images as the model receives them."""
-    reader_options: ReaderOptions = field(init=False)
+    loader_options: LoaderOptions = field(init=False)
     """How samples are prepared for the model."""
 
     @property

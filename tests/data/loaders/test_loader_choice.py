@@ -30,14 +30,14 @@ class Files(MapSource):
 
     def __init__(self, read_s: float, count: int = 1000, packed: bool = False) -> None:
         self.read_s, self.count, self.storage = read_s, count, "pack" if packed else "files"
-        self.held_bytes_ = count * 3000
+        self.decoded_bytes_ = count * 3000
 
     def __len__(self) -> int:
         return self.count
 
     @property
-    def held_bytes(self) -> int | None:
-        return self.held_bytes_
+    def decoded_bytes(self) -> int | None:
+        return self.decoded_bytes_
 
 
 @pytest.fixture(autouse=True)
@@ -206,8 +206,8 @@ def test_an_epoch_gives_the_same_weights_whoever_loads(in_tmp: Path) -> None:
 def test_ranks_of_a_machine_hold_images_once(two_ranks: dict[str, Any]) -> None:
     held = two_ranks["held"]
     notes = {
-        "together": "; held once for 2 ranks",
-        "without a map": "; held by each of 2 ranks (Permission denied)",
+        "together": "; in memory once for 2 ranks",
+        "without a map": "; in memory of each of 2 ranks (Permission denied)",
     }
     for name, note in notes.items():
         assert same_bits(held[name]["weights"], held["apart"]["weights"]), name

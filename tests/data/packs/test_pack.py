@@ -22,7 +22,7 @@ from ptfast.cli.command_line import run
 from ptfast.core.errors import DataError
 from ptfast.data.decoding.image_decoding import decode_file
 from ptfast.data.decoding.pictures import resize_shorter
-from ptfast.data.loaders.shared_memory import Holder
+from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import MapSource
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images
@@ -127,7 +127,7 @@ def test_what_reaches_a_worker_is_no_copy_of_the_data(
     sent = pickle.dumps(source)
     assert (tmp_path / "pack" / "train.bin").read_bytes() not in sent
     assert same(pickle.loads(sent).fetch(np.arange(10)), before)
-    assert same(MapSource.hold(source).fetch(np.arange(10)), before)
+    assert same(MapSource.to_memory(source).fetch(np.arange(10)), before)
     assert source.take(np.arange(3)).storage == "pack"
 
 
@@ -135,12 +135,12 @@ def test_a_part_of_a_pack_is_held_where_ranks_hold_it_together(tree: Path, tmp_p
     pack(tree, tmp_path / "pack")
     source, places = load(tmp_path / "pack").train.take(np.array([7, 2, 5])), []
 
-    class Noted(Holder):
+    class Noted(SharedArrays):
         def fill(self, shape: tuple[int, ...], fill: Callable[[Any], Any]) -> Any:
             places.append(super().fill(shape, fill))
             return places[-1]
 
-    held = source.hold(Noted())
+    held = source.to_memory(Noted())
     assert same((held.inputs, held.targets), source.fetch(np.arange(3)))
     ((array, _),) = places
     assert all(np.shares_memory(array, column.numpy()) for column in (held.inputs, held.targets))

@@ -27,7 +27,7 @@ from ptfast.core.batch_plan import BatchPlan, constant
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import choose
-from ptfast.data.loaders.loading import ReaderOptions
+from ptfast.data.loaders.loading import LoaderOptions
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.streams.stream_loaders import share_out
@@ -130,9 +130,9 @@ def test_a_stream_that_is_not_shared_out_is_the_same_for_any_workers(workers: in
     assert joined == expected[:4]
 
 
-def on_two_ranks(workers: int) -> tuple[Sharding, ReaderOptions]:
+def on_two_ranks(workers: int) -> tuple[Sharding, LoaderOptions]:
     sharding = Sharding(BatchPlan(None, constant(6)), 2, 1, 2)
-    return sharding, ReaderOptions(torch.device("cpu"), kind="workers", workers=workers)
+    return sharding, LoaderOptions(torch.device("cpu"), kind="workers", workers=workers)
 
 
 def test_a_data_set_that_shares_itself_out_gets_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,10 +70,10 @@ def test_an_alternating_flip_mirrors_the_pixels() -> None:
 def recolored_alone(image: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
     """One image by the formulas of PIL's ImageEnhance, without rounding in between."""
     rgb = image.double() * brightness
-    grey = (rgb * torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).sum(-1, keepdim=True)
-    mean = grey.mean()
-    rgb, grey = mean + contrast * (rgb - mean), mean + contrast * (grey - mean)
-    return (grey + saturation * (rgb - grey)).clamp(0, 255)
+    gray = (rgb * torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).sum(-1, keepdim=True)
+    mean = gray.mean()
+    rgb, gray = mean + contrast * (rgb - mean), mean + contrast * (gray - mean)
+    return (gray + saturation * (rgb - gray)).clamp(0, 255)
 
 
 def test_colors_are_those_of_images_changed_one_by_one() -> None:
@@ -105,7 +105,7 @@ def test_one_color_is_what_torchvision_makes_of_it(name: str) -> None:
             for index, factor in zip(INDICES, drawn, strict=True)
         ]
     )
-    # torchvision cuts off where we round, and takes whole numbers for grey.
+    # torchvision cuts off where we round, and takes whole numbers for gray.
     assert int((on_host(augment, source).int() - expected.int()).abs().max()) <= 2
 
 
@@ -193,16 +193,16 @@ def test_turns_are_those_of_torchvision(degrees: float, scale: float, shift_y: i
 
 @pytest.mark.parametrize("fill", [(), (12, 200, 77)])
 @pytest.mark.parametrize("side", [1, 4, 5])
-def test_a_square_around_the_drawn_centre_is_hidden(side: int, fill: tuple[int, ...]) -> None:
+def test_a_square_around_the_drawn_center_is_hidden(side: int, fill: tuple[int, ...]) -> None:
     source, augment = images(), Augment(cutout=side, fill=fill)
     got = on_host(augment, source)
     y, x = (
         counter_draws.integers(4, 1, INDICES, stream, size)
         for stream, size in ((counter_draws.CUTOUT_Y, 9), (counter_draws.CUTOUT_X, 14))
     )
-    for image, index, centre_y, centre_x in zip(got, INDICES, y, x, strict=True):
+    for image, index, center_y, center_x in zip(got, INDICES, y, x, strict=True):
         expected = source[index].clone()
-        top, left = int(centre_y) - side // 2, int(centre_x) - side // 2
+        top, left = int(center_y) - side // 2, int(center_x) - side // 2
         for row in range(max(top, 0), min(top + side, 9)):
             for column in range(max(left, 0), min(left + side, 14)):
                 expected[row, column] = torch.tensor(fill or (0, 0, 0))

@@ -33,7 +33,7 @@ from ptfast.tasks.semantic_segmentation import SemanticSegmentation
 from ptfast.training.evaluate import TtaModel, check_tta
 
 SIDE, STEP = 24, 10
-"""Of the images, and between the grey values of pixels beside each other."""
+"""Of the images, and between the gray values of pixels beside each other."""
 SAMPLES = 12
 
 

@@ -197,8 +197,8 @@ def test_images_lose_their_colors_as_in_torchvision() -> None:
     source = images(400)
     everything = MicroBatchIndices(0, np.arange(400), 400)
     got = on_host(Augment(grayscale=0.3), source, everything)
-    grey = V.rgb_to_grayscale(source.permute(0, 3, 1, 2), 3).permute(0, 2, 3, 1)
-    lost = (got.int() - grey.int()).abs().amax((1, 2, 3)) <= 1
+    gray = V.rgb_to_grayscale(source.permute(0, 3, 1, 2), 3).permute(0, 2, 3, 1)
+    lost = (got.int() - gray.int()).abs().amax((1, 2, 3)) <= 1
     assert 0.2 < float(lost.float().mean()) < 0.4
     assert torch.equal(got[~lost], source[~lost])
 

@@ -26,7 +26,7 @@ from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.digits import Digits
-from ptfast.data.sources.image_files import HeldImages, ImageFiles
+from ptfast.data.sources.image_files import ImageFiles, ImagesInMemory
 from ptfast.data.sources.imagefolder import ImageFolder
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes, pixel_edges
@@ -129,7 +129,7 @@ def test_images_held_in_memory_are_cut_as_large_as_they_were(jpegs: Path, tmp_pa
             choose=partial(choose, kind=kind, crops=True),
             crops=True,
         )
-        assert isinstance(data.train, HeldImages) == (kind == "memory")
+        assert isinstance(data.train, ImagesInMemory) == (kind == "memory")
         yield from inputs(loader(data, kind, normalize=True), 4)
         # What is not cut out is fitted, and so are the statistics.
         yield data.train.fetch(np.arange(3))[0]
@@ -175,4 +175,4 @@ def test_what_originals_take_is_told_by_a_few(jpegs: Path):
     train = ImageFolder(str(jpegs), SIDE).load(val=Duration(0, "percent"), seed=0).train
     assert train.original_bytes == sum(3 * (12 + i) * (30 - i) for i in range(12))
     assert train.take(np.array([0])).original_bytes == 3 * 12 * 30
-    assert train.held_bytes == 12 * 3 * SIDE**2
+    assert train.decoded_bytes == 12 * 3 * SIDE**2

@@ -1,4 +1,4 @@
-"""What a user's dataset keeps between reads: the epoch it was told, and random generators of its own."""
+"""The state of a user's dataset between reads: the epoch it was told, and random generators of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEPTH, _ITEMS = 4, 64
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
-class HeldState:
+class DatasetState:
     """Brings a dataset into the state of an epoch and of a sample, in whichever process reads it.
 
     Sources of parts of one dataset share it.
@@ -28,7 +28,7 @@ class HeldState:
         self._generators: list[Any] = []
 
     def begin(self, epoch: int) -> bool:
-        """Tell the dataset its epoch if that is another one; return True if it holds generators."""
+        """Tell the dataset its epoch if that is another one; return True if it has generators."""
         if epoch != self._epoch:
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
