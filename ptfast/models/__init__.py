@@ -8,7 +8,7 @@ from ptfast.core.sections.section import Count, Family, Fraction, Positive, Sect
 
 
 class Lora(Section):
-    """LoRA: small factors that train beside frozen linear layers, by the package peft."""
+    """LoRA: small factors that train next to frozen linear layers, by the package peft."""
 
     rank: Count | None = None
     """Width of the factors, such as 8; null trains the whole model."""

@@ -31,7 +31,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
     Raises:
         ConfigError: the data does not say what the constructor needs or does not fit (C011), there are no
             published weights (C012), a keyword that `**kwargs` hid is unknown (C002) or has a value that a
-            library refuses (C005), or the target gives something that is no module (C009).
+            library rejects (C005), or the target gives something that is no module (C009).
     """
     facts = info.facts()
     if info.task == "regression":
@@ -101,11 +101,11 @@ def _unknown_keyword(target: Target, error: TypeError) -> ConfigError:
     key, value = f"model.{found[2]}", target.kwargs.get(found[2])
     if found[1] != "unexpected":
         return ConfigError("C002", "the library sets this itself", key=key, value=value)
-    # The classes beside the functions that have passed it on say what there is.
+    # The classes in the modules that have passed it on say what there is.
     passed_on = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    beside = [each for names in passed_on for each in names.values() if isinstance(each, type)]
+    nearby = [each for names in passed_on for each in names.values() if isinstance(each, type)]
     here = {names["__name__"] for names in passed_on} - {Target.__module__}
-    classes = [each for each in beside if each.__module__ in here]
+    classes = [each for each in nearby if each.__module__ in here]
     known = {name for each in (target.resolve(), *classes) for name in keywords(each)}
     known -= {"self", "target", found[2]}
     hint = did_you_mean(found[2], sorted({*Model.model_fields, *known}), "model.{}")
@@ -160,5 +160,5 @@ def _fits(
             built = build_model(target, seen)
             built.eval()(torch.empty((2, *shape)))
     except (Exception, SystemExit):
-        return False  # a constructor that refuses it, or a pass that fails or cannot run there
+        return False  # a constructor that rejects it, or a pass that fails or cannot run there
     return True

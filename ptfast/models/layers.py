@@ -182,7 +182,7 @@ def drop_path(x: Tensor, rate: float) -> Tensor:
 
 
 def rate_of_block(index: int, depth: int, rate: float) -> float:
-    """The rate of block `index` (from 0) of `depth`: rising in equal parts to `rate` at the last block.
+    """The drop-path rate of block `index` (from 0) of `depth`: rising in equal parts to `rate` at the last.
 
     Early blocks make features that all later ones use, and are dropped the least (section 4 of the paper).
     """

@@ -1,4 +1,4 @@
-"""LoRA: small factors that train beside frozen linear layers, by the package peft."""
+"""LoRA: small factors that train next to frozen linear layers, by the package peft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READ = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def add_adapters(model: nn.Module, lora: Lora, *, trains_head: bool) -> list[str]:
-    """Freeze `model` and add factors that train beside its linear layers, in place; return their names.
+    """Freeze `model` and add factors that train next to its linear layers, in place; return their names.
 
     A layer then computes `W x + alpha / rank * B A x`, where W is frozen and B begins at zero. With
     `trains_head` the last layer trains in full, unless it is a target. E004 without peft; C005 for a target
@@ -78,7 +78,7 @@ def _matches(target: str, layers: dict[str, nn.Module]) -> list[str]:
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The `state` of an adapted model by plain names, with the factors added to the weights beside them."""
+    """The `state` of an adapted model by plain names, with the factors added to their weights."""
     layers: Any = ((name, each) for name, each in model.named_modules() if hasattr(each, "get_delta_weight"))
     for name, layer in layers:
         state[f"{name}.base_layer.weight"] += layer.get_delta_weight("default").detach()

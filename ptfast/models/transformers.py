@@ -88,6 +88,27 @@ def build(
         )
     image = info.kind == "image" and info.task != "language_modelling"
     head = getattr(transformers, "AutoModelForImageClassification" if image else HEADS[info.task])
+    config = _config(transformers, name, info, num_classes, pad_id, kwargs)
+    if not pretrained:
+        return HfModel(head.from_config(config), info.kind, pad_id)
+    try:
+        model = head.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
+    except OSError as error:
+        if network_error(error):
+            raise
+        raise _unreachable(name, error) from error
+    return HfModel(model, info.kind, pad_id)
+
+
+def _config(
+    transformers: Any,
+    name: str,
+    info: DataInfo,
+    num_classes: int | None,
+    pad_id: int | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """The config of a model, with the user's fields and those that the data decides."""
     written: dict[str, Any] = {}
     try:
         if name in transformers.CONFIG_MAPPING:
@@ -102,9 +123,9 @@ def build(
             hint = did_you_mean(key, [*Model.model_fields, *keywords(build), *config.to_dict()], "model.{}")
             what = f"the config of {name} has no such field"
             raise ConfigError("C002", what, key=f"model.{key}", value=value, suggestion=hint)
-    fields = {"pad_token_id": pad_id, "vocab_size": info.vocab_size}
-    if (info.vocab_size or 0) <= (getattr(config, "vocab_size", math.inf) or 0):
-        del fields["vocab_size"]
+    fields = {"pad_token_id": pad_id}
+    if (info.vocab_size or 0) > (getattr(config, "vocab_size", math.inf) or 0):
+        fields["vocab_size"] = info.vocab_size
     if info.task != "language_modelling":
         fields["num_labels"] = num_classes
     # A config may know a size by a second name, from which its constructor derives nothing.
@@ -114,25 +135,13 @@ def build(
         # They name the classes of the published head.
         written = {key: value for key, value in written.items() if key not in ("id2label", "label2id")}
     try:
-        config = type(config).from_dict(_merged(written, fields))
+        return type(config).from_dict(_merged(written, fields))
     except Exception as error:
         # The first lines tell which check has failed.
         lines = text_of(error).strip().splitlines() or [type(error).__name__]
         what = f"the config of {name} rejects this ({lines[-1].strip().rstrip('.')})"
-        words = re.findall(r"\w+", text_of(error))
-        key = next((key for key in kwargs if key in words), None)
-        value = kwargs[key] if key else name
-        raise ConfigError("C005", what, key=f"model.{key or 'name'}", value=value) from error
-    if pretrained:
-        try:
-            model = head.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
-        except OSError as error:
-            if network_error(error):
-                raise
-            raise _unreachable(name, error) from error
-    else:
-        model = head.from_config(config)
-    return HfModel(model, info.kind, pad_id)
+        key = next((key for key in kwargs if key in re.findall(r"\w+", text_of(error))), "name")
+        raise ConfigError("C005", what, key=f"model.{key}", value=kwargs.get(key, name)) from error
 
 
 def _check_tokenizer(name: str, info: DataInfo) -> None:

@@ -51,17 +51,39 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
     average = training.get("ema", {})
     # Before the first update they are the weights that training began with.
     averages = map_tensors(whole, average["averages"]) if average.get("updates") else {}
+    weights = _plain_names(model, weights | averages)
+    head, fresh = _check_fit(model, weights, path, replace_head)
+    model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
+    kind = "averaged weights" if averages else "weights"
+    # Only a run's folder leaves open which of its checkpoints it stands for.
+    facts = {} if Path(source).is_file() else read_json(path.with_name("state.json"))
+    which = f" ({name_checkpoint(path.parent, facts)})" if "progress" in facts else ""
+    return [f"{kind} from {path}{which}", *(f"fresh head: {line}" for line in fresh)]
+
+
+def _plain_names(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights without the prefixes of `torch.compile` and DDP; a part of the model may be called so, too."""
     own = model.state_dict()
-    weights = {name.replace("_orig_mod.", ""): value for name, value in (weights | averages).items()}
-    # DDP adds this prefix; a part of the model may be called so, too.
+    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
     while weights and all(name.startswith("module.") and name not in own for name in weights):
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    differing = [name for name in own if name in weights and weights[name].shape != own[name].shape]
-    head: list[str] = []
-    shapes: dict[str, str] = {}
-    for name in differing:
-        # The layer differs only in its number of outputs.
-        layer, theirs, ours = model.get_submodule(name.rpartition(".")[0]), weights[name], own[name]
+    return weights
+
+
+def _check_fit(
+    model: nn.Module, weights: dict[str, Tensor], path: Path, replace_head: bool
+) -> tuple[list[str], list[str]]:
+    """The weights that stay random because only the number of outputs differs, and a line for each.
+
+    Raises:
+        SavedStateError: S002 for weights that do not fit.
+    """
+    own, head, shapes = model.state_dict(), list[str](), dict[str, str]()
+    for name, ours in own.items():
+        theirs = weights.get(name)
+        if theirs is None or theirs.shape == ours.shape:
+            continue
+        layer = model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and theirs.dim() and theirs.shape[1:] == ours.shape[1:]:
             head.append(name)
         there, here = ("x".join(map(str, each.shape)) or "a scalar" for each in (theirs, ours))
@@ -80,12 +102,7 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
         more = f"; and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
         what = f"the weights do not fit this model: {'; '.join(problems[:NUM_SHOWN])}{more}"
         raise SavedStateError("S002", what, key=KEY, value=path, suggestion=hint)
-    model.load_state_dict({name: value for name, value in weights.items() if name not in head}, strict=False)
-    kind = "averaged weights" if averages else "weights"
-    # Only a run's folder leaves open which of its checkpoints it stands for.
-    facts = {} if Path(source).is_file() else read_json(path.with_name("state.json"))
-    which = f" ({name_checkpoint(path.parent, facts)})" if "progress" in facts else ""
-    return [f"{kind} from {path}{which}", *(f"fresh head: {line}" for line in fresh)]
+    return head, fresh
 
 
 def _find_file(source: Path) -> Path:

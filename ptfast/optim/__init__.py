@@ -37,8 +37,6 @@ class ParameterGroup(Section):
     """Weight decay in place of the optimizer's."""
     name: str | None = None
     """Name of their optimizer for a task that takes its own steps, such as `critic`."""
-    clip_norm: Positive | None = None
-    """Largest norm of these parameters' gradients taken as one, in place of `gradients.clip_norm`."""
     trains_from: Annotated[Duration, InUnit("epochs")] | None = None
     """Length of training after which they begin to train."""
     trains_until: Annotated[Duration, InUnit("epochs")] | None = None
@@ -64,25 +62,17 @@ class Optimizer(TargetSection):
     """The batch size that learning rate and weight decay are given for."""
 
 
-def one_way_of_clipping(gradients: Gradients, optimizer: Optimizer) -> Iterator[PtfastError]:
-    """Refuse two ways of clipping at once; norms of groups may stand beside the global norm."""
+def one_way_of_clipping(gradients: Gradients) -> Iterator[PtfastError]:
+    """Reject two ways of clipping at once."""
     names = ("clip_norm", "clip_value", "clip_adaptive")
     ways = [(f"gradients.{name}", value) for name in names if (value := getattr(gradients, name))]
-    others = [way for way in ways if way[0] != "gradients.clip_norm"]
-    limits = [
-        (f"optimizer.groups.{index}.clip_norm", group.clip_norm)
-        for index, group in enumerate(optimizer.groups)
-        if group.clip_norm
-    ]
-    for pair in (ways[:2], limits[:1] + others[:1]):
-        if len(pair) == 2:
-            (first, limit), (key, value) = pair
-            what, hint = f"contradicts {first}={limit:g}", "Set one of the two to null"
-            yield ConfigError("C011", what, key=key, value=value, suggestion=hint)
+    for key, value in ways[1:]:
+        what, hint = f"contradicts {ways[0][0]}={ways[0][1]:g}", "Set one of the two to null"
+        yield ConfigError("C011", what, key=key, value=value, suggestion=hint)
 
 
 def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
-    """Refuse keys of the optimizer that contradict one another."""
+    """Reject keys of the optimizer that contradict one another."""
     kwargs, rule = optimizer.target.kwargs, optimizer.lr_scaling
     if kwargs.get("nesterov") is True and kwargs.get("momentum") == 0:
         what, hint = "Nesterov needs a momentum", "Set optimizer.momentum=0.9, or optimizer.nesterov=false"
@@ -99,7 +89,7 @@ def keys_that_fit_together(optimizer: Optimizer) -> Iterator[PtfastError]:
 
 
 def sharded_parameters(optimizer: Optimizer, parallel: Parallel) -> Iterator[PtfastError]:
-    """Refuse optimizers and freezing that do not work on sharded weights."""
+    """Reject optimizers and freezing that do not work on sharded weights."""
     if parallel.strategy != "fsdp":
         return
     from torch.optim import Adafactor
@@ -130,10 +120,10 @@ def averages_itself(optimizer: object) -> bool:
     return hasattr(optimizer, "eval") and hasattr(optimizer, "train")
 
 
-def no_schedule_beside_schedule_free(
+def no_schedule_with_schedule_free(
     optimizer: Optimizer, schedule: Schedule, ema: Ema, parallel: Parallel
 ) -> Iterator[PtfastError]:
-    """Refuse what a schedule-free optimizer replaces, and sharded weights."""
+    """Reject what a schedule-free optimizer replaces, and sharded weights."""
     if not averages_itself(optimizer.target.resolve()):
         return
     path = schedule.target.path
@@ -151,6 +141,6 @@ def no_schedule_beside_schedule_free(
 
 
 FAMILY = Family(
-    rules=(no_schedule_beside_schedule_free, one_way_of_clipping, keys_that_fit_together, sharded_parameters),
+    rules=(no_schedule_with_schedule_free, one_way_of_clipping, keys_that_fit_together, sharded_parameters),
     unused=(Unused.unless("optimizer.lr_scaling", ("linear", "sqrt"), "optimizer.reference_batch"),),
 )

@@ -45,26 +45,18 @@ def build_optimizer(
         groups: the parameters that train, from `Grouping.parts`; None for one group of all.
 
     Returns:
-        The optimizer, whose groups keep their base rate as `initial_lr`; and `fused`, `foreach`,
+        The optimizer, whose groups keep their base learning rate as `initial_lr`; and `fused`, `foreach`,
         `multi-tensor` (ours) or `for-loop`, with the parameter that rules a fused step out.
 
     Raises:
-        PtfastError: E005 for `fused=true` where that does not run; C005 for a value the optimizer refuses,
+        PtfastError: E005 for `fused=true` where that does not run; C005 for a value the optimizer rejects,
             C009 for a step that takes a closure; C011 for no parameter to train, or a decay that is ignored;
             C017 for a parameter that is expanded.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        what = "the model has no parameter to train"
-        raise ConfigError("C011", what, key="model", value=type(model).__name__)
-    _check_expanded(model)
+    _check_trainable(target, model, parameters)
     _keep_compiler_unimported()
     takes = inspect.signature(target.resolve()).parameters
-    closure = inspect.signature(target.resolve().step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        what = "its step runs forward and backward itself (it takes a closure)"
-        hint = "Choose one that needs no closure, such as torch.optim.AdamW"
-        raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
     kwargs = dict(target.kwargs)
     wanted = kwargs.pop("fused", None)
     fused = "fused" in takes and bool(wanted) and not kwargs.get("foreach")
@@ -147,7 +139,7 @@ def start_momentum(optimizer: torch.optim.Optimizer) -> None:
 def apply_lr(
     optimizer: torch.optim.Optimizer, base_lrs: Sequence[float], factor: float, momentum: float | None = None
 ) -> None:
-    """Set every group's rate to `factor` times its base, and momentum (or beta1) where one is given."""
+    """Set every group's learning rate to `factor` times its base, and momentum (or beta1) if given."""
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
         if momentum is not None:
@@ -162,7 +154,16 @@ def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("momentum") or group.get("betas", (0,))[0] for group in optimizer.param_groups)
 
 
-def _check_expanded(model: nn.Module) -> None:
+def _check_trainable(target: Target, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Reject a model without trainable parameters or with expanded ones, and a step with a closure."""
+    if not parameters:
+        what = "the model has no parameter to train"
+        raise ConfigError("C011", what, key="model", value=type(model).__name__)
+    closure = inspect.signature(target.resolve().step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        what = "its step runs forward and backward itself (it takes a closure)"
+        hint = "Choose one that needs no closure, such as torch.optim.AdamW"
+        raise ConfigError("C009", what, key="optimizer._target_", value=target.path, suggestion=hint)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and is_expanded(parameter):
             what = f"the parameter {name} is expanded: several of its entries are one number in memory"
@@ -215,7 +216,7 @@ def _construct(target: Target, parameters: Sequence[Any], model: nn.Module) -> t
 
 
 def _check_decay(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse weight decay of a group that the optimizer would ignore."""
+    """Reject weight decay of a group that the optimizer would ignore."""
     for group in groups:
         decay = group.get("weight_decay")
         if decay is not None and "weight_decay" not in optimizer.defaults:

@@ -13,8 +13,8 @@ from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
 class Lamb(LayerwiseOptimizer):
     """Adam with a learning rate per layer, for batches of thousands of samples.
 
-    At large batch sizes one global rate overshoots layers whose updates are large next to their weights. Here
-    a layer `w` moves along Adam's update `r` and the weight decay by `lr * phi(|w|)`:
+    At large batch sizes one global learning rate overshoots layers whose updates are large next to their
+    weights. Here a layer `w` moves along Adam's update `r` and the weight decay by `lr * phi(|w|)`:
 
         w <- w - lr * phi(|w|) / |r + weight_decay * w| * (r + weight_decay * w)
 
@@ -60,7 +60,7 @@ class Lamb(LayerwiseOptimizer):
         if longest is None:
             return unscale
         layers = (layer for group in self.param_groups for layer in group["params"])
-        # Sparse ones are refused where layers are stepped; some versions of torch have no norm of them.
+        # Sparse ones are rejected where layers are stepped; some versions of torch have no norm of them.
         grads = [layer.grad for layer in layers if layer.grad is not None and not layer.grad.is_sparse]
         if not grads:
             return unscale
@@ -88,7 +88,7 @@ class Lamb(LayerwiseOptimizer):
                 torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=0.0, **adam)
                 continue
             weight_sizes += batch.sizes(weights)
-            # Adam's kernel subtracts: with rate 1 it leaves minus the whole update.
+            # Adam's kernel subtracts: with learning rate 1 it leaves minus the whole update.
             update = multiplied(weights, -group["weight_decay"], kept)
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
             update_sizes += batch.sizes(update)

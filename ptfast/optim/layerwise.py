@@ -34,7 +34,7 @@ class LayerwiseOptimizer(Optimizer):
     """
 
     needs_whole_layers = True
-    """`parallel=fsdp`, where a rank has only a part of each, refuses it."""
+    """`parallel=fsdp`, where a rank has only a part of each, rejects it."""
     _step_supports_amp_scaling = True
     layer_state: tuple[str, ...] = ()
     """Names of the state with its layer's shape; starts at zero."""

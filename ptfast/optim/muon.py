@@ -42,8 +42,8 @@ class Muon(Optimizer):
         nesterov: of Muon, and of SGD.
         weight_decay: of both; decoupled with Muon and AdamW; >= 0.
         ns_steps: Newton-Schulz iterations, 1 to 99.
-        adjust_lr_fn: how Muon's rate depends on a matrix's shape. `match_rms_adamw` makes a step about as
-            long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
+        adjust_lr_fn: how Muon's learning rate depends on a matrix's shape. `match_rms_adamw` makes a step
+            about as long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
         normalize: set every matrix to the norm of an orthogonal one, the root of its number of rows, before
             its step, in place of weight decay; for layers with a norm behind them, which cancels the scale.
         cautious: decay only those entries of a matrix that the step moves towards zero.

@@ -31,8 +31,6 @@ class RequestedGroup:
     weight_decay: float | None = None
     name: str | None = None
     """That of an optimizer that the task steps itself."""
-    clip_norm: tuple[int, float] | None = None
-    """Index of the entry that limits its gradient, and the limit."""
     trains_from: Duration = START
     trains_until: Duration | None = None
 
@@ -45,7 +43,7 @@ class RequestedGroup:
 class Grouping:
     """Settings of the parameters of a model, by plain name.
 
-    A rate is that of the optimizer, times `layer_decay` for every layer above (`layer_depths`), times an
+    A learning rate is the optimizer's, times `layer_decay` for every layer above (`layer_depths`), times an
     entry's `lr_scale`. An entry of `groups` overrides `decay_1d`, `freeze_backbone` and entries before it. A
     parameter that several modules share may be matched by any of its names.
 
@@ -94,8 +92,6 @@ class Grouping:
                     changes: dict[str, Any] = {key: v for key, v in entry if key != "match" and v is not None}
                     if entry.lr_scale is not None:
                         changes["lr_scale"] = scale * entry.lr_scale
-                    if entry.clip_norm is not None:
-                        changes["clip_norm"] = index, entry.clip_norm
                     asked = replace(asked, **changes)
             self._asked[name] = asked
         for index, entry in enumerate(groups):
@@ -136,14 +132,6 @@ class Grouping:
                 part["params"].append(parameter)
         return list(parts.values())
 
-    def clip_norms(self) -> list[tuple[float, list[Tensor]]]:
-        """The largest gradient norm of each entry that has one, and its parameters."""
-        members: dict[tuple[int, float], list[Tensor]] = {}
-        for asked, parameter in self._parameters():
-            if asked.clip_norm is not None and parameter.requires_grad:
-                members.setdefault(asked.clip_norm, []).append(parameter)
-        return [(norm, parameters) for (_, norm), parameters in members.items()]
-
     def freezing(self, steps_of: Callable[[str, Duration], int], total_steps: int) -> Freezing | None:
         """When which parameters train, or None if all of them always do; C011 for some that never do.
 
@@ -179,16 +167,16 @@ class Grouping:
 
 
 def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_size: int) -> str | None:
-    """Scale rate and weight decay from the reference batch to that of the run; return the factors, in words.
+    """Scale learning rate and weight decay from the reference batch to the run's; return the factors.
 
     k times the batch means k times fewer steps over the same samples. SGD makes up for it with k times the
-    rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`). Where a
-    step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, NovoGrad, Muon), weights should decay at the
-    same pace per sample, so the root rule puts the other root on the decay. Elsewhere decay stays.
+    learning rate (`linear`, up to some thousands of images), Adam and its like with the root of k (`sqrt`).
+    Where a step decays by `lr * weight_decay` (SGD, AdamW, Adafactor, NovoGrad, Muon), weights should decay
+    at the same pace per sample, so the root rule puts the other root on the decay. Elsewhere decay stays.
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, decay kept); Malladi, Lyu, Panigrahi, Arora 2022,
-        arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (rate times decay in
-        proportion to the batch).
+        arXiv:2205.10287 (root, for Adam); Wang, Aitchison 2024, arXiv:2405.13698 (learning rate times decay
+        in proportion to the batch).
     """
     rule, reference_batch = section.lr_scaling, section.reference_batch
     if rule == "none" or reference_batch is None:
@@ -210,7 +198,7 @@ def scale_for_batch(optimizer: torch.optim.Optimizer, section: Optimizer, batch_
 
 
 def reference_lr(optimizer: torch.optim.Optimizer, name: str = "lr") -> float:
-    """The rate of an optimizer before any group scales it; its base rate by the name `initial_lr`."""
+    """The learning rate of an optimizer before any group scales it; the base one is `initial_lr`."""
     group = min(optimizer.param_groups, key=lambda group: group.get("lr_scale", 1.0) != 1.0)
     return group[name] / group.get("lr_scale", 1.0)
 
@@ -222,7 +210,6 @@ def _format_override(entry: ParameterGroup) -> str:
         "of {}": entry.name,
         "lr x {:g}": entry.lr_scale,
         "decay {:g}": entry.weight_decay,
-        "norm up to {:g}": entry.clip_norm,
         "from {}": entry.trains_from,
         "frozen" if until is not None and not until.value else "until {}": until,
     }

@@ -186,12 +186,11 @@ def check_own_steps(run: PartialRun) -> None:
         raise ConfigError("C011", what, key="optimizer.groups", suggestion=hint)
     gradients, ways = run.config.gradients, ("clip_norm", "clip_value", "clip_adaptive")
     clipped = next((f"gradients.{way}" for way in ways if getattr(gradients, way) is not None), None)
-    unclip = f"Set {clipped}=null" if clipped else "Leave clip_norm out of optimizer.groups"
     out_of_reach = {
         "determinism": "Set determinism=same_ranks" if run.config.determinism == "elastic" else None,
         "parallel": "Set parallel=single" if run.ranks.world_size > 1 else None,
         "micro_batches": "Set gradients.accumulate=1" if run.micro_batches > run.ranks.world_size else None,
-        clipped or "optimizer.groups": f"{unclip}, and clip in step" if run.clip is not None else None,
+        clipped or "gradients": f"Set {clipped}=null, and clip in step" if clipped else None,
         "numerics": "Set numerics=stop" if run.config.numerics.mode != "stop" else None,
         "precision": "Set precision=bf16 or fp32" if run.precision.scaler is not None else None,
     }

@@ -9,10 +9,16 @@ import torch
 import torch.nn.functional as F
 from running import build_run, same_bits, train, training_state, weights
 
-from ptfast.core.errors import ConfigError
-from ptfast.models.resnet9 import Whitening, whitening_filters
+from ptfast.models.airbench import Whitening, whitening_filters
 
-WORDS = ("model=resnet9", "model.width=4", "model.whitening=3", "optimizer=sgd", "steps=6", "device=cpu")
+WORDS = (
+    "model=airbench94",
+    "model.widths=[4]",
+    "model.whitening=3",
+    "optimizer=sgd",
+    "steps=6",
+    "device=cpu",
+)
 
 
 def smooth_images(num: int = 300) -> torch.Tensor:
@@ -54,22 +60,17 @@ def test_it_is_computed_once_and_never_trained(in_tmp: Path) -> None:
     assert same_bits(training_state(Path("whole")), training_state(Path("rest")))
     assert same_bits(weights(Path("whole")), weights(Path("rest")))
     fresh = build_run(in_tmp / "fresh", *WORDS).model.state_dict()
-    name = "stem.0.weight"
+    name = "whiten.weight"
     assert torch.equal(weights(Path("whole"))[name], fresh[name])
-    assert not torch.equal(weights(Path("whole"))["stem.0.bias"], fresh["stem.0.bias"])
+    assert not torch.equal(weights(Path("whole"))["whiten.bias"], fresh["whiten.bias"])
     warm = build_run(in_tmp / "warm", *WORDS, "model.weights=whole", "data.val=30%")
     assert torch.equal(warm.model.state_dict()[name], fresh[name])
 
 
 def test_its_bias_can_be_frozen_later(in_tmp: Path) -> None:
-    groups = 'optimizer.groups=[{match: "stem.0.bias", trains_until: 3steps}]'
+    groups = 'optimizer.groups=[{match: "whiten.bias", trains_until: 3steps}]'
     assert train(*WORDS, groups, "saving.every=3steps", "saving.keep=9", "run.dir=run") == 0
     biases = [
-        torch.load(f"run/saved/step-{step}/model.pt", weights_only=True)["stem.0.bias"] for step in (3, 6)
+        torch.load(f"run/saved/step-{step}/model.pt", weights_only=True)["whiten.bias"] for step in (3, 6)
     ]
     assert torch.equal(*biases)
-
-
-def test_other_patches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.whitening=4: must be 0, 2 or 3"):
-        build_run(tmp_path, "model=resnet9", "model.whitening=4")

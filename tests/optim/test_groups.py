@@ -247,8 +247,7 @@ def test_an_entry_without_brackets_is_the_command_lines() -> None:
         {"optimizer__lr_scaling": "sqrt"},
         {"gradients__clip_adaptive": 0.01, "gradients__clip_norm": 1},
         {"gradients__clip_adaptive": 0.01, "gradients__clip_value": 1},
-        {"gradients__clip_adaptive": 0.01, "optimizer__groups": [{"match": "*", "clip_norm": 1}]},
-        {"gradients__clip_value": 0.01, "optimizer__groups": [{"match": "*", "clip_norm": 1}]},
+        {"gradients__clip_norm": 1, "gradients__clip_value": 1},
     ],
 )
 def test_contradictions(changes: dict[str, Any]) -> None:
@@ -282,9 +281,7 @@ def test_nothing_asked_is_one_group_in_the_models_order(in_tmp: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd_cifar", "adamw", "lamb"])
 def test_scaled_gradients_are_unscaled_once_for_all_groups(in_tmp: Path, optimizer: str) -> None:
-    groups = (
-        '[{match: "layers.1.*", clip_norm: 0.01}, {match: "*.bias", clip_norm: 0.02, trains_from: 3steps}]'
-    )
+    groups = '[{match: "layers.1.*", lr_scale: 0.5}, {match: "*.bias", lr_scale: 2, trains_from: 3steps}]'
     words = (*SMALL, "steps=6", f"optimizer={optimizer}", f"optimizer.groups={groups}")
     words = (*words, "gradients.clip_norm=0.1", "gradients.log_norm=true", "optimizer.fused=auto")
     run = build_run(in_tmp / "scaled", *words)

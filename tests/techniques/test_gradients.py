@@ -158,22 +158,6 @@ def test_the_head_is_spared() -> None:
     assert long == [False, False, False, False, True, True]
 
 
-def test_groups_are_clipped_apart_from_the_others() -> None:
-    ours, theirs = parameters(), parameters()
-    clip = build_clipper(Gradients(clip_norm=0.5), ours, by_group=[(0.1, ours[:2])])
-    assert clip is not None
-    norm, expected = clip(), clip_grad_norm_(theirs[2:], 0.5)
-    clip_grad_norm_(theirs[:2], 0.1)
-    assert norm is not None
-    assert torch.equal(norm, expected)
-    assert torch.equal(grads(ours), grads(theirs))
-    alone = build_clipper(Gradients(), ours, by_group=[(0.01, ours[:2])])
-    assert alone is not None
-    alone()
-    assert global_norm([p.grad for p in ours[:2] if p.grad is not None]) == pytest.approx(0.01, rel=1e-4)
-    assert torch.equal(grads(ours[2:]), grads(theirs[2:]))
-
-
 def test_none_and_zero_give_the_same_bits(in_tmp: Path) -> None:
     """With zeros, every parameter is added to; with none, one without a gradient is passed over."""
     words = ("model.hidden=[8]", "steps=5", "log_every=5", "batch_size=128", "optimizer=sgd_cifar")

@@ -29,7 +29,7 @@ SETTINGS = {
         "optimizer=sgd",
         "precision=amp_fp16",
         "gradients.log_norm=true",
-        'optimizer.groups=[{match: "*.bias", lr_scale: 2, clip_norm: 1}, {match: "norm*", trains_until: 0}]',
+        'optimizer.groups=[{match: "*.bias", lr_scale: 2}, {match: "norm*", trains_until: 0}]',
     ),
     "mixed and growing": (
         *("model.drop_path=0.1", "augment.mixup=0.2", "augment.cutmix=1", "task.label_smoothing=0.1"),

@@ -18,7 +18,7 @@ from ptfast.core.errors import DataError
 from ptfast.data.data_fingerprint import size_and_time
 
 FORMAT = 2
-"""Version of the files; others are refused."""
+"""Version of the files; others are rejected."""
 MANIFEST = "manifest.json"
 """Written last: without it a pack is unfinished."""
 UNFINISHED = "pack.unfinished"
@@ -115,7 +115,7 @@ class Manifest:
     """Pixels that longer shorter sides were brought to; None where images are as they were."""
     class_names: list[str] = field(default_factory=list)
     statistics: dict[str, list[float]] | None = None
-    """Mean and deviation of all training pixels, per channel."""
+    """Mean and standard deviation of all training pixels, per channel."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """Files that could not be read, and why."""
     text: TextFacts | None = None

@@ -126,7 +126,7 @@ def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None)
     sources = {split: PackedImages(folder, split, manifest, image_size) for split in manifest.splits}
     shape = sources["train"].fetch(np.array([0]))[0].shape[1:]
     for source in sources.values() if image_size is None else ():
-        # Images of another size are refused now, not in the middle of an epoch.
+        # Images of another size are rejected now, not in the middle of an epoch.
         stored = source.stored_shapes
         other = np.flatnonzero((stored != shape[:2]).any(1))
         if len(other):

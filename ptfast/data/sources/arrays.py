@@ -116,7 +116,7 @@ class Arrays(ReadsAsKnown):
 
 
 def read_arrays(path: Path, key: str = "data.path", *, archive: bool) -> dict[str, NDArray]:
-    """The arrays of an `.npz` by name, or that of an `.npy` under an empty name; pickled objects are refused.
+    """The arrays of an `.npz` by name, or that of an `.npy` under an empty name; no pickled objects.
 
     Raises:
         DataError: D001 if there is no such file, D005 if it cannot be read.

@@ -153,7 +153,7 @@ class Cifar:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads what the batches hold, arrays and plain values, and refuses code."""
+    """Reads what the batches hold, arrays and plain values, and rejects code."""
 
     _numpy: ClassVar = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}
 

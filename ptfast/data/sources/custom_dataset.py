@@ -114,22 +114,9 @@ def _adapt(
     # Batches of the user's own are for a task of the user's own.
     understands = (task in TASKS or task == "auto") and task != "hf" and not collate.is_own
     if isinstance(dataset, IterableDataset):
-        source = IterableSource(dataset, seed, collate)
+        source: Any = IterableSource(dataset, seed, collate)
         notes += _understand(dataset, source, [source.first[0]], known, options) if understands else []
-        batch = collate(collate.pairs([source.first[0]], [0]))
-        if (info := _opaque_info(dataset, batch, collate, task, known)) is not None:
-            return Splits(info, source, note="; ".join(notes))
-        sample = map_tensors(lambda part: part[0], batch[0]), batch[1][0]
-        source.images = _is_image(sample[0])
-        info = _info(dataset, sample, None, task, known, names=_names(collate))
-        if info.num_classes and info.task == "classification" and not stated:
-            hint = "Give it an attribute num_classes"
-            what = "iterable data must say how many classes there are"
-            raise DataError("D004", what, key="data", suggestion=hint)
-        if info.task in _WHOLE:
-            translates = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
-            classes = info.num_classes if info.task in _WITH_CLASSES else None
-            source.label_check = LabelCheck(classes, as_classes=translates, as_long=True)
+        info = _stream_info(dataset, source, task, known, stated)
         return Splits(info, source, note="; ".join(notes))
     if not _is_dataset(dataset):
         what = (
@@ -139,7 +126,6 @@ def _adapt(
         raise DataError("D008", what, key="data", suggestion=hint)
     if len(dataset) == 0:
         raise DataError("D002", f"{type(dataset).__name__} has no samples", key="data")
-    classes_from = None if stated else "an attribute num_classes"
     in_memory = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
     count = len(dataset.tensors) if in_memory and not collate.is_own else 0
     if count == 2 or (count > 2 and understands):
@@ -151,28 +137,54 @@ def _adapt(
         check_labelled(targets, range(len(targets)))
         info = _info(dataset, (inputs[0], targets[0]), targets, task, known, inputs)
         inputs = inputs.permute(0, 2, 3, 1).contiguous() if images else inputs
-        if _names_otherwise(targets, info.task):
-            targets = as_classes(targets)
-        held_source = TensorSource(inputs, targets, images=images)
-        return Splits(info, held_source, note="; ".join(notes), classes_from=classes_from)
-    source = DatasetSource(dataset, seed, collate=collate)
-    if understands:
-        notes += _understand(dataset, source, source.read([0]), known, options)
+        targets = as_classes(targets) if _names_otherwise(targets, info.task) else targets
+        source = TensorSource(inputs, targets, images=images)
+    else:
+        source = DatasetSource(dataset, seed, collate=collate)
+        notes += _understand(dataset, source, source.read([0]), known, options) if understands else []
+        info = _map_info(dataset, source, task, known)
+    classes_from = None if stated else "an attribute num_classes"
+    return Splits(info, source, note="; ".join(notes), classes_from=classes_from)
+
+
+def _stream_info(
+    dataset: Any, source: IterableSource, task: str, known: DataInfo | None, stated: bool
+) -> DataInfo:
+    """The facts that the first sample of a stream shows; its labels are checked as they are read."""
+    collate = source.collate
+    batch = collate(collate.pairs([source.first[0]], [0]))
+    if (info := _opaque_info(dataset, batch, collate, task, known)) is not None:
+        return info
+    sample = map_tensors(lambda part: part[0], batch[0]), batch[1][0]
+    source.images = _is_image(sample[0])
+    info = _info(dataset, sample, None, task, known, names=_names(collate))
+    if info.num_classes and info.task == "classification" and not stated:
+        what, hint = "iterable data must say how many classes there are", "Give it an attribute num_classes"
+        raise DataError("D004", what, key="data", suggestion=hint)
+    if info.task in _WHOLE:
+        translates = _names_otherwise(torch.as_tensor(sample[1])[None], info.task)
+        classes = info.num_classes if info.task in _WITH_CLASSES else None
+        source.label_check = LabelCheck(classes, as_classes=translates, as_long=True)
+    return info
+
+
+def _map_info(dataset: Any, source: DatasetSource, task: str, known: DataInfo | None) -> DataInfo:
+    """The facts that the first sample and the labels of a map-style dataset show, which are checked."""
     first = source.fetch(np.zeros(1, np.int64))
-    if (info := _opaque_info(dataset, first, collate, task, known)) is not None:
-        return Splits(info, source, note="; ".join(notes))
+    if (info := _opaque_info(dataset, first, source.collate, task, known)) is not None:
+        return info
     sample = map_tensors(lambda part: part[0], first[0]), first[1][0]
     source.images = _is_image(sample[0])
     shape = getattr(sample[0], "shape", ())
     if isinstance(first[1], Tensor) and kind_of_target(first[1], shape, task) in ("mask", "map"):
         # One mask shows their kind; 2,000 would fill memory.
-        return Splits(_info(dataset, sample, first[1], task, known), source, note="; ".join(notes))
+        return _info(dataset, sample, first[1], task, known)
     labels = _labels(dataset, source)
     check_labelled(labels, source.spread(len(labels)))
     source.ignores_labels = len(labels) != len(dataset) or bool((labels == IGNORE_INDEX).any())
     few = len(dataset) <= _SCAN_LIMIT and is_tokens(sample[0])
     every = _scan(source)[0] if few else None
-    info = _info(dataset, sample, labels, task, known, every, _names(collate))
+    info = _info(dataset, sample, labels, task, known, every, _names(source.collate))
     if info.task in _WITH_CLASSES and info.num_classes:
         translates = _names_otherwise(labels, info.task)
         source.label_check = LabelCheck(as_classes=translates)
@@ -186,7 +198,7 @@ def _adapt(
     source.all_labels = labels if len(labels) == len(dataset) else None
     # Generators that the first samples made are seeded from now on.
     source.seen_labels, source.state = labels, DatasetState(dataset)
-    return Splits(info, source, note="; ".join(notes), classes_from=classes_from)
+    return info
 
 
 def _understand(

@@ -75,7 +75,7 @@ class ImageFiles(ImageSource):
     """Images that are decoded each time they are fetched.
 
     Args:
-        on_corrupt: `error` refuses a file that cannot be decoded. `skip` shows the next readable one in its
+        on_corrupt: `error` rejects a file that cannot be decoded. `skip` shows the next readable one in its
             place, with an ignored label, so that every other sample keeps its index.
     """
 

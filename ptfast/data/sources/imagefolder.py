@@ -1,4 +1,4 @@
-"""Images in class folders: `train/<class>/*`, with `val/` and `test/` beside it, or class folders alone."""
+"""Images in class folders: `train/<class>/*`, with `val/` and `test/` next to it, or class folders alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ImageFolder(ReadsAsKnown):
     Args:
         root: the folder: with `train/` (and `val/`, `test/`) of class folders, with class folders, or with a
             pack of these, made by `ptfast pack`.
-        image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
+        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
             where all have one size.
         on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out, and
             other samples keep their index.

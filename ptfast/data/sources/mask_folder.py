@@ -29,7 +29,7 @@ class MaskFolder(ReadsAsKnown):
 
     Args:
         root: the folder: with `train/` (and `val/`, `test/`) that hold the two folders each, or with these.
-        image_size: side in pixels that images and masks are brought to: shorter side resized, centre
+        image_size: side in pixels that images and masks are brought to: shorter side resized, center
             cropped. None where all have one size.
         num_classes: if the labels that occur do not show it. Labels are the grey values of a mask, or the
             indices into its palette.

@@ -44,7 +44,7 @@ class WebDataset:
         shards: of the training data: a pattern such as `DIR/train-{000..146}.tar` or `DIR/*.tar`, a folder,
             a pattern of URLs such as `https://HOST/train-{000..146}.tar`, or a list of these.
         val_shards, test_shards: likewise, of held-out data.
-        image_size: side in pixels that images are brought to: shorter side resized, centre cropped. None
+        image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
             where all have one size.
         on_corrupt: `error`, or `skip` to leave out images that cannot be decoded.
         classes: how many there are, or the list of their names; for shards at URLs.

@@ -1,4 +1,4 @@
-"""Gradient clipping on the device: by global norm, by group, by unit or by value; and the norm itself."""
+"""Gradient clipping on the device: by global norm, by unit or by value; and the norm itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ Clipper = Callable[[], Tensor | None]
 
 
 def build_clipper(
-    gradients: Gradients,
-    parameters: Iterable[Tensor],
-    *,
-    head: Iterable[Tensor] = (),
-    by_group: Sequence[tuple[float, Sequence[Tensor]]] = (),
+    gradients: Gradients, parameters: Iterable[Tensor], *, head: Iterable[Tensor] = ()
 ) -> GradientSteps | None:
     """Build the function that clips gradients between backward and the optimizer's step, or return None.
 
@@ -29,17 +25,14 @@ def build_clipper(
 
     Args:
         head: parameters that adaptive clipping skips.
-        by_group: maximum norm of each group with its own limit, and its parameters; `clip_norm` then applies
-            to all others.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     spared = head if gradients.clip_adaptive is not None else ()
-    apart = {id(member) for _, members in by_group for member in members} | {id(p) for p in spared}
+    apart = {id(parameter) for parameter in spared}
     rest = [parameter for parameter in trained if id(parameter) not in apart]
     steps: list[Clipper] = []
     if gradients.clip_value is not None:
         steps.append(partial(clip_grad_value_, trained, gradients.clip_value))
-    steps += [partial(clip_to_norm, list(members), norm) for norm, members in by_group]
     if gradients.clip_adaptive is not None:
         vectors_first = sorted(rest, key=lambda parameter: parameter.ndim > 1)
         steps.append(partial(clip_adaptively, vectors_first, gradients.clip_adaptive))

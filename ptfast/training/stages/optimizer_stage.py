@@ -39,9 +39,7 @@ def add_optimizer(run: PartialRun) -> None:
     on_device = run.device.type != "cpu" and run.config.numerics.mode != "stop"
     if run.precision.scaler is not None or on_device:
         start_momentum(run.optimizer)
-    run.clip = build_clipper(
-        run.config.gradients, run.model.parameters(), head=head_of(run.model), by_group=grouping.clip_norms()
-    )
+    run.clip = build_clipper(run.config.gradients, run.model.parameters(), head=head_of(run.model))
     run.freezing = grouping.freezing(run.training_plan.steps, run.training_plan.total_steps)
     freezes = run.freezing is not None or not all(p.requires_grad for p in run.model.parameters())
     if section.freeze_backbone_stats and not freezes:
