@@ -38,7 +38,7 @@ class Lamb(LayerwiseOptimizer):
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")
-    scalar_state = ("step",)
+    counts_steps = True
 
     def __init__(
         self,

@@ -38,8 +38,8 @@ class LayerwiseOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     layer_state: tuple[str, ...] = ()
     """Names of the state with its layer's shape; starts at zero."""
-    scalar_state: tuple[str, ...] = ()
-    """Names of the state that is one number per layer; starts at zero."""
+    counts_steps = False
+    """The state of each layer has a `step`."""
 
     def __init__(self, params: Params, defaults: Group) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -107,9 +107,9 @@ class LayerwiseOptimizer(Optimizer):
                 weight = torch.empty_like(layer, dtype=dtype, requires_grad=False).copy_(layer)
             state = self.state[layer]
             if not state:
-                for name in self.scalar_state:
+                if self.counts_steps:
                     # Torch's kernels read step counts as float32, whatever the type of the weights.
-                    state[name] = weight.new_zeros((), dtype=torch.float32 if name == "step" else None)
+                    state["step"] = weight.new_zeros((), dtype=torch.float32)
                 for name in self.layer_state:
                     state[name] = torch.zeros_like(weight)
             for name in self.layer_state:
@@ -117,7 +117,7 @@ class LayerwiseOptimizer(Optimizer):
                 state[name] = laid_out_as(weight, state[name])
             weights.append(weight)
             states.append(state)
-        return LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
+        return LayerBatch(layers, weights, states, self.layer_state)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; ValueError for a shard, or what is not of floating-point numbers."""

@@ -343,10 +343,7 @@ def _info(
     all_inputs: Tensor | None = None,
     names: tuple[str, ...] | None = None,
 ) -> DataInfo:
-    """The facts shown by one sample `(input, target)`, the labels, and all inputs if they are in memory.
-
-    `names` are those of classes that text labels name.
-    """
+    """The facts shown by a sample, the labels, all inputs that are in memory, and `names` of text labels."""
     learnt_classes = trained_on.num_classes if trained_on is not None else None
     inputs, target = sample[0], signed(torch.as_tensor(sample[1]))
     known = target.reshape(1, *target.shape) if labels is None else labels
@@ -376,13 +373,12 @@ def _info(
         facts["task_reason"] = f"a {'class' if of_classes else 'token'} for each token"
     elif task == "auto":
         task, facts["task_reason"] = infer_task(known, target_kind)
-    if facts.get("vocab_size", 0) is None:
-        if trained_on is not None:
-            facts["vocab_size"] = trained_on.vocab_size
-        elif all_inputs is not None:
-            # One sample shows only some tokens; predicted targets are tokens, too.
-            seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
-            facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
+    if facts.get("vocab_size", 0) is None and trained_on is not None:
+        facts["vocab_size"] = trained_on.vocab_size
+    elif facts.get("vocab_size", 0) is None and all_inputs is not None:
+        # One sample shows only some tokens; predicted targets are tokens, too.
+        seen = [all_inputs, known] if task == "language_modelling" else [all_inputs]
+        facts["vocab_size"] = max(int(tokens.max()) for tokens in seen) + 1
     if target_kind == "map":
         facts["num_classes"] = 1
     elif task in ("regression", "multilabel"):
