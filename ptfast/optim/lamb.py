@@ -38,7 +38,7 @@ class Lamb(LayerwiseOptimizer):
     """
 
     layer_state = ("exp_avg", "exp_avg_sq")
-    counts_steps = True
+    scalar_state = ("step",)
 
     def __init__(
         self,

@@ -12,14 +12,14 @@ from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step
 class Lars(LayerwiseOptimizer):
     """SGD with a learning rate per layer, for batches of thousands of images.
 
-    At large batch sizes one global rate overshoots layers whose gradients are large next to their weights.
-    Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
+    At large batch sizes one global learning rate overshoots layers whose gradients are large next to
+    their weights. Here the gradient `g` of a layer `w` is scaled before it enters the momentum:
 
         ratio = trust * |w| / (|g| + weight_decay * |w| + eps), or 1 where |w| or |g| is 0
         v <- momentum * v + ratio * (g + weight_decay * w);    w <- w - lr * v
 
-    Weight decay is L2, as in torch's SGD, and rescaled with the gradient. The rate is applied after the
-    momentum, as there; the paper applies it before, which is the same while the rate is constant.
+    Weight decay is L2, as in torch's SGD, and rescaled with the gradient. The learning rate is applied
+    after the momentum, as there; the paper applies it before, which is the same while it is constant.
 
     Args:
         lr: >= 0; times `trust`, the relative length of a step. 1-d parameters know only `lr`: rather than

@@ -32,14 +32,19 @@ class LayerBatch:
     """
 
     def __init__(
-        self, layers: Tensors, weights: Tensors, states: list[Group], layer_state: Sequence[str]
+        self,
+        layers: Tensors,
+        weights: Tensors,
+        states: list[Group],
+        layer_state: Sequence[str],
+        scalar_state: Sequence[str],
     ) -> None:
         self.layers, self._weights = layers, weights
         self.ndim = max(layer.ndim for layer in layers)
         """The largest number of dimensions of a layer."""
         self.on_cpu = layers[0].is_cpu
-        self.steps: Tensors = [state["step"] for state in states if "step" in state]
-        """The step count of each layer, where they are counted."""
+        self.scalars: list[Tensors] = [[state[name] for state in states] for name in scalar_state]
+        """State that is one number per layer, by name."""
         columns = [weights, *([state[name] for state in states] for name in layer_state)]
         self.pieces: list[list[Tensors]] = [
             [weights, [], *kept] for weights, *kept in zip(*map(self._cut, columns), strict=True)
@@ -98,9 +103,9 @@ class LayerBatch:
 
     def counted_steps(self) -> Tensors:
         """Step counts, raised by 1 unless an infinity was found."""
-        added = 1 if self.found_inf is None else [1.0 - self.found_inf] * len(self.steps)
-        torch._foreach_add_(self.steps, added)
-        return self.steps
+        (steps,) = self.scalars
+        torch._foreach_add_(steps, [1.0 - self.found_inf] * len(steps) if self.found_inf is not None else 1)
+        return steps
 
     def scaled(self, grads: Tensors, out: Tensors | None = None) -> Tensors:
         """The gradients times their factor where there is one, in `out` or as new tensors."""

@@ -38,8 +38,8 @@ class LayerwiseOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     layer_state: tuple[str, ...] = ()
     """Names of the state with its layer's shape; starts at zero."""
-    counts_steps = False
-    """The state of each layer has a `step`."""
+    scalar_state: tuple[str, ...] = ()
+    """Names of the state that is one number per layer; starts at zero."""
 
     def __init__(self, params: Params, defaults: Group) -> None:
         for name in ("lr", "weight_decay", "eps"):
@@ -107,9 +107,9 @@ class LayerwiseOptimizer(Optimizer):
                 weight = torch.empty_like(layer, dtype=dtype, requires_grad=False).copy_(layer)
             state = self.state[layer]
             if not state:
-                if self.counts_steps:
+                for name in self.scalar_state:
                     # Torch's kernels read step counts as float32, whatever the type of the weights.
-                    state["step"] = weight.new_zeros((), dtype=torch.float32)
+                    state[name] = weight.new_zeros((), dtype=torch.float32 if name == "step" else None)
                 for name in self.layer_state:
                     state[name] = torch.zeros_like(weight)
             for name in self.layer_state:
@@ -117,7 +117,7 @@ class LayerwiseOptimizer(Optimizer):
                 state[name] = laid_out_as(weight, state[name])
             weights.append(weight)
             states.append(state)
-        return LayerBatch(layers, weights, states, self.layer_state)
+        return LayerBatch(layers, weights, states, self.layer_state, self.scalar_state)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as in torch; ValueError for a shard, or what is not of floating-point numbers."""
