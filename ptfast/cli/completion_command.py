@@ -95,14 +95,12 @@ def _config(word: str, before: Sequence[str]) -> list[str]:
             files = [f for f in Path(inside or ".").glob("*") if f.is_dir() or f.suffix == ".yaml"]
             names = sorted(f"{inside}{file.name}{'/' if file.is_dir() else ''}" for file in files)
         return [f"{head}={done}{comma}{name}" for name in names if name.startswith(part)]
-    groups = [f"{group}=" for group in paths.groups()]
+    groups = [f"{group}=" for group in (paths.RECIPES, *paths.groups())]
     keys = [f"{name}=" for name in known_keys(before)]
     if "." not in key:
         # Complete one step at a time: sections first, then their keys after the dot.
         keys = sorted({f"{k.partition('.')[0]}." if "." in k else k for k in keys})
     found = [name for name in [*groups, *keys] if name.startswith(key)]
-    if not prefix and not key:
-        found.insert(0, f"{paths.RECIPES}=")
     return [prefix + name for name in dict.fromkeys(found)]
 
 
