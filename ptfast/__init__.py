@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ptfast.api import Result, evaluate, load, predict, prepare, sweep, train
     from ptfast.core.errors import PtfastError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["PtfastError", "Result", "evaluate", "load", "predict", "prepare", "sweep", "train"]
 
 

@@ -8,7 +8,7 @@ each framework does at its start and its end stays out.
 
     python scripts/bench_overhead.py [--rounds 9] [--epochs 16] [--hidden 2] [--only NAME ...]
 
-The peers come with `pip install 'ptfast[bench]'`; one that is not installed is left out, and that is said.
+The peers come with `pip install '.[bench]'`; one that is not installed is left out, and that is said.
 """
 
 from __future__ import annotations

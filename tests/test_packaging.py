@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -10,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import ptfast
 
 pytest.importorskip("hatchling", reason="builds packages; hatchling comes with the test extra")
 
@@ -45,6 +49,32 @@ def test_the_wheel_holds_the_package_the_options_and_the_recipes(wheel: Path) ->
     }
     assert expected
     assert files_of_wheel(wheel) == expected
+
+
+def test_the_metadata_says_what_the_tree_says(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert metadata["Version"] == ptfast.__version__
+    assert f"version: {ptfast.__version__}\n" in citation
+    assert f"\n## [{ptfast.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert "ptfast/py.typed" in files_of_wheel(wheel)
+    links = dict(link.split(", ") for link in metadata.get_all("Project-URL", []))
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= {*links}
+    home = links["Homepage"]
+    assert f"repository-code: {home}\n" in citation
+    assert f"git clone {home}.git" in (ROOT / "README.md").read_text()
+
+
+def test_extras_are_those_of_the_install_page(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        extras = email.message_from_bytes(archive.read(name)).get_all("Provides-Extra", [])
+    section = (ROOT / "docs/start/install.md").read_text().split("## Extras")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(extras)
 
 
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -52,8 +52,12 @@ def shown_commands() -> Iterator[Shown]:
                 yield Shown(page, tuple(shlex.split(command[1], comments=True)))
 
 
-COMMANDS_SHOWN = sorted({shown.words: shown for shown in shown_commands()}.values())
-"""Each once, whatever pages show it."""
+TUTORIALS = tuple(page for page in PAGES if page.startswith("docs/start/tutorial-"))
+"""The pages whose commands are given one after another, in one folder."""
+COMMANDS_SHOWN = sorted(
+    {shown.words: shown for shown in shown_commands() if shown.page not in TUTORIALS}.values()
+)
+"""Each once, whatever pages show it; those of tutorials have tests of their own."""
 OWN_PARTS = tuple(page for page in PAGES if page.startswith("docs/how-to/custom-parts/"))
 """The pages of which every example is trained."""
 OWN_CONF = "docs/how-to/operate/project-layout.md"
