@@ -99,7 +99,7 @@ class Display:
         self._print(title)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
-            self._print(f"  {name:<{width}}  {value}")
+            self._print(f"  {name:<{width}}  {value}".rstrip())
         for text in loud:
             self.warn(text)
 

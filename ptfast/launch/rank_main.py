@@ -42,7 +42,7 @@ from ptfast.core.units import num_bytes
 from ptfast.core.world import world
 from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import Attempt, read_goodput
-from ptfast.report.panel import build_panel, device_name, results
+from ptfast.report.panel import device_name, results, show_panel
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import build_display
 from ptfast.run import Run
@@ -94,7 +94,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
     ):
         try:
             run = part.build(state_folder, signals)
-            part.display.panel(*build_panel(dict(config), run))
+            show_panel(dict(config), run)
             outcome = part.fit(run)
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
             outcome, raised = part.ended_by(error, signals)

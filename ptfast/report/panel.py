@@ -1,9 +1,10 @@
-"""What a run is made of and what is switched on, as the terminal shows it, and its results in the end."""
+"""The panel at the start of a run, and its results at the end."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ptfast import data, models
@@ -11,44 +12,31 @@ from ptfast.core import machine
 from ptfast.core.protocols import TASKS
 from ptfast.core.sections.section import call_with
 from ptfast.data import loaders, sampling, transforms
+from ptfast.report.terminal.json_lines import emit
 from ptfast.run import Run
 from ptfast.techniques import backend, checkpointing, gradients, parallel, rewrites, schedule
 
+BLANK = ("", "")
+"""Row between two groups of the panel."""
 SKIPPED_NAMES = 5
 """How many files that could not be read are named; the others are counted."""
 
 
+def show_panel(sections: Mapping[str, Any], run: Run) -> None:
+    """Show what will be trained and how; programs also get each automatic choice as an event."""
+    run.display.panel(*build_panel(sections, run))
+    for choice in run.choices.made.values() if run.ranks.is_first else ():
+        if choice.reason:
+            emit("choice", **asdict(choice))
+
+
 def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Title, rows and warnings of the panel: what is switched on, and what it resolved to.
+    """Return title, rows and warnings of the panel: the training, techniques, and automatic choices.
 
-    Each family's panel takes its own of the `sections` of the config and its other values.
+    Args:
+        sections: the config by section; each family's panel takes those that it names.
     """
-    from ptfast.optim.parameter_groups import reference_lr
-
-    choices, world_size = run.choices, run.ranks.world_size
-    count = choices.get("backend.threads")
-    num_parameters = sum(p.numel() for p in run.model.parameters())
-    layout = ", channels last" if choices.get("rewrites.channels_last") else ""
-    processes = f"{world_size} ranks" if world_size > 1 else "1 process"
-    threads = f"{count} thread" + "s" * (count > 1) + " each" * (world_size > 1)
-    rate = f"{reference_lr(run.optimizer, 'initial_lr'):g}"
-    # FSDP gives the model a class of torch's own making.
-    model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
-    facts = {**sections, "choices": choices}
-    length = f"epochs={sections['epochs']}"
-    if (steps := sections["steps"]) is not None:
-        passes = run.train_loader.plan.epoch_at(run.total_steps)
-        length = f"steps={steps}" + (f", {passes:.3g} epochs" if passes else "")
-    table = [
-        ("data", run.data_note),
-        ("task", _task(run)),
-        ("model", f"{model}, {num_parameters:,} parameters{layout}"),
-        ("device", f"{device_name(run)}, {processes}, {threads}"),
-        ("precision", run.precision.note),
-        ("batch", _batch(run, sections["batching"])),
-        ("steps", f"{run.total_steps:,} ({length})"),
-        ("optimizer", f"{type(run.optimizer).__name__}, lr {rate}, {choices.get('optimizer')}"),
-    ]
+    facts = {**sections, "choices": run.choices}
 
     def rows(*families: Any) -> dict[str, object]:
         panels = (family.FAMILY.panel for family in families)
@@ -57,8 +45,8 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     task: dict[str, Any] = sections["task"].options
     kind, given = run.train_loader.kind, sections["dataloader"].kind != "auto"
     note = f"; {run.resumed_note}" if run.resumed_note else ""
-    switches = {
-        **rows(schedule),
+    training = {**_training(sections, run), **rows(schedule)}
+    techniques = {
         "loader": f"{kind} ({run.train_loader.reason})" if given else None,
         **rows(parallel, checkpointing, rewrites, gradients, backend, loaders),
         "evaluation": _evaluation(run),
@@ -66,12 +54,17 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
         **rows(transforms),
         **{name.replace("_", " "): value or None for name, value in task.items() if name != "loss"},
         **rows(models),
-        **choices.rows,
-        "resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None,
+        **run.choices.rows,
     }
-    table += [(name, str(row)) for name, row in switches.items() if row is not None]
-    table += [("auto", str(choice)) for choice in choices.made.values() if choice.reason]
-    table.append(("run", str(run.folder)))
+    automatic = [str(choice) for choice in run.choices.made.values() if choice.reason]
+    place = {"resumed": f"at step {run.progress.step:,}{note}" if run.progress.step else None}
+    groups = [
+        [(name, str(row)) for name, row in group.items() if row is not None]
+        for group in (training, techniques, place | {"run": run.folder})
+    ]
+    # Names of choices are too long for the column of names.
+    groups.insert(2, [*zip(["automatic", *[""] * len(automatic)], automatic, strict=False)])
+    table = [row for group in groups if group for row in [*group, BLANK]][:-1]
     debug = sections["debug"].mode
     loud = [f"debug={debug} is on and slows training down"] if debug != "none" else []
     if run.precision.warning is not None:
@@ -79,6 +72,35 @@ def build_panel(sections: Mapping[str, Any], run: Run) -> tuple[str, list[tuple[
     if (workers := run.train_loader.workers) > (cores := machine.spare_cores(most=sys.maxsize)):
         loud.append(f"dataloader.workers={workers} take turns on {cores} of this machine's cores")
     return sections["recipe"] or "train", table, loud
+
+
+def _training(sections: Mapping[str, Any], run: Run) -> dict[str, str]:
+    """Return the rows on what is trained, by which optimizer, in which batches, and where."""
+    from ptfast.optim.parameter_groups import reference_lr
+
+    choices, world_size = run.choices, run.ranks.world_size
+    count = choices.get("backend.threads")
+    num_parameters = sum(p.numel() for p in run.model.parameters())
+    layout = ", channels last" if choices.get("rewrites.channels_last") else ""
+    processes = f"{world_size} ranks" if world_size > 1 else "1 process"
+    threads = f"{count} thread" + "s" * (count > 1) + " each" * (world_size > 1)
+    # FSDP gives the model a class of torch's own making.
+    model = type(run.model).__name__.removeprefix("FSDP" if run.sharded else "")
+    length = f"epochs={sections['epochs']}"
+    if (steps := sections["steps"]) is not None:
+        passes = run.train_loader.plan.epoch_at(run.total_steps)
+        length = f"steps={steps}" + (f", {passes:.3g} epochs" if passes else "")
+    return {
+        "data": run.data_note,
+        "task": _task(run),
+        "model": f"{model}, {num_parameters:,} parameters{layout}",
+        "device": f"{device_name(run)}, {processes}, {threads}",
+        "precision": run.precision.note,
+        "batch": _batch(run, sections["batching"]),
+        "steps": f"{run.total_steps:,} ({length})",
+        "optimizer": f"{type(run.optimizer).__name__}, {choices.get('optimizer')}",
+        "learning rate": f"{reference_lr(run.optimizer, 'initial_lr'):g}",
+    }
 
 
 def _task(run: Run) -> str:

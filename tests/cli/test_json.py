@@ -186,7 +186,7 @@ def test_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = (each for each in found if each["event"] == "result")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert result.items() >= summary.items()
-    assert {"panel", "progress", "evaluation"} <= {each["event"] for each in found}
+    assert {"panel", "choice", "progress", "evaluation"} <= {each["event"] for each in found}
 
 
 @pytest.mark.parametrize("line", ["recipes", "techniques precision", "schema", "train --cfg job", "--help"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,7 +18,7 @@ import torch
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
-from ptfast.core.machine import ROOT, is_memory_error, others_cores, watch_others
+from ptfast.core.machine import is_memory_error
 from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Kind
 from ptfast.core.tensors.trees import tensors_in
@@ -156,8 +154,7 @@ class AuditContext:
             yield batch
 
     def _time_steps(self) -> None:
-        ledger, (count_before, _) = self.run.clock.ledger, _throttled(self.run.device)
-        watch_others()
+        ledger = self.run.clock.ledger
         waited_s, start = ledger()["data"], time.perf_counter()
         for num in range(MOST_STEPS):
             if num >= LEAST_STEPS and time.perf_counter() - start >= STEPS_S:
@@ -165,10 +162,6 @@ class AuditContext:
             self.take_step()
         self.waiting = (ledger()["data"] - waited_s) / (time.perf_counter() - start)
         """Share of the time spent waiting for a batch."""
-        self.others_cores = others_cores()
-        """Cores used by other processes meanwhile; 0 if unknown."""
-        count, is_slowed = _throttled(self.run.device)
-        self.throttled = count > count_before or is_slowed
 
     def _trace_operators(self) -> None:
         calls = CallTrace(self.run.device.type)
@@ -220,18 +213,6 @@ def _graph_breaks(run: Run) -> Counter[str]:
     dynamo: Any = sys.modules["torch._dynamo.utils"]
     breaks = dynamo.counters["graph_break"].items()
     return Counter({str(reason).splitlines()[0]: count for reason, count in breaks})
-
-
-def _throttled(device: torch.device) -> tuple[int, bool]:
-    """Return how often processors were throttled (0 if unknown), and whether GPU clocks are reduced."""
-    files = (ROOT / "sys/devices/system/cpu").glob("cpu*/thermal_throttle/*_throttle_count")
-    count = sum(int(text) for file in files if (text := file.read_text().strip()).isdigit())
-    if device.type != "cuda" or (tool := shutil.which("nvidia-smi")) is None:
-        return count, False
-    reasons = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.sw_thermal_slowdown"
-    command = [tool, f"--query-gpu={reasons}", "--format=csv,noheader", f"--id={device.index or 0}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    return count, " Active" in f" {done.stdout}"
 
 
 def trace_samples(source: MapSource) -> SampleTrace:

@@ -20,8 +20,6 @@ WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
 """Smallest shares that count: waiting in a step, padding among tokens, decoding in the time of a sample."""
 FAR, NARROW, WIDE = 1.0, 0.25, 4.0
 """Inputs are not normalized if a mean is `FAR` standard deviations from 0, or one is beyond the bounds."""
-OTHERS = 0.25
-"""Average number of cores in use by others from which an audit reports them."""
 _MENDS = {
     "item": "keep sums as tensors on the device, and read them once in many steps",
     "cpu": "keep it on the device until it is needed, once in many steps",
@@ -175,31 +173,21 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
 
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:
-    """Yield findings on the machine: missing features, and cores used by others."""
-    config, others_cores, on_cuda = context.config, context.others_cores, context.device_type == "cuda"
-    threads, cores = torch.get_num_threads(), usable_cores() - round(others_cores)
+    """Yield findings on settings that do not suit the machine; `ptfast doctor` checks the machine itself."""
+    config, on_cuda = context.config, context.device_type == "cuda"
+    threads, cores = torch.get_num_threads(), usable_cores()
     most = usable_cores(hyperthreads=True)
     if threads > most or (context.device_type == "cpu" and 2 * threads <= cores):
-        what = f"{counted(threads, 'thread')} on {counted(cores, 'free core')}"
+        what = f"{counted(threads, 'thread')} on {counted(cores, 'core')}"
         mend, key = "or OMP_NUM_THREADS, where that sets it", "backend.threads"
         yield Finding("threads not matching cores", what, key, mend, (f"{key}=auto",), "reordered")
     exact = config.precision.mode == "fp32" and torch.get_float32_matmul_precision() == "highest"
     if on_cuda and exact and devices.check_precision("tf32", "cuda") is None:
         what = "float32 matrix products do not use tensor cores"
         yield Finding("tf32 off", what, "precision", "", ("precision=tf32",), "reduced")
-    if (lack := devices.check_compiler(context.device_type)) is not None:
-        mend = lack.remedy.partition(", or ")[0]
-        yield Finding("compiler missing", lack.what, "this machine", mend, kind="reordered")
     ahead = max(context.run.train_loader.workers, 1) * (config.dataloader.prefetch + 1)
     needed, there = ahead * sum(tensor.nbytes for tensor in tensors_in(context.batch)), shared_memory()
     if config.dataloader.kind not in ("memory", "device") and there < needed:
         what = f"{num_bytes(there)} of shared memory, but prefetched batches take {num_bytes(needed)}"
         mend = "docker run --shm-size=8g, or dataloader.prefetch=1"
         yield Finding("shared memory small", what, "/dev/shm", mend)
-    if context.throttled:
-        what = "the processors were throttled by heat or power limits"
-        yield Finding("clocks throttled", what, "this machine", "better cooling, or less load")
-    if others_cores >= OTHERS:
-        what = f"other processes used {others_cores:.1f} cores"
-        mend = "stop them, or measure when they are done"
-        yield Finding("noisy neighbors", what, "this machine", mend)

@@ -130,7 +130,7 @@ class JsonDisplay(Display):
     """The display of a run for programs: an object for each panel, progress line, evaluation and warning."""
 
     def panel(self, title: str, rows: Rows, loud: Sequence[str] = (), style: str = "cyan") -> None:
-        emit("panel", title=title, rows=[list(row) for row in rows], warnings=list(loud))
+        emit("panel", title=title, rows=[list(row) for row in rows if any(row)], warnings=list(loud))
 
     @contextlib.contextmanager
     def status(self, text: str, left_s: float | None = None) -> Iterator[None]:
