@@ -27,10 +27,10 @@ from ptfast.measure.experiment.plan import (
     Block,
     Factor,
     Fit,
-    blocks_to_tell_apart,
     columns,
     draw_blocks,
     fit,
+    separable,
     turn_means,
 )
 from ptfast.measure.experiment.verdicts import Verdict, judge
@@ -82,9 +82,7 @@ def clock_session(
     left_s = PLAN * (BUDGET_S - PARENT_S - LOOK_S * NUM_SWITCHES)
     num_blocks = max(3, int(left_s / RUN_S / 4))
     switches = [each for each in range(NUM_SWITCHES) if each not in gone]
-    factors = [Factor(str(each)) for each in switches]
-    while blocks_to_tell_apart(factors) > num_blocks:
-        factors.pop()
+    factors = separable([Factor(str(each)) for each in switches], num_blocks)
     switches = switches[: len(factors)]
     gains = np.array([TRUE.get(each, 0.0) for each in switches])
     blocks = list(itertools.islice(draw_blocks(factors, seed), num_blocks))

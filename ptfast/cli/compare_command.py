@@ -27,7 +27,7 @@ from ptfast.core.errors import EXIT_OK, ConfigError, shorten
 from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite
-from ptfast.report.html.run_report import REPORT_FILE, chart_order
+from ptfast.report.html.run_report import REPORT_FILE, best_point, chart_order, made_of, versions_of
 from ptfast.report.html.svg_charts import Series, figure_title, line_chart, line_color
 from ptfast.report.loggers import USAGE
 from ptfast.report.terminal.display import fits, table
@@ -173,6 +173,8 @@ def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
             curves = [run.curves.get(figure_name, {}).get(split, []) for run in runs]
             series = [Series(names[i], points, i) for i, points in enumerate(curves) if points]
             if series:
+                marks = (best_point(run, split, points) for run, points in zip(runs, curves, strict=True))
+                series += [Series("", marked, i, radius=5) for i, marked in enumerate(marks)]
                 about_training = figure_name in ("lr", "samples_per_s")
                 title = figure_title(figure_name)
                 yield figure_name, title if about_training else f"{split} {title}", series
@@ -181,7 +183,10 @@ def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
 def _render(ranking: Ranking, folder: Path, to_target: str) -> str:
     """Return the HTML page as stored in `folder`; `to_target` is its time-to-target table."""
     runs = ranking.runs
-    body = header(f"{len(runs)} runs", None, f"by {ranking.metric}, best first") + to_target
+    facts = [[*made_of(run), *versions_of(run)] for run in runs]
+    common = " · ".join(fact for fact in facts[0] if all(fact in other for other in facts))
+    order = f"by {ranking.metric}, best first; large dots mark the best checkpoints"
+    body = header(f"{len(runs)} runs", None, common, order) + to_target
     if variants := group_repeats(ranking):
         columns = columns_of(ranking, variants)
         means = html_table([*columns], [*zip(*columns.values(), strict=True)])

@@ -48,6 +48,17 @@ class Ranking:
         """What repeats its variants: `seeds`, `folds`, both, or an empty string."""
         return " and ".join(f"{key.rpartition('.')[2]}s" for key in REPEATS if key in self.keys)
 
+    def variants(self, repeats: Sequence[str]) -> list[Variant]:
+        """Return the runs grouped by their settings other than `repeats`."""
+        found: dict[tuple[tuple[str, str], ...], Variant] = {}
+        for run, value, label in zip(self.runs, self.values, self.labels, strict=True):
+            own = {key: text for key, text in label.items() if key not in repeats}
+            variant = found.setdefault(tuple(own.items()), Variant(own, [], []))
+            variant.runs.append(run)
+            if value is not None:
+                variant.values.append(value)
+        return [*found.values()]
+
     @property
     def loss(self) -> str:
         """The loss on the split that ranks the runs."""
@@ -111,16 +122,10 @@ def group_repeats(ranking: Ranking) -> list[Variant]:
     """Return the variants, best first, if at least one has several seeds or folds; otherwise return []."""
     if not ranking.repeats:
         return []
-    variants: dict[tuple[tuple[str, str], ...], Variant] = {}
-    for run, value, label in zip(ranking.runs, ranking.values, ranking.labels, strict=True):
-        own = {key: text for key, text in label.items() if key not in REPEATS}
-        variant = variants.setdefault(tuple(own.items()), Variant(own, [], []))
-        variant.runs.append(run)
-        if value is not None:
-            variant.values.append(value)
-    if all(len(variant.runs) == 1 for variant in variants.values()):
+    variants = ranking.variants(REPEATS)
+    if all(len(variant.runs) == 1 for variant in variants):
         return []
-    return sorted(variants.values(), key=lambda variant: _place(variant.average, ranking.mode))
+    return sorted(variants, key=lambda variant: _place(variant.average, ranking.mode))
 
 
 def figure_of(run: RunFiles, metric: str) -> float | None:

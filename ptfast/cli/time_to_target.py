@@ -77,8 +77,8 @@ class Lead:
 
 
 @dataclass
-class Variant:
-    """Runs that differ only in their seeds."""
+class TargetTimes:
+    """How soon the runs of a variant, which differ only in their seeds, reached the target."""
 
     name: str
     taken: dict[int, Taken | None] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Variant:
     by_steps: Lead | None = None
     by_time: Lead | None = None
 
-    def compare(self, first: Variant) -> None:
+    def compare(self, first: TargetTimes) -> None:
         """Compute the leads over the `first` variant, over the seeds both have."""
         seeds = [seed for seed in self.taken if seed in first.taken]
         pairs = [(first.taken[seed], self.taken[seed]) for seed in seeds]
@@ -137,18 +137,21 @@ def compare_to_target(ranking: Ranking, run_dirs: Sequence[Path], target: Target
     return rows
 
 
-def _variants(ranking: Ranking, run_dirs: Sequence[Path], target: Target) -> list[Variant]:
+def _variants(ranking: Ranking, run_dirs: Sequence[Path], target: Target) -> list[TargetTimes]:
     """Return the variants with at least one run that counts, in the order of `run_dirs`."""
-    labels = [{key: text for key, text in label.items() if key != SEED} for label in ranking.labels]
-    named = zip(ranking.runs, map(" ".join, short_labels(labels)), strict=True)
-    found: dict[str, Variant] = {}
-    for run, name in sorted(named, key=lambda pair: run_dirs.index(pair[0].run_dir)):
-        taken = _taken(run, target)
-        missed = run.status in ("finished", "stopped") and target.metric in run.curves
-        if taken is not None or missed or run.summary.get("exit_code") == NumericsError.exit_code:
-            variant = found.setdefault(name, Variant(name or "as configured"))
-            variant.taken[int(run.config.get(SEED, 0))] = taken
-    return [*found.values()]
+    variants = ranking.variants((SEED,))
+    variants.sort(key=lambda variant: min(run_dirs.index(run.run_dir) for run in variant.runs))
+    found: list[TargetTimes] = []
+    for variant, words in zip(variants, short_labels([each.label for each in variants]), strict=True):
+        times = TargetTimes(" ".join(words) or "as configured")
+        for run in variant.runs:
+            taken = _taken(run, target)
+            missed = run.status in ("finished", "stopped") and target.metric in run.curves
+            if taken is not None or missed or run.summary.get("exit_code") == NumericsError.exit_code:
+                times.taken[int(run.config.get(SEED, 0))] = taken
+        if times.taken:
+            found.append(times)
+    return found
 
 
 def _taken(run: RunFiles, target: Target) -> Taken | None:

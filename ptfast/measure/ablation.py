@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from ptfast.measure.experiment.plan import (
     columns,
     draw_blocks,
     fit,
+    separable,
 )
 from ptfast.measure.experiment.trial import WARM_S, WARM_STEPS
 from ptfast.measure.experiment.verdicts import Effect, judge
@@ -163,10 +165,10 @@ class Ablation:
         laboratory, once_s = self.laboratory, self._apart_s
         num_affordable = (laboratory.left_s - LEAST_BLOCKS * self._block_s - once_s) / self._block_s
         self._missing_s = (blocks_to_tell_apart(self.factors) - num_affordable) * self._block_s
-        while len(self.factors) > 1 and blocks_to_tell_apart(self.factors) > num_affordable:
-            self.factors.pop()
-            for finding in self._members.pop():
-                finding.why = NOT_REACHED
+        self.factors = separable(self.factors, num_affordable)
+        for finding in itertools.chain(*self._members[len(self.factors) :]):
+            finding.why = NOT_REACHED
+        self._members = self._members[: len(self.factors)]
         enough = blocks_to_tell_apart(self.factors)
 
         def words_of(run: Run) -> list[str]:

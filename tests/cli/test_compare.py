@@ -236,7 +236,15 @@ def test_a_page_holds_the_table_and_a_line_for_each_run(runs: list[Path], tmp_pa
     assert text.count('<g class="c0">') == text.count('<g class="c1">') == 4
     assert not re.search(r"<script|<link|https?://", text)
     assert 'href="c"' in text
-    assert "1: lr=0.3" in text
+
+
+def test_a_page_names_what_the_runs_share_and_marks_their_best_checkpoints(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{lr}", 0.9, sgd(lr), best_metric="val.accuracy") for lr in (0.1, 0.2)]
+    assert compare(runs, out=tmp_path / "both.html") == 0
+    text = (tmp_path / "both.html").read_text()
+    assert '<p class="sub">SGD<br>by val.accuracy, best first; large dots' in text
+    # Of two runs, on the curves of loss and accuracy.
+    assert text.count('r="5"') == 2 * 2
 
 
 def test_bad_arguments_are_named(runs: list[Path], tmp_path: Path) -> None:

@@ -102,6 +102,14 @@ def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
     return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), math.ceil(num_switches / 2) + 2)
 
 
+def separable(factors: Sequence[Factor], num_blocks: float) -> list[Factor]:
+    """Return the first factors, at least one, whose effects so many blocks can estimate together."""
+    count = len(factors)
+    while count > 1 and blocks_to_tell_apart(factors[:count]) > num_blocks:
+        count -= 1
+    return [*factors[:count]]
+
+
 def hadamard(least: int) -> NDArray[np.int64]:
     """Return the smallest Hadamard matrix with at least `least` rows that two constructions give.
 

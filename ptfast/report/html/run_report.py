@@ -17,7 +17,7 @@ from ptfast.core.run_records import Lines, Tables, checked
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
 from ptfast.report.goodput import PARTS
 from ptfast.report.html.html_page import header, html_table, page
-from ptfast.report.html.run_files import RunFiles, is_finite, training_times
+from ptfast.report.html.run_files import Points, RunFiles, is_finite, training_times
 from ptfast.report.html.svg_charts import (
     LEFT,
     SCRIPT_FILE,
@@ -64,73 +64,84 @@ CURVES = {
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html from the files beside it; a missing file leaves out its part."""
+    """Write RUN_DIR/report.html from the other files of the run; a missing file leaves out its part."""
     run = RunFiles(run_dir)
     title = str(run.summary.get("recipe") or run.config.get("recipe") or run.name)
-    facts = run.environment
-    versions = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
-    versions += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
-    versions += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
-    if commit := facts.get("git_commit"):
-        versions.append(f"commit {str(commit)[:10]}")
-    body = [header(title, run.status, *_made_of(run), str(run_dir.absolute()), " · ".join(versions))]
+    words = [word for word in run.environment.get("command_line", []) if "=" in word]
+    changed = [word for word in words if not word.lstrip("+").startswith(("recipe=", "run."))]
+    subs = [" · ".join(made_of(run)), f"changed: {' '.join(changed)}" if changed else ""]
+    body = [header(title, run.status, *subs, str(run_dir.absolute()), " · ".join(versions_of(run)))]
     if error := run.summary.get("error"):
         body.append(f'<p class="card error">{escape(str(error))}</p>')
     body.append(_tiles(run))
     if spikes := run.summary.get("loss_spikes"):
         found = f"Loss spikes: {spikes['count']}, the largest {spike(spikes['largest'])}."
         body.append(f'<p class="card">{escape(found)}</p>')
-    if table := _figure_table(run):
+    if table := _metric_table(run):
         body += ["<h2>Metrics</h2>", table]
-    charts, last_step = "", run.last_step
-    best, followed = run.metrics("best").get("step"), run.summary.get("best_metric", "").partition(".")[0]
-    for name in chart_order(run.curves):
-        # A test figure is one point at the end, and stands in the table.
-        splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
-        colors = [*dict.fromkeys(("train", "val", "test", *splits))]
-        series = [Series(split, points, colors.index(split)) for split, points in splits.items()]
-        marked = [point for point in splits.get(followed, ()) if point[0] == best]
-        charts += line_chart(name, [*series, Series("best", marked, len(SPLITS), radius=5)], last_step)
-    if charts:
-        epochs = {r["step"]: r["epoch"] for r in run.records if is_finite(r.get("epoch"))}
-        seconds = sorted(training_times(run.records).items())
-        knots = [(step, epochs.get(step, 0.0), s) for step, s in seconds if step]
-        knots = knots[:: len(knots) // MOST_KNOTS + 1] + knots[-1:]
-        controls = curve_controls(last_step, knots)
-        body += ["<h2>Curves</h2>", controls, f'<div class="grid2">{charts}</div>']
-    # The figures of `test` come last.
+    curves = _curve_section(run)
+    # The metrics of `test` come last.
     files = sorted((run_dir / METRICS).glob("*.json"), key=lambda file: file.stem == "test")
     tables = [content for file in files if (content := _checked(Tables, read_json(file)))]
+    has_matrix = any(map(_is_matrix, (metric for each in tables for metric in each["metrics"].values())))
     body += [
+        curves,
         *map(_metric_section, tables),
-        _examples(
-            run, matrix=not any(map(_is_matrix, (m for each in tables for m in each["metrics"].values())))
-        ),
+        _examples(run, matrix=not has_matrix),
         _time_budget(run),
         _goodput(run),
         _roofline(run),
         _commands(run),
         _settings(run),
     ]
-    script = SCRIPT_FILE.read_text() if charts else ""
+    script = SCRIPT_FILE.read_text() if curves else ""
     path = run_dir / REPORT_FILE
     write_text(path, page(f"{title} ({run.status})", "\n".join(filter(None, body)), script))
     return path
 
 
-def _made_of(run: RunFiles) -> list[str]:
-    """Lines on what was trained and how, and on what the command line changed."""
+def made_of(run: RunFiles) -> list[str]:
+    """Return what was trained and how: model, optimizer, learning rate, precision and batch."""
     parts = {name: part for name, part in run.config.items() if isinstance(part, dict)}
     keys = (("lr", "optimizer", "lr"), ("precision", "precision", "mode"))
     values = {name: parts.get(group, {}).get(key) for name, group, key in keys}
     values["batch"] = run.config.get("batch_size")
-    made = [
-        str(parts.get(name, {}).get("_target_", "")).rpartition(".")[2] for name in ("model", "optimizer")
-    ]
-    made += [f"{name} {value}" for name, value in values.items() if value is not None]
-    words = [word for word in run.environment.get("command_line", []) if "=" in word]
-    changed = [word for word in words if not word.lstrip("+").startswith(("recipe=", "run."))]
-    return [" · ".join(filter(None, made)), f"changed: {' '.join(changed)}" if changed else ""]
+    targets = [str(parts.get(name, {}).get("_target_", "")) for name in ("model", "optimizer")]
+    made = [target.rpartition(".")[2] for target in targets if target]
+    return made + [f"{name} {value}" for name, value in values.items() if value is not None]
+
+
+def versions_of(run: RunFiles) -> list[str]:
+    """Return the versions and the machine of a run."""
+    facts = run.environment
+    found = [f"{name} {facts[name]}" for name in ("ptfast", "torch", "python") if facts.get(name)]
+    found += [str(facts[name]) for name in ("device", "processor") if facts.get(name)]
+    found += [f"{facts[name]} {name}" for name in ("threads", "ranks") if facts.get(name, 1) > 1]
+    return found + [f"commit {str(commit)[:10]}" for commit in [facts.get("git_commit")] if commit]
+
+
+def best_point(run: RunFiles, split: str, points: Points) -> Points:
+    """Return the point of the best checkpoint on a curve of `split`; empty if another split chose it."""
+    followed = run.summary.get("best_metric", "").partition(".")[0]
+    return [point for point in points if split == followed and point[0] == run.metrics("best").get("step")]
+
+
+def _curve_section(run: RunFiles) -> str:
+    charts = ""
+    for name in chart_order(run.curves):
+        # A test metric is one point at the end, and stands in the table.
+        splits = {k: v for k, v in run.curves[name].items() if k != "test" or len(v) > 1}
+        colors = [*dict.fromkeys(("train", "val", "test", *splits))]
+        series = [Series(split, points, colors.index(split)) for split, points in splits.items()]
+        marked = [point for split, points in splits.items() for point in best_point(run, split, points)]
+        charts += line_chart(name, [*series, Series("best", marked, len(SPLITS), radius=5)], run.last_step)
+    if not charts:
+        return ""
+    epochs = {r["step"]: r["epoch"] for r in run.records if is_finite(r.get("epoch"))}
+    seconds = sorted(training_times(run.records).items())
+    knots = [(step, epochs.get(step, 0.0), s) for step, s in seconds if step]
+    knots = knots[:: len(knots) // MOST_KNOTS + 1] + knots[-1:]
+    return f'<h2>Curves</h2>{curve_controls(run.last_step, knots)}<div class="grid2">{charts}</div>'
 
 
 def _commands(run: RunFiles) -> str:
@@ -168,7 +179,7 @@ def headline(figures: Mapping[str, Any]) -> str | None:
     return next((name for name in names if name != "loss"), names[0] if names else None)
 
 
-def _figure_table(run: RunFiles) -> str:
+def _metric_table(run: RunFiles) -> str:
     splits = (*SPLITS, *run.summary.get("evals", ()))
     shown = {split: run.metrics(split) for split in splits if run.metrics(split)}
     hidden = ("step", "lr", "samples_per_s", "grad_norm", *(n for n in run.metrics("best") if "/" in n))

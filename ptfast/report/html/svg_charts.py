@@ -37,6 +37,7 @@ class Series:
     """One line of a chart."""
 
     name: str
+    """Shown in the legend; empty for the mark of a best checkpoint."""
     points: Points
     """(x, y), sorted by x, all finite."""
     color: int = 0
@@ -90,12 +91,12 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
         marks = [f'<path class="line" d="{path}"/>'] if len(places) > 1 else []
         if len(places) <= MAX_MARKERS:
             for (x, y), (step, value) in zip(places, line.points, strict=True):
-                tip = escape(f"{line.name} {figure(name, value)} at {grouped(step)}")
+                tip = escape(f"{line.name or 'best'} {figure(name, value)} at {grouped(step)}")
                 place = f'cx="{x:.1f}" cy="{y:.1f}" r="{line.radius}"'
                 marks.append(f"<circle {place}><title>{tip}</title></circle>")
         shapes.append(f'<g class="{line.css}">{"".join(marks)}</g>')
     title = escape((title or figure_title(name)) + (", log scale" if y_axis.is_log else ""))
-    legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned)
+    legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned if s.name)
     return (
         f'<figure class="curve{" exact" * (name == "lr")}"><figcaption><b>{title}</b>{legend}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title} by step">'
