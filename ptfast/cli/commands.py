@@ -227,11 +227,10 @@ COMMANDS: dict[str, Command] = {
         "config_commands.chaos",
         (
             Flag("--kills N", "SIGKILLs in total; default 20", "num_kills", number(1), 20),
-            Flag("--mtbf TIME", "mean training time between kills, such as 60s", "mtbf_s", seconds),
             Flag("--seed N", "seed of the kill times; default 0", read=int, default=0),
             _FOLDER,
         ),
-        ("chaos recipe=resnet_digits", "chaos recipe=resnet_digits --mtbf 60s --seed 1"),
+        ("chaos recipe=resnet_digits", "chaos recipe=resnet_digits --kills 5 --seed 1"),
         alone=True,
     ),
     "doctor": Command(

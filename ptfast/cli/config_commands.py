@@ -148,8 +148,7 @@ def chaos(args: Namespace) -> int:
     _, config = read_typed(args.words)
     from ptfast.measure.chaos.chaos_run import chaos
 
-    options = {"num_kills": args.num_kills, "mtbf_s": args.mtbf_s, "seed": args.seed, "out": args.out}
-    return chaos(config, args.words, **options)
+    return chaos(config, args.words, num_kills=args.num_kills, seed=args.seed, out=args.out)
 
 
 TIMED_STEPS = 5

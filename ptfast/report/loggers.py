@@ -186,8 +186,6 @@ class Wandb:
         name: what the run is called; the last two parts of the run directory's path if not given.
         tags: labels to find it by.
         mode: `online`, `offline` or `disabled`; what WANDB_MODE says if not given.
-        rewind: cut the curves back to the resumed step and send the steps behind it again, in accounts that
-            have W&B's rewind (a preview).
     """
 
     def __init__(
@@ -197,11 +195,10 @@ class Wandb:
         name: str | None = None,
         tags: Sequence[str] = (),
         mode: str | None = None,
-        rewind: bool = False,
     ) -> None:
         import_extra("wandb", "wandb", "logger", "wandb")
         self._options: dict[str, Any] = {"project": project, "entity": entity, "tags": list(tags)}
-        self._mode, self._name, self._rewind = mode, name, rewind
+        self._mode, self._name = mode, name
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         import wandb
@@ -211,16 +208,14 @@ class Wandb:
         known = run_directory.read_json(run_dir / run_directory.WANDB).get("id")
         run_id, records = known or secrets.token_hex(8), read_records(run_dir / METRICS_FILE)
         self._resumed_step = _last_step(records)
-        goes_on = {"id": run_id, "resume": "allow"}
-        if known and self._rewind:
-            goes_on = {"resume_from": f"{run_id}?_step={max(self._resumed_step, 0)}"}
         run_directory.write_json(run_dir / run_directory.WANDB, {"id": run_id})
         try:
             self._run: Any = wandb.init(
                 **self._options,
                 mode=self._mode,
                 name=name,
-                **goes_on,
+                id=run_id,
+                resume="allow",
                 dir=str(run_dir),
                 config=config,
             )

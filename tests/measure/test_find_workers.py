@@ -35,8 +35,8 @@ MB = 2**20
 read = functools.cache(read_config)
 
 
-def of(count: int, **other: Any) -> LoaderSetup:
-    return LoaderSetup("workers", count, 2, 1)._replace(**other)
+def of(count: int) -> LoaderSetup:
+    return LoaderSetup("workers", count)
 
 
 class Machine(Laboratory):
@@ -56,12 +56,12 @@ class Machine(Laboratory):
 
     def _measured(self, words: Sequence[str], timed: bool) -> TrialResult:
         _, config = read(tuple(words))
-        section, threads = config.dataloader, config.backend.worker_threads
+        section = config.dataloader
         loader = LoaderSetup(section.kind)
         if loader.kind == "auto":
             loader = self.auto
         elif loader.kind == "workers":
-            loader = loader._replace(workers=section.workers, prefetch=section.prefetch, threads=threads)
+            loader = loader._replace(workers=section.workers)
         if loader in self.ends:
             return TrialResult(
                 tuple(words), None, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"}
@@ -140,8 +140,8 @@ def test_what_may_be_faster_is_named_where_figures_cannot_tell() -> None:
 
 
 def test_what_lies_beside_the_best_is_tried() -> None:
-    search = searched(Machine(lambda one: slow(one) + 20 * (one.prefetch == 4) + (one.workers == 6) * 200))
-    assert {of(6), of(8, prefetch=4)} <= {*search.seen}
+    search = searched(Machine(lambda one: slow(one) + 200 * (one.workers == 6)))
+    assert search.chosen == of(6)
 
 
 def test_no_more_are_tried_than_allowed() -> None:
@@ -182,9 +182,8 @@ def test_kinds_that_this_data_cannot_have_are_named() -> None:
 
 
 def test_auto_the_config_and_the_rule_of_thumb_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "dataloader=workers", "dataloader.workers=5", "dataloader.prefetch=3")
-    five = LoaderSetup("workers", 5, 3, 1)
-    search = searched(Machine(fast, auto=five._replace(workers=3)), words=words)
+    words = (*SMALL, "dataloader=workers", "dataloader.workers=5")
+    search = searched(Machine(fast, auto=of(3)), words=words)
     loader_finder._show(search)
     marks = dict(re.findall(r"^(plain|\d workers) .*MiB *(.*)$", capsys.readouterr().out, re.MULTILINE))
     assert marks["5 workers"] == "as configured"
@@ -195,8 +194,8 @@ def test_auto_the_config_and_the_rule_of_thumb_are_marked(capsys: pytest.Capture
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = (*SMALL, "dataloader.workers=5", "backend.worker_threads=2")
-    three = of(3, threads=2)
+    words = (*SMALL, "dataloader.workers=5", "dataloader.prefetch=3")
+    three = of(3)
     search = searched(Machine(lambda one: 900.0 if one == three else fast(one)), words=words)
     search.measure(MEMORY, three)
     for name, chosen in {"a": MEMORY, "b": PLAIN, "c": three}.items():
@@ -208,7 +207,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytes
         _, tried = read_config(search._words(chosen))
         assert tried.dataloader.kind == chosen.kind
         if chosen.workers:
-            assert (config.dataloader.workers, config.dataloader.prefetch) == (3, 2)
-            assert config.backend.worker_threads == tried.backend.worker_threads == 2
+            assert config.dataloader.workers == 3
+            assert config.dataloader.prefetch == tried.dataloader.prefetch == 3
         else:
             assert config.dataloader.workers == "auto"

@@ -142,15 +142,12 @@ def test_a_run_has_an_id_of_its_own_in_wandb_and_keeps_it(tmp_path: Path, wandb:
     assert wandb.rows[first["id"]] == {3: {"train/loss": 0.5, "train/step_s": 0.25}}
 
 
-@pytest.mark.parametrize("rewind", [False, True])
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_resumed_run_is_one_curve_in_wandb(
-    rewind: bool, killed: bool, tmp_path: Path, wandb: WandbService
-) -> None:
+def test_a_resumed_run_is_one_curve_in_wandb(killed: bool, tmp_path: Path, wandb: WandbService) -> None:
     attempts = {0: (5, 10, 15, 20), 12: (15, 20, 25)}
     for resumed, steps in attempts.items():
         file = JsonlLogger(tmp_path / "metrics.jsonl", last_step=resumed)
-        logger = Wandb(rewind=rewind)
+        logger = Wandb()
         logger.open(tmp_path, {})
         for record in (train(step, loss=step + resumed / 100) for step in steps):
             file.log(record)
@@ -160,8 +157,8 @@ def test_a_resumed_run_is_one_curve_in_wandb(
             logger.close()
     (rows,) = wandb.rows.values()
     assert [*rows] == [5, 10, 15, 20, 25]
-    # Without rewind, what the first attempt has sent stays; of a killed one the last row was not sent.
-    again = {15, 20, 25} if rewind else {20, 25} if killed else {25}
+    # What the first attempt has sent stays; of a killed one the last row was not sent.
+    again = {20, 25} if killed else {25}
     assert {step for step, row in rows.items() if row["train/loss"] == step + 0.12} == again
 
 

@@ -41,13 +41,8 @@ _SUMS = {
 }
 
 
-def chaos(
-    config: Config, words: Sequence[str], *, num_kills: int, mtbf_s: float | None, seed: int, out: Path | None
-) -> int:
-    """Compare a run killed again and again with an undisturbed one; return 0 if they are equal, else 6.
-
-    `mtbf_s` is the mean training time between kills in seconds; None spreads the kills over the run.
-    """
+def chaos(config: Config, words: Sequence[str], *, num_kills: int, seed: int, out: Path | None) -> int:
+    """Compare a run killed again and again with an undisturbed one; return 0 if they are equal, else 6."""
     check_new(out)
     for argument in parse(words):
         if argument.key in ("run.dir", "run.resume", "run.name"):
@@ -55,9 +50,9 @@ def chaos(
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE, suggestion=hint)
     test = ChaosTest(words, make_folder("chaos", out, config).absolute())
     say(f"{counted(num_kills, 'kill')}, in {test.folder}")
-    step_s = test.train_undisturbed()
+    test.train_undisturbed()
     shape = RunShape(**read_json(test.folder / SHAPE))
-    test.kills = draw_kills(shape, num_kills, seed, None if mtbf_s is None else mtbf_s / step_s)
+    test.kills = draw_kills(shape, num_kills, seed)
     test.train_under_kills()
     different, close = [], []
     if test.failure is None:
@@ -67,7 +62,7 @@ def chaos(
     for text in different[:5]:
         say(f"  {text}")
     fates = [{**asdict(kill), "struck": found} for kill, found in zip_longest(test.kills, test.strikes)]
-    facts = {"command": redact(["ptfast", "chaos", *words]), "seed": seed, "mtbf_s": mtbf_s, "kills": fates}
+    facts = {"command": redact(["ptfast", "chaos", *words]), "seed": seed, "kills": fates}
     facts |= {"attempts": test.attempts, "goodput": read_json(test.killed / SUMMARY).get("goodput")}
     facts |= {"differences": different, "within_tolerance": close, "verdict": line, "exit_code": code}
     write_figures("chaos", test.folder, None, facts, "chaos.json")
@@ -96,15 +91,14 @@ class ChaosTest:
         """The kills delivered so far, in order."""
         return read_records(self.folder / STRIKES, dict[str, Any])
 
-    def train_undisturbed(self) -> float:
-        """Train without a kill, and return the seconds per step, including all work between steps."""
+    def train_undisturbed(self) -> None:
+        """Train without a kill."""
         with terminal_display().status("training without interruption"):
             attempt = self._train(self.whole, [], None)
         if attempt["exit_code"]:
             raise ReportedError(attempt["said"], max(attempt["exit_code"], 1))
-        self.whole_s, summary = attempt["wall_s"], read_json(self.whole / SUMMARY)
-        say(f"undisturbed: {counted(summary['steps'], 'step')} in {duration(self.whole_s)}")
-        return sum(s for cause, s in summary["time_budget"].items() if cause != "start_up") / summary["steps"]
+        self.whole_s, steps = attempt["wall_s"], read_json(self.whole / SUMMARY)["steps"]
+        say(f"undisturbed: {counted(steps, 'step')} in {duration(self.whole_s)}")
 
     def train_under_kills(self) -> None:
         """Resume until the run finishes, an attempt hangs, or an attempt fails without a kill."""

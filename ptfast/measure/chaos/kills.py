@@ -69,15 +69,10 @@ class Kill:
         return f"{whom.get(self.target, self.target)} {when}{self.point and f' ({self.point})'}"
 
 
-def draw_kills(shape: RunShape, num_kills: int, seed: int, mtbf_steps: float | None = None) -> list[Kill]:
-    """Draw a plan, in the order of its kills.
-
-    With `mtbf_steps`, the mean number of steps between kills, some may be planned after the last step.
-    """
-    draws, at = random.Random(seed), 0.0
+def draw_kills(shape: RunShape, num_kills: int, seed: int) -> list[Kill]:
+    """Draw a plan, in the order of its kills."""
+    draws = random.Random(seed)
     places = sorted(draws.uniform(0, shape.total_steps) for _ in range(num_kills))
-    if mtbf_steps is not None:
-        places = [at := at - mtbf_steps * math.log(1 - draws.random()) for _ in range(num_kills)]
     moments = [_CYCLE[number % len(_CYCLE)] for number in range(num_kills)]
     draws.shuffle(moments)
     steps = [max(math.ceil(place), 1) for place in places]

@@ -36,29 +36,26 @@ TURNS = 4
 
 
 class LoaderSetup(NamedTuple):
-    """Number of worker processes and threads, and prefetch depth; 0 for kinds without workers."""
+    """A loader to measure; the other settings are those of the config."""
 
     kind: str
     """A value of `dataloader.kind`, but never `auto`."""
     workers: int = 0
-    """Worker processes per rank."""
-    prefetch: int = 0
-    threads: int = 0
-    """Threads per worker process."""
+    """Worker processes per rank; 0 for kinds without workers."""
+
+    def __str__(self) -> str:
+        return counted(self.workers, "worker") if self.workers else self.kind
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Config values by key."""
+        workers = {"dataloader.workers": self.workers} if self.workers else {}
+        return {"dataloader.kind": self.kind, **workers}
 
     @property
     def words(self) -> list[str]:
         """The overrides that select this loader."""
-        return [f"{key}={str(value).lower()}" for key, value in self.values.items()]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Config values by key, limited to the keys this kind uses."""
-        found: dict[str, Any] = {"dataloader.kind": self.kind}
-        if self.workers:
-            found |= {"dataloader.workers": self.workers, "dataloader.prefetch": self.prefetch}
-            found["backend.worker_threads"] = self.threads
-        return found
+        return [f"{key}={value}" for key, value in self.values.items()]
 
 
 PLAIN = LoaderSetup("plain")
@@ -98,10 +95,10 @@ def find_workers(
         "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in effects.items()],
         "notes": search.notes,
         "blocks": [
-            [{**one._asdict(), "loader": search.label(one), **run.receipt()} for one, run in block]
+            [{**one._asdict(), "loader": str(one), **run.receipt()} for one, run in block]
             for block in search.blocks
         ],
-        "failed": {search.label(loader): why for loader, why in search.failed.items()},
+        "failed": {str(loader): why for loader, why in search.failed.items()},
         "data": search.data,
     }
     write_figures("find-workers", out, config, facts, "workers.json")
@@ -135,8 +132,8 @@ class LoaderSearch:
         alone, *others = self.laboratory.look(configs, asks=True)
         alone.raise_failure()
         self.data = alone.facts["data"] | {"world_size": resolve_world_size(self.config)}
-        self.cores_per_rank = usable_cores(hyperthreads=True) // self.data["world_size"]
-        self.most = self.most or max(LEAST_LIMIT, 4 * self.cores_per_rank)
+        cores_per_rank = usable_cores(hyperthreads=True) // self.data["world_size"]
+        self.most = self.most or max(LEAST_LIMIT, 4 * cores_per_rank)
         self.most = min(self.most, self.data["num_shards"] or self.most)
         for name, measured in zip(("auto", "configured"), others, strict=True):
             if (choices := measured.facts.get("choices")) is not None:
@@ -166,7 +163,7 @@ class LoaderSearch:
         level = 1 - ALPHA / max(len(effects), 1)
         rivals = [one for one, effect in effects.items() if effect.interval(level)[1] > 1 / (1 - CLOSE)]
         if rivals:
-            names = ", ".join(map(self.label, rivals))
+            names = ", ".join(map(str, rivals))
             self.notes.append(
                 f"cannot tell if these are faster than the chosen one: {names}; raise --seconds to tell"
             )
@@ -174,9 +171,8 @@ class LoaderSearch:
             self.notes.append(f"workers per rank, for {world_size} ranks; samples over all ranks")
 
     def workers(self, count: int) -> LoaderSetup:
-        """Return a setup with `count` workers and the config's prefetch; for 0, this process reads."""
-        prefetch, threads = self.config.dataloader.prefetch, self.config.backend.worker_threads
-        return LoaderSetup("workers", count, prefetch, threads) if count else PLAIN
+        """Return a setup with `count` workers; for 0, this process reads."""
+        return LoaderSetup("workers", count) if count else PLAIN
 
     def measure(self, *loaders: LoaderSetup) -> None:
         """Measure those loaders that have no measurement yet."""
@@ -196,7 +192,7 @@ class LoaderSearch:
                 self.seen.setdefault(loader, []).append(facts)
                 if len(self.seen[loader]) == 1:
                     rate, waiting = grouped(facts["samples_per_s"]), facts["waiting"]
-                    say(f"  {self.label(loader):<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
+                    say(f"  {loader!s:<24} {rate:>7} samples/s  {waiting:>4.0%} waiting")
             elif loader not in self.seen:
                 self.failed[loader] = run.why
         self.best = next(iter(self.ratios(PLAIN)))
@@ -232,15 +228,6 @@ class LoaderSearch:
     def figure(self, loader: LoaderSetup, name: str) -> float:
         """Return the median of a metric over the processes of a loader."""
         return statistics.median(facts[name] for facts in self.seen[loader])
-
-    def label(self, loader: LoaderSetup) -> str:
-        """Describe a loader by its workers or its kind, and its other differences from the config."""
-        words = [counted(loader.workers, "worker") if loader.workers else loader.kind]
-        if loader.workers and loader.prefetch != self.config.dataloader.prefetch:
-            words.append(f"prefetch {loader.prefetch}")
-        if loader.workers and loader.threads != self.config.backend.worker_threads:
-            words.append(counted(loader.threads, "thread"))
-        return ", ".join(words)
 
     def _other_kinds(self) -> Iterator[LoaderSetup]:
         """Return the kinds without workers, except `plain`, that may suit this data and device."""
@@ -293,16 +280,9 @@ class LoaderSearch:
         return False
 
     def _refine(self) -> None:
-        """Try variants of the best: worker counts in between, more prefetching, threads."""
-        best = self.choose()
-        variants: list[dict[str, Any]] = []
-        if best.workers:
-            counts = sorted({round(best.workers * factor) for factor in (0.75, 1.5)})
-            variants += [{"workers": count} for count in counts if count <= self.most]
-            variants.append({"prefetch": 2 * best.prefetch})
-            if 2 * best.workers <= self.cores_per_rank:
-                variants.append({"threads": 2 * best.threads})
-        self.measure(*(best._replace(**variant) for variant in variants))
+        """Try the numbers of workers between those measured."""
+        between = sorted({round(self.choose().workers * factor) for factor in (0.75, 1.5)})
+        self.measure(*(self.workers(count) for count in between if 0 < count <= self.most))
         if self.choose().workers == self.most and not self.data["num_shards"]:
             self.notes.append(f"more than {self.most} workers were not tried: raise --to to go further")
 
@@ -313,11 +293,11 @@ def _show(search: LoaderSearch) -> None:
     for name, loader in {**search.named, "4 x GPUs": search.workers(RULE)}.items():
         marks.setdefault(loader, []).append("as configured" if name == "configured" else name)
     rows: list[list[str]] = []
-    for loader in sorted(search.seen, key=lambda loader: (loader.workers, loader.kind != "plain", loader)):
+    for loader in sorted(search.seen, key=lambda one: (one.workers, one != PLAIN, one.kind)):
         effect = effects.get(loader)
         rows.append(
             [
-                search.label(loader),
+                str(loader),
                 f"{search.figure(loader, 'samples_per_s'):,.0f}",
                 f"{effect.ratio if effect else 1:.2f}",
                 "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
@@ -330,7 +310,7 @@ def _show(search: LoaderSearch) -> None:
     headers = ["loader", "samples/s", "of the best", "95 %", "waiting", f"memory ({memory_kind})", ""]
     say()
     table(headers, rows, optional=["waiting"])
-    failed = (f"not measured: {search.label(loader)} ({why})" for loader, why in search.failed.items())
+    failed = (f"not measured: {loader!s} ({why})" for loader, why in search.failed.items())
     for line in [*failed, *search.notes]:
         say(line)
     rate = search.figure(search.chosen, "samples_per_s")
@@ -343,5 +323,5 @@ def _write(file: Path, search: LoaderSearch) -> None:
     others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
     rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
     comment = [f"Loader for {label(search.config)}, found by ptfast find workers"]
-    comment += [f"{search.label(search.chosen)}: {rate:,.0f} samples/s in {num_bytes(int(memory))}."]
+    comment += [f"{search.chosen!s}: {rate:,.0f} samples/s in {num_bytes(int(memory))}."]
     write_recipe(file, others, search.chosen.values, comment)
