@@ -40,7 +40,7 @@ PROMISE = 0.05
 
 
 def session(words: list[str], budget: str, again_s: float, folder: Path) -> list[dict[str, Any]]:
-    """The receipt of a session, with what was measured again as `again`; none if its budget is refused."""
+    """The record of a session, with what was measured again as `again`; none if its budget is refused."""
     command = [sys.executable, "-m", "ptfast", "ablate", *words, "--budget", budget, "--out", str(folder)]
     screen, environment = folder.parent / f"{folder.name}.txt", {**os.environ, "COLUMNS": "120"}
     with screen.open("w") as output:
@@ -50,15 +50,15 @@ def session(words: list[str], budget: str, again_s: float, folder: Path) -> list
         return []
     found = json.loads((folder / "measure.json").read_text())
     plain = merge(words, PLAIN)
-    switches = [word for each in CATALOGUE if each.name in found["pick"] for word in each.on]
-    pairs = [Pair("the pick over plain", plain, merge(plain, switches))]
+    switches = [word for each in CATALOGUE if each.name in found["selected"] for word in each.on]
+    pairs = [Pair("the selected config over plain", plain, merge(plain, switches))]
     if found["best"]:
         pairs.append(Pair("best.yaml over the config as given", words, merge(words, found["best"])))
     with Laboratory(budget_s=again_s) as laboratory:
         measure_pairs(laboratory, pairs)
     effects, _ = judge_pairs(pairs)
     named = zip(pairs, effects, strict=True)
-    return [found | {"again": {pair.name: effect and effect.receipt() for pair, effect in named}}]
+    return [found | {"again": {pair.name: effect and effect.record() for pair, effect in named}}]
 
 
 def effects_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -85,7 +85,7 @@ def row(recipe: str, found: dict[str, Any]) -> list[str]:
         f"{statistics.median(halves):.1%}" if halves else "-",
         f"{found['predicted_speedup']:.2f}",
         text(confirmed.get("over_plain")),
-        text(again.get("the pick over plain")),
+        text(again.get("the selected config over plain")),
         text(confirmed.get("over_given")),
         text(again.get("best.yaml over the config as given")),
     ]
@@ -122,7 +122,7 @@ def main() -> None:
             (out / "sessions.jsonl").open("a").write(json.dumps(found) + "\n")
             rows.append(row(recipe, found))
             table(headers, rows[-1:])
-            again = found["again"].get("the pick over plain")
+            again = found["again"].get("the selected config over plain")
             if found["confirmed"] and again:
                 promised = found["confirmed"]["over_plain"]["log_ratio"]
                 close += abs(promised - again["log_ratio"]) <= math.log1p(PROMISE)

@@ -30,7 +30,7 @@ from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.section import Need
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
-from ptfast.measure.outputs import write_figures
+from ptfast.measure.outputs import write_results
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.report.terminal.display import table, terminal_display
 
@@ -175,18 +175,18 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     rows: list[list[str]] = []
-    receipts: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for claim, pair in zip(CLAIMS, pairs, strict=True):
         (effect,), _ = judge_pairs([pair])
         finding, here = _compare(claim, pair, effect, num_tried)
         rows.append([claim.technique, claim.says, claim.without, here, finding])
         facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
         facts |= {"finding": finding, "here": here, "range": [claim.least, claim.most]}
-        receipts.append(facts | pair.receipt(effect))
+        records.append(facts | pair.record(effect))
     table(["technique", "claim", "against", "here", "finding"], rows)
     command = ["scripts/bench_claims.py", "--budget", f"{budget_s:g}s"]
-    facts = {"command": command, "environment": run_directory.environment([]), "claims": receipts}
-    write_figures("claims", out, None, facts)
+    facts = {"command": command, "environment": run_directory.environment([]), "claims": records}
+    write_results("claims", out, None, facts)
     return code
 
 

@@ -122,7 +122,7 @@ def _judged(
     words = judge(fitted.effects)
     intervals = [effect.interval() for effect in fitted.effects if effect is not None]
     faster = [names[index] for index, word in enumerate(words) if word == "faster"]
-    picked = np.array(fitted.shrunk) > 0.005
+    selected = np.array(fitted.shrunk) > 0.005
     best = gains.clip(0).sum()
     return {
         "switches": len(factors),
@@ -134,7 +134,7 @@ def _judged(
         "false": float(any(map(_is_false, words, gains))),
         "finds 10 %": statistics.fmean(each in faster for each in (1, 2)),
         "finds 3 %": float(4 in faster),
-        "of the best": math.exp(float(gains[picked].sum()) - best),
+        "of the best": math.exp(float(gains[selected].sum()) - best),
     }
 
 
@@ -185,7 +185,7 @@ def real_session(seed: int, sleep_s: float) -> tuple[Fit, list[Verdict]]:
     blocks: list[Block] = []
     times: list[list[float]] = []
     with Laboratory(budget_s=PLANTED_S) as laboratory:
-        laboratory.look([WORDS])
+        laboratory.try_configs([WORDS])
         for block in draw_blocks(factors, seed):
             if laboratory.left_s < laboratory.block_s:
                 break

@@ -17,8 +17,8 @@ from ptfast.cli.run_ranking import (
     SPLITS,
     Ranking,
     Variant,
-    figure_of,
     group_repeats,
+    metric_of,
     rank_runs,
     short_labels,
 )
@@ -28,7 +28,7 @@ from ptfast.core.units import TOO_SHORT, duration, figure
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite
 from ptfast.report.html.run_report import REPORT_FILE, best_point, chart_order, made_of, versions_of
-from ptfast.report.html.svg_charts import Series, figure_title, line_chart, line_color
+from ptfast.report.html.svg_charts import Series, chart_title, line_chart, line_color
 from ptfast.report.loggers import USAGE
 from ptfast.report.terminal.display import fits, table
 
@@ -57,11 +57,11 @@ def compare(args: Namespace) -> int:
         raise ConfigError("C001", "must end in .html", key="--out", value=out)
     ranking = rank_runs(run_dirs, metric, args.mode)
     if all(value is None for value in ranking.values) and metric != "auto":
-        figures = {
+        metrics = {
             f"{split}.{name}" for run in ranking.runs for split in SPLITS for name in run.metrics(split)
         }
-        figures |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
-        known = sorted(name for name in figures - {"exit_code"} if not name.endswith(".step"))
+        metrics |= {name for run in ranking.runs for name, value in run.summary.items() if is_finite(value)}
+        known = sorted(name for name in metrics - {"exit_code"} if not name.endswith(".step"))
         hint = f"There are: {', '.join(known)}" if known else "No run has any metric yet"
         raise ConfigError("C005", "no run has this metric", key="--metric", value=metric, suggestion=hint)
     target = args.target and Target.parse(args.target)
@@ -128,7 +128,7 @@ def columns_of(ranking: Ranking, variants: Sequence[Variant] = ()) -> dict[str, 
         cells = columns[COLUMNS.get(name, name)] = []
         for row in rows:
             counted = [run for run in row.runs if not variants or run.status != "failed"]
-            known = [value for run in counted if (value := figure_of(run, name)) is not None]
+            known = [value for run in counted if (value := metric_of(run, name)) is not None]
             cells.append(_cell(row.runs[0], name, fmean(known) if known else None))
     columns["status"] = []
     for row in rows:
@@ -168,16 +168,16 @@ def _overlays(ranking: Ranking) -> Iterator[tuple[str, str, list[Series]]]:
         # The names of many runs would need more room than their curves; the table lists them by number.
         names.append(rank if len(runs) > MOST_NAMES else full)
     known = dict.fromkeys(name for run in runs for name in run.curves if name not in USAGE)
-    for figure_name in chart_order(known):
+    for metric in chart_order(known):
         for split in ("val", "train"):
-            curves = [run.curves.get(figure_name, {}).get(split, []) for run in runs]
+            curves = [run.curves.get(metric, {}).get(split, []) for run in runs]
             series = [Series(names[i], points, i) for i, points in enumerate(curves) if points]
             if series:
                 marks = (best_point(run, split, points) for run, points in zip(runs, curves, strict=True))
                 series += [Series("", marked, i, radius=5) for i, marked in enumerate(marks)]
-                about_training = figure_name in ("lr", "samples_per_s")
-                title = figure_title(figure_name)
-                yield figure_name, title if about_training else f"{split} {title}", series
+                about_training = metric in ("lr", "samples_per_s")
+                title = chart_title(metric)
+                yield metric, title if about_training else f"{split} {title}", series
 
 
 def _render(ranking: Ranking, folder: Path, to_target: str) -> str:

@@ -87,8 +87,8 @@ class Variant:
         """
         if (count := len(self.values)) < 2:
             return None
-        deviation = statistics.stdev(self.values)
-        return t_quantile(0.975, count - 1) * deviation / count**0.5 if repeats == "seeds" else deviation
+        std = statistics.stdev(self.values)
+        return t_quantile(0.975, count - 1) * std / count**0.5 if repeats == "seeds" else std
 
 
 def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto") -> Ranking:
@@ -108,11 +108,11 @@ def rank_runs(run_dirs: Sequence[Path], metric: str = "auto", mode: str = "auto"
         metric = str(next(filter(None, followed), None) or next(logged, "best.loss"))
     if mode == "auto":
         mode = better_mode(metric)
-    values = [None if run.status == "failed" else figure_of(run, metric) for run in runs]
+    values = [None if run.status == "failed" else metric_of(run, metric) for run in runs]
     parents = {run.run_dir.absolute().parent for run in runs}
     is_sweep = len(parents) == 1 and parents.pop().parent.name == "sweeps"
     labels = _argument_differences(runs) if is_sweep else _config_differences(runs)
-    order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_place(values[i], mode)))
+    order = sorted(range(len(runs)), key=lambda i: (runs[i].status == "failed", *_sort_key(values[i], mode)))
     return Ranking(
         metric, mode, [runs[i] for i in order], [values[i] for i in order], [labels[i] for i in order]
     )
@@ -125,10 +125,10 @@ def group_repeats(ranking: Ranking) -> list[Variant]:
     variants = ranking.variants(REPEATS)
     if all(len(variant.runs) == 1 for variant in variants):
         return []
-    return sorted(variants, key=lambda variant: _place(variant.average, ranking.mode))
+    return sorted(variants, key=lambda variant: _sort_key(variant.average, ranking.mode))
 
 
-def figure_of(run: RunFiles, metric: str) -> float | None:
+def metric_of(run: RunFiles, metric: str) -> float | None:
     """Return a run's metric by its name with or without a split, or by a key of summary.json."""
     split, dot, name = metric.partition(".")
     if dot:
@@ -146,7 +146,7 @@ def short_labels(labels: Sequence[Label]) -> list[list[str]]:
     return [[f"{short[key]}={value}" for key, value in label.items()] for label in labels]
 
 
-def _place(value: float | None, mode: str) -> tuple[bool, float]:
+def _sort_key(value: float | None, mode: str) -> tuple[bool, float]:
     if value is None:
         return True, 0.0
     return False, -value if mode == "max" else value

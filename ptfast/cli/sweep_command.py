@@ -207,10 +207,10 @@ def objective(summary: dict[str, Any], metric: str) -> float | None:
     if metric == "auto":
         metric = str(summary.get("best_metric", "val.loss"))
     split, _, name = metric.rpartition(".")
-    figures = {**summary, **summary.get("evals", {})}.get(split or "val") or {}
-    if name not in figures:
+    metrics = {**summary, **summary.get("evals", {})}.get(split or "val") or {}
+    if name not in metrics:
         known = [f"{part}.{key}" for part in ("val", "test", "best") for key in summary.get(part) or {}]
         hint = f"There are: {', '.join(known)}"
         what = "the runs do not have this metric"
         raise ConfigError("C005", what, key="sweep.metric", value=metric, suggestion=hint)
-    return math.nan if figures[name] is None else float(figures[name])
+    return math.nan if metrics[name] is None else float(metrics[name])

@@ -70,8 +70,8 @@ class Lead:
     """The same, if every seed of both reached the target and the ratios differ."""
 
     def __str__(self) -> str:
-        figures = (each for each in (self.ratio, self.low, self.high) if each is not None)
-        ratio, *bounds = (f"{each:.2f}" if each < 99 else "99+" for each in figures)
+        known = (each for each in (self.ratio, self.low, self.high) if each is not None)
+        ratio, *bounds = (f"{each:.2f}" if each < 99 else "99+" for each in known)
         text = f"{ratio}x" if self.ratio else "never"
         return f"{text} [{'-'.join(bounds)}]" if bounds else text
 

@@ -130,17 +130,17 @@ class Display:
         self._mark_step = step
         self._seconds_per_step: float | None = None
 
-    def progress(self, step: int, epoch: float, figures: Mapping[str, Any]) -> None:
-        """Training is at `step`, with `figures` such as `loss`, `lr` and `samples_per_s`."""
+    def progress(self, step: int, epoch: float, metrics: Mapping[str, Any]) -> None:
+        """Training is at `step`, with `metrics` such as `loss`, `lr` and `samples_per_s`."""
         eta_s = self._estimate(step)
         if self._is_due():
-            self._print("  ".join(self._fields(step, epoch, figures, eta_s).values()).rstrip())
+            self._print("  ".join(self._fields(step, epoch, metrics, eta_s).values()).rstrip())
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
+        self, step: int, epoch: float, split: str, metrics: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
         """One line on an evaluation, of averaged weights if `weights` names them."""
-        self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(figures, weights)}{'  best' * is_best}")
+        self._print(f"{self._where(step, epoch)}  {split:<4}  {listed(metrics, weights)}{'  best' * is_best}")
 
     def note(self, text: str) -> None:
         """One line that is good to know."""
@@ -193,11 +193,11 @@ class Display:
         return (self._total_steps - step) * self._seconds_per_step
 
     def _fields(
-        self, step: int, epoch: float, figures: Mapping[str, Any], eta_s: float | None
+        self, step: int, epoch: float, metrics: Mapping[str, Any], eta_s: float | None
     ) -> dict[str, str]:
         """The parts of a progress line by name, each as wide as it ever was, so that columns stay put."""
         fields = {"where": self._where(step, epoch)}
-        fields |= {name: labelled(name, value) for name, value in figures.items()}
+        fields |= {name: labelled(name, value) for name, value in metrics.items()}
         if eta_s is not None:
             fields["eta"] = f"eta {clock(eta_s)}"
         for name, text in fields.items():
@@ -236,7 +236,7 @@ def spike(found: Mapping[str, float]) -> str:
 
 
 def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Title, rows and warnings of the closing summary; unknown figures are left out."""
+    """Title, rows and warnings of the closing summary; unknown metrics are left out."""
     rows: list[tuple[str, str]] = []
     pace = [counted(summary["steps"], "step")] if summary.get("steps") is not None else []
     if (rate := summary.get("train_samples_per_s")) is not None:
@@ -255,10 +255,10 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
         rows.append(("train", labelled("loss", loss)))
     sets = summary.get("evals") or {}
     for name in ("val", *sets, "best", "test"):
-        figures = dict(sets.get(name) or summary.get(name) or {})
-        step = figures.pop("step", None)
-        if figures:
-            shown = listed(figures, summary.get("weights", ""))
+        metrics = dict(sets.get(name) or summary.get(name) or {})
+        step = metrics.pop("step", None)
+        if metrics:
+            shown = listed(metrics, summary.get("weights", ""))
             if step is not None:
                 shown += f"  at step {grouped(step)}"
                 shown += re.sub(r"[._]", " ", f", by {by}") if (by := summary.get("best_metric")) else ""

@@ -20,7 +20,7 @@ from ptfast.core.sections.section import Need, Technique
 from ptfast.core.units import duration, num_bytes
 from ptfast.measure.ablation import SEED, Ablation
 from ptfast.measure.experiment.laboratory import Laboratory
-from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import say, table
 
 LEAST_S = 30.0
@@ -62,7 +62,7 @@ def ablate(
             needed_s = ablation.needed_s(techniques)
             if needed_s > laboratory.left_s:
                 raise _too_short(budget_s, budget_s - laboratory.left_s + needed_s)
-            ablation.look(techniques)
+            ablation.try_each(techniques)
             switches = (
                 "1 switch varies" if len(ablation.factors) == 1 else f"{len(ablation.factors)} switches vary"
             )
@@ -75,10 +75,10 @@ def ablate(
                 ablation.estimate()
     _show(ablation, left_out)
     command = redact(["ptfast", "ablate", *arguments, "--budget", f"{budget_s:g}s"])
-    facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **_receipt(ablation)}
-    folder, name = write_figures("ablate", out, config, facts), label(config)
+    facts = {"command": command, "interrupted": interrupted, "left_out": left_out, **_record(ablation)}
+    folder, name = write_results("ablate", out, config, facts), label(config)
     if (confirmed := ablation.confirmed) is not None:
-        names = ", ".join(technique.name for technique in ablation.picked)
+        names = ", ".join(technique.name for technique in ablation.selected)
         how = f"Techniques: {names or 'plain'}. Speed over the config as given: {confirmed.over_given}."
         if ablation.best_words:
             how = f"Techniques: {names}. Speed over plain: {confirmed.over_plain}."
@@ -87,15 +87,15 @@ def ablate(
     return EXIT_INTERRUPTED if interrupted else EXIT_OK
 
 
-def _receipt(ablation: Ablation) -> dict[str, Any]:
+def _record(ablation: Ablation) -> dict[str, Any]:
     """Return all results, for `measure.json`."""
     laboratory, confirmed = ablation.laboratory, ablation.confirmed
     environment = (ablation.plain.facts if ablation.plain else {}).get("environment", {})
     findings = [
-        vars(each) | {"technique": each.technique.name, "effect": each.effect and each.effect.receipt()}
+        vars(each) | {"technique": each.technique.name, "effect": each.effect and each.effect.record()}
         for each in ablation.findings
     ]
-    effects = {name: getattr(confirmed, name).receipt() for name in ("over_plain", "over_given") if confirmed}
+    effects = {name: getattr(confirmed, name).record() for name in ("over_plain", "over_given") if confirmed}
     return {
         "environment": environment | {"usable_cores": usable_cores()},
         "budget_s": laboratory.budget_s,
@@ -107,11 +107,11 @@ def _receipt(ablation: Ablation) -> dict[str, Any]:
         "plan": [[list(run) for run in block] for block in ablation.blocks],
         "process_sd": ablation.process_sd,
         "findings": findings,
-        "pick": [technique.name for technique in ablation.picked],
+        "selected": [technique.name for technique in ablation.selected],
         "predicted_speedup": ablation.predicted,
         "confirmed": confirmed and vars(confirmed) | effects,
         "best": ablation.best_words,
-        "blocks": [[measured.receipt() for measured in block] for block in laboratory.blocks],
+        "blocks": [[measured.record() for measured in block] for block in laboratory.blocks],
     }
 
 
@@ -210,8 +210,8 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     if not rows:
         say("no technique was measured: give a longer --budget")
         return
-    picked = ", ".join(technique.name for technique in ablation.picked)
-    say(f"selected config: {picked or 'plain, because no technique is expected to be faster'}")
+    selected = ", ".join(technique.name for technique in ablation.selected)
+    say(f"selected config: {selected or 'plain, because no technique is expected to be faster'}")
     if (confirmed := ablation.confirmed) is None:
         say("it was not confirmed: give a longer --budget")
         return

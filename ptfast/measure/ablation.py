@@ -35,14 +35,14 @@ from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
 CONFIRM, APART = 0.3, 0.3
-"""Shares of the time left after the first look: to confirm the selected config, and at most for the rest."""
+"""Shares of the time after the first trials: to confirm the selected config, and at most for the rest."""
 POOR_FIT = 2.0
 """The plan fits poorly if its error is this many times the difference between processes of one config."""
 GAIN = 0.005
 """Smallest expected gain of a switch that is selected."""
 LEAST_BLOCKS = 3
 NOTHING = "it changes nothing here"
-REFUSED = "it cannot be combined with the selected config"
+REJECTED = "it cannot be combined with the selected config"
 SEED = 0
 
 
@@ -58,13 +58,13 @@ class Ablation:
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
         self.fitted = Fit([], [], 0.0, 1)
-        self.picked: list[Technique] = []
+        self.selected: list[Technique] = []
         self.confirmed: Confirmation | None = None
         self.plain: TrialResult | None = None
         self._given: TrialResult | None = None
         self._is_given: Callable[[Technique], bool]
         """Tells whether the config as given has a technique on."""
-        self._look_s = self._block_s = self._missing_s = 0.0
+        self._try_s = self._block_s = self._missing_s = 0.0
         """Seconds to build a trial and train its first steps; to measure a block; and that the plan lacks."""
         self.not_reached = NOT_REACHED
         """The reason shown for techniques that the budget did not reach."""
@@ -76,10 +76,10 @@ class Ablation:
         configs = [self._words([]), self.arguments]
         for words in configs:
             read_config(words)
-        found = self.laboratory.look(configs)
+        found = self.laboratory.try_configs(configs)
         start_s = self.laboratory.left_s
-        self.laboratory.look(configs[:1])
-        self._look_s = start_s - self.laboratory.left_s
+        self.laboratory.try_configs(configs[:1])
+        self._try_s = start_s - self.laboratory.left_s
         for each in found:
             each.raise_failure()
         self.plain, self._given = found
@@ -88,10 +88,10 @@ class Ablation:
         step_s, turn_s = (self.plain.facts.get(name, 0.0) for name in ("step_s", "least_turn_s"))
         warm_s = min(Request.warm_s, max(WARM_S, WARM_STEPS * step_s))
         timed_s = max(self.laboratory.timed_s, LEAST_TURNS * turn_s)
-        self._block_s = 4 * (self._look_s + warm_s + timed_s)
+        self._block_s = 4 * (self._try_s + warm_s + timed_s)
         return self.plain
 
-    def look(self, techniques: Sequence[Technique]) -> None:
+    def try_each(self, techniques: Sequence[Technique]) -> None:
         """Build plain with each technique alone; techniques that work and change something become factors."""
         self.findings = [Worth(technique) for technique in techniques]
         plain = _tree(self._words([]))
@@ -115,7 +115,7 @@ class Ablation:
             chunk = waiting[start : start + 4]
             places = f"{start + 1} to {start + len(chunk)} of {len(waiting)}"
             with self._status(f"trying switches {places}, each alone"):
-                found = self.laboratory.look([self._words([finding.technique]) for finding in chunk])
+                found = self.laboratory.try_configs([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
                 finding.is_given = does_as(self._given, measured, self.plain) or self._is_given(
@@ -132,8 +132,8 @@ class Ablation:
 
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds to try the techniques of the plan, plus the fewest blocks."""
-        num_looks = sum(not Worth(technique).is_outside for technique in techniques)
-        return num_looks * self._look_s + 2 * LEAST_BLOCKS * self._block_s
+        num_tried = sum(not Worth(technique).is_outside for technique in techniques)
+        return num_tried * self._try_s + 2 * LEAST_BLOCKS * self._block_s
 
     def run(self) -> None:
         """Measure the plan, the techniques outside it and the selected config within the budget."""
@@ -201,7 +201,7 @@ class Ablation:
             if (change := memory.effects[place]) is not None:
                 finding.memory_bytes = -change.log_ratio
         chosen = map(self._choose, self._members)
-        self.picked = [finding.technique for finding in chosen if finding is not None]
+        self.selected = [finding.technique for finding in chosen if finding is not None]
         self._judge()
 
     def _measure_apart(self, start_s: float) -> None:
@@ -210,8 +210,8 @@ class Ablation:
         The first round may use time reserved for the confirmation; later ones leave its share of `start_s`.
         """
         for finding in self.apart:
-            if _tree_or_none(self._words([*self.picked, finding.technique])) is None:
-                finding.why = REFUSED
+            if _tree_or_none(self._words([*self.selected, finding.technique])) is None:
+                finding.why = REJECTED
         waiting = [each for each in self.apart if not each.why]
         chunks = [waiting[start : start + 3] for start in range(0, len(waiting), 3)]
         once_s, left_in_round = self._apart_s, len(chunks)
@@ -222,20 +222,20 @@ class Ablation:
             chunk, left_in_round = chunks.pop(0), left_in_round - 1
             if self.laboratory.left_s - self._seconds_of_a_block < kept_s:
                 continue
-            words = [self._words([*self.picked, each.technique]) for each in chunk]
+            words = [self._words([*self.selected, each.technique]) for each in chunk]
             with self._status(f"on top of the best: {', '.join(each.technique.name for each in chunk)}"):
-                pick, *found = self.laboratory.measure([self._words(self.picked), *words])
+                base, *found = self.laboratory.measure([self._words(self.selected), *words])
             for finding, measured in zip(chunk, found, strict=True):
-                finding.note(measured, pick)
-                if measured.time is not None and pick.time is not None:
-                    finding.beside.append(pick.time - measured.time)
+                finding.note(measured, base)
+                if measured.time is not None and base.time is not None:
+                    finding.on_top.append(base.time - measured.time)
             if chunk := [each for each in chunk if not each.why]:
                 chunks.append(chunk)
         more_s = max((once_s + kept_s) / (CONFIRM + APART) - start_s, 10.0)
         needed_s = self.laboratory.budget_s + max(self._missing_s, 0.0) + more_s
         self.not_reached = f"not reached: give --budget {10 * math.ceil(needed_s / 10)}s"
         for finding in self.apart:
-            if not finding.why and not finding.beside:
+            if not finding.why and not finding.on_top:
                 finding.why = NOT_REACHED
         self._judge()
         gains = [
@@ -246,8 +246,8 @@ class Ablation:
         if gains:
             best, effect = max(gains, key=lambda gain: gain[1].interval()[0])
             group = best.technique.alternatives
-            kept = [each for each in self.picked if group is None or each.alternatives != group]
-            self.picked = [*kept, best.technique]
+            kept = [each for each in self.selected if group is None or each.alternatives != group]
+            self.selected = [*kept, best.technique]
             best.expected = effect.log_ratio
 
     def _confirm(self) -> None:
@@ -256,11 +256,11 @@ class Ablation:
         If part of it is not sure to gain, the sure part runs too, and is selected if it is faster.
         """
         sure = [each.technique for each in self.findings if each.effect and each.effect.interval()[0] > 1]
-        sure = [technique for technique in self.picked if technique in sure]
-        last = sure if sure and sure != self.picked else self.picked
-        words = [self._words([]), self.arguments, self._words(self.picked), self._words(last)]
+        sure = [technique for technique in self.selected if technique in sure]
+        last = sure if sure and sure != self.selected else self.selected
+        words = [self._words([]), self.arguments, self._words(self.selected), self._words(last)]
         order = [0, 1, 2, 3 if last is sure else 2]
-        factor = Factor("config", ("plain", "given", "pick", "sure")[: max(order) + 1])
+        factor = Factor("config", ("plain", "given", "selected", "sure")[: max(order) + 1])
         blocks: list[Block] = []
         times: list[list[float]] = []
         while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
@@ -271,13 +271,13 @@ class Ablation:
             if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
                 break
         fitted = fit([factor], blocks, times)
-        given, *picks = fitted.effects
-        known = [effect for effect in picks if effect is not None]
+        given, *others = fitted.effects
+        known = [effect for effect in others if effect is not None]
         if given is None or not known:
             return
         best = max(known, key=lambda effect: effect.log_ratio)
-        if len(picks) > 1 and best is picks[1]:
-            self.picked = sure
+        if len(others) > 1 and best is others[1]:
+            self.selected = sure
         over_given = Effect(best.log_ratio - given.log_ratio, best.se, best.dof)
         self.confirmed = Confirmation(best, over_given, fitted.residual_sd)
 
@@ -286,21 +286,21 @@ class Ablation:
 
         That spread is estimated from the runs of the plan and of the selected config.
         """
-        of_plan = of_pick = (0.0, 0.0)
+        of_plan = of_selected = (0.0, 0.0)
         if any(self.fitted.effects) and math.isfinite(self.fitted.residual_sd):
             of_plan = self.fitted.residual_sd, self.fitted.dof
         if self.confirmed is not None:
-            of_pick = self.confirmed.process_sd, self.confirmed.over_plain.dof
-        sd, dof = of_pick[0], of_plan[1] + of_pick[1]
+            of_selected = self.confirmed.process_sd, self.confirmed.over_plain.dof
+        sd, dof = of_selected[0], of_plan[1] + of_selected[1]
         if self.fits_poorly or not dof:
-            dof = max(of_pick[1], 1)
+            dof = max(of_selected[1], 1)
         else:
-            sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_pick)) / dof)
+            sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_selected)) / dof)
         self.process_sd = math.sqrt(2) * sd or None
         for finding in self.apart if sd else ():
-            if finding.beside:
-                se = sd * math.sqrt(2 / len(finding.beside))
-                finding.effect = Effect(statistics.fmean(finding.beside), se, dof)
+            if finding.on_top:
+                se = sd * math.sqrt(2 / len(finding.on_top))
+                finding.effect = Effect(statistics.fmean(finding.on_top), se, dof)
         verdicts = judge([finding.effect for finding in self.findings])
         for finding, verdict in zip(self.findings, verdicts, strict=True):
             finding.verdict = "not applicable" if finding.why else verdict
@@ -308,13 +308,13 @@ class Ablation:
     @property
     def predicted(self) -> float:
         """The speed-up over plain that the plan predicts for the selected config."""
-        return math.exp(sum(f.expected for f in self.findings if f.technique in self.picked))
+        return math.exp(sum(f.expected for f in self.findings if f.technique in self.selected))
 
     @property
     def best_words(self) -> list[str]:
         """Return the selected config's overrides of the user's; empty if the config as given is faster."""
-        is_pick = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
-        return _switched_on(self.picked) if is_pick and self.picked else []
+        is_selected = self.confirmed is not None and self.confirmed.over_given.log_ratio >= 0
+        return _switched_on(self.selected) if is_selected and self.selected else []
 
     @property
     def fits_poorly(self) -> bool:

@@ -23,7 +23,7 @@ from ptfast.core.machine import die_with_parent
 from ptfast.report.terminal import json_lines
 from ptfast.report.terminal.display import say
 
-RECEIPT = "measure.json"
+RESULTS_FILE = "measure.json"
 """File with all results of a command, in its folder."""
 
 
@@ -54,14 +54,14 @@ def make_folder(what: str, out: Path | None, config: Config | None = None) -> Pa
     return folder
 
 
-def write_figures(
-    what: str, out: Path | None, config: Config | None, facts: dict[str, Any], file: str = RECEIPT
+def write_results(
+    what: str, out: Path | None, config: Config | None, facts: dict[str, Any], file: str = RESULTS_FILE
 ) -> Path:
     """Write the results of a command into its folder, print the path, and return the folder."""
     folder = make_folder(what, out, config)
     run_directory.write_json(folder / file, facts)
     if not json_lines.emit("result", file=str(folder / file), **facts):
-        say(f"figures: {folder}")
+        say(f"results: {folder}")
     return folder
 
 

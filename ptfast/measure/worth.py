@@ -38,7 +38,7 @@ class Worth:
     """Whether the config as given has it on."""
     is_apart: bool = False
     """Measured on top of the selected config, not in the plan."""
-    beside: list[float] = field(default_factory=list)
+    on_top: list[float] = field(default_factory=list)
     """The log ratio of speeds in each run on top of the selected config."""
 
     @property
@@ -71,7 +71,7 @@ class Worth:
 
 @dataclass
 class Confirmation:
-    """The selected config, run again in fresh processes whose log times have the deviation `process_sd`."""
+    """The selected config, run again in fresh processes; `process_sd` is the spread of their log times."""
 
     over_plain: Effect
     over_given: Effect

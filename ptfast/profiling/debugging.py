@@ -113,17 +113,17 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
             torch.cuda.memory._dump_snapshot(str(run.folder / SNAPSHOT))
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def look(step: int) -> None:
+    def record_memory(step: int) -> None:
         if on_gpu and step == begin:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
 
     class ProfiledSteps(Phases):
         def on_step(self, run: Any, step: int) -> None:
-            look(step)
+            record_memory(step)
             profile.step()
 
     lines: list[str] = []
-    look(run.progress.step)
+    record_memory(run.progress.step)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")
         schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)

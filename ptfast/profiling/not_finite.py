@@ -65,7 +65,7 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
     """Return where the first number that is not finite appears in this rank's part of a step."""
     model, number, found = copy.deepcopy(run.model), -1, list[_Cause]()
 
-    def look(name: str, module: Any, inputs: Any, outputs: Any) -> None:
+    def note(name: str, module: Any, inputs: Any, outputs: Any) -> None:
         for what, values in (("inputs", inputs), ("output", outputs)):
             for leaf in () if found else tree_leaves(values):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
@@ -74,7 +74,7 @@ def _find_cause(run: Run, step: int, micro_batches: tuple[MicroBatch, ...]) -> _
                     found.append(_Cause(place, number, rows))
 
     for name, module in model.named_modules():
-        module.register_forward_hook(partial(look, name))
+        module.register_forward_hook(partial(note, name))
     first = run.ranks.rank * (run.micro_batches // run.ranks.world_size)
     for index, (data, num_samples) in enumerate(micro_batches):
         if not num_samples:

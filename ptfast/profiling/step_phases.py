@@ -15,7 +15,7 @@ from ptfast.run import Run
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """The phases, named as in the run's clock."""
-PARTS = ("transfer", "gradient_sync")
+INTERRUPTIONS = ("transfer", "gradient_sync")
 """Times that count for the phase they interrupt: NVTX ranges must end in the thread that began them, and
 another thread reports the wait for gradients."""
 
@@ -55,7 +55,7 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
 
     def report(cause: str | None) -> None:
         to(cause)
-        if cause not in PARTS:
+        if cause not in INTERRUPTIONS:
             phases.to(cause if cause in PHASES else None)
 
     vars(clock)["to"] = report

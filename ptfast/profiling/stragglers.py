@@ -29,18 +29,18 @@ class Stragglers:
         before, self._before = self._before, dict(self._run.clock.seconds)
         return [self._before.get(cause, 0.0) - before.get(cause, 0.0) for cause in STEP]
 
-    def receive(self, figures: Sequence[float]) -> None:
+    def receive(self, seconds: Sequence[float]) -> None:
         """Compare the `own` of all ranks, given in order; warn about one that makes steps `SLOWER`."""
         if self._run.ranks.world_size == 1:
             return
-        self._sums = [old + new for old, new in zip(self._sums, figures, strict=True)]
+        self._sums = [old + new for old, new in zip(self._sums, seconds, strict=True)]
         size, run = len(STEP), self._run
         ranks = [
-            dict(zip(STEP, self._sums[at : at + size], strict=True)) for at in range(0, len(figures), size)
+            dict(zip(STEP, self._sums[at : at + size], strict=True)) for at in range(0, len(seconds), size)
         ]
         if min(sum(each.values()) for each in ranks) < LEAST_S:
             return
-        self._sums = [0.0] * len(figures)
+        self._sums = [0.0] * len(seconds)
         busy = [sum(each.values()) - each["gradient_sync"] for each in ranks]
         slowest = max(range(len(busy)), key=busy.__getitem__)
         others = [each for rank, each in enumerate(ranks) if rank != slowest]
@@ -49,8 +49,8 @@ class Stragglers:
         if share < SLOWER or slowest in run.slow_ranks:
             return
         excess = {
-            cause: seconds - statistics.median(each[cause] for each in others)
-            for cause, seconds in ranks[slowest].items()
+            cause: own_s - statistics.median(each[cause] for each in others)
+            for cause, own_s in ranks[slowest].items()
             if cause != "gradient_sync"
         }
         cause = max(excess, key=excess.__getitem__)

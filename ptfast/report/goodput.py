@@ -15,12 +15,12 @@ from ptfast.core.run_records import AttemptFacts
 from ptfast.report.loggers import read_records
 
 ATTEMPTS_FILE = "attempts.jsonl"
-_PART_OF = {
+_CATEGORY_OF = {
     **dict.fromkeys(("forward", "teacher", "backward", "optimizer"), "training"),
     **dict.fromkeys(("data", "transfer", "gradient_sync"), "waiting"),
     "warm_up": "start_up",
 }
-PARTS = ("training", "done_twice", "restarts", "start_up", "waiting", "evaluation", "saving", "other")
+CATEGORIES = ("training", "done_twice", "restarts", "start_up", "waiting", "evaluation", "saving", "other")
 """What the wall time goes to, in the order in which it is shown."""
 _UNWANTED = (None, "failed", "preempted")
 """Endings after which the time up to the next attempt is lost. After a pause or Ctrl-C nobody waits."""
@@ -56,12 +56,12 @@ def read_goodput(folder: Path) -> dict[str, Any] | None:
 
 
 def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Seconds by `PARTS` over all attempts, and the share that trained steps which count; None without any.
+    """Return seconds by `CATEGORIES` over all attempts, and the share of useful training; None without any.
 
     Steps that were repeated have their share of an attempt's training and waiting. Whatever a killed attempt
     did after its last line is part of the time up to the next start.
     """
-    seconds, steps_done_twice = dict.fromkeys(PARTS, 0.0), 0
+    seconds, steps_done_twice = dict.fromkeys(CATEGORIES, 0.0), 0
     for number, attempt in enumerate(attempts):
         begin, reached, later = attempt["from_step"], attempt["step"], attempts[number + 1 :]
         kept = max(begin, min([reached, *(other["from_step"] for other in later)]))
@@ -69,7 +69,7 @@ def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         share = twice / max(reached - begin, 1)
         steps_done_twice += twice
         for cause, cause_s in attempt["seconds"].items():
-            part = _PART_OF.get(cause, cause)
+            part = _CATEGORY_OF.get(cause, cause)
             if part in ("training", "waiting"):
                 seconds["done_twice"] += cause_s * share
                 cause_s *= 1 - share

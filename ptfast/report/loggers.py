@@ -22,8 +22,8 @@ from ptfast.core.run_records import MetricsLine, checked
 
 Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
-PLACE = ("step", "epoch", "split", "weights")
-"""Keys that say when a record was taken; all others are figures."""
+POSITION = ("step", "epoch", "split", "weights")
+"""Keys that say when a record was taken; all others are metrics."""
 USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
 """Use of the machine, drawn in the report."""
 RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
@@ -85,9 +85,9 @@ def _last_step(records: Sequence[Record]) -> int:
 
 @dataclass
 class Csv:
-    """The same records as a table, one column a figure.
+    """The same records as a table, one column a metric.
 
-    A new figure adds a column, and the file is rewritten. A resumed run's table is rebuilt from its
+    A new metric adds a column, and the file is rewritten. A resumed run's table is rebuilt from its
     metrics.jsonl.
 
     Args:
@@ -99,7 +99,7 @@ class Csv:
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
         self._path = run_dir / self.path
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = list(PLACE[:3])  # `weights` only where they are averaged
+        self._columns = list(POSITION[:3])  # `weights` only where they are averaged
         self._rewrite(read_records(run_dir / METRICS_FILE))
 
     def log(self, record: Record) -> None:
@@ -124,10 +124,10 @@ class Csv:
 
 
 class Tensorboard:
-    """TensorBoard event files in the run directory, one tag per split and figure: `val/accuracy`.
+    """TensorBoard event files in the run directory, one tag per split and metric: `val/accuracy`.
 
     The first training images are shown as the model takes them. When the run ends, its settings stand beside
-    its last figures under HParams.
+    its last metrics under HParams.
 
     Args:
         folder: where they go, relative to the run directory.
@@ -167,9 +167,9 @@ class Tensorboard:
         if self._last:
             from torch.utils.tensorboard.summary import hparams
 
-            # `add_hparams` would draw the last figures a second time.
+            # `add_hparams` would draw the last metrics a second time.
             file = self._writer.file_writer
-            assert file is not None  # it has figures in it
+            assert file is not None  # it has metrics in it
             for summary in hparams(self._settings, self._last):
                 file.add_summary(summary)
         self._writer.close()
@@ -221,7 +221,7 @@ class Wandb:
             )
         except Exception as error:  # of classes that differ between its versions
             hint = "Log in with `wandb login`, or set WANDB_MODE=offline to log on this machine alone"
-            raise refused_by("Weights & Biases", "wandb", error, hint) from error
+            raise rejected_by("Weights & Biases", "wandb", error, hint) from error
         # What it has got; a row is sent when the next one comes, so that a kill loses the last.
         first_step = getattr(self._run, "starting_step", 0)
         self._first_step = first_step if isinstance(first_step, int) else 0
@@ -343,7 +343,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def refused_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
+def rejected_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
     """The error for a service that refuses the run."""
     reason = shorten(one_line(f"{type(error).__name__}: {error}").rstrip(". "), 200)
     what = f"{service} does not take the run ({reason})"
@@ -353,5 +353,5 @@ def refused_by(service: str, option: str, error: Exception, hint: str) -> Machin
 def tagged(record: Record) -> dict[str, float]:
     """The numbers of a record under `split/name`."""
     split = record.get("split", "train")
-    numbers = {name: value for name, value in record.items() if name not in PLACE}
+    numbers = {name: value for name, value in record.items() if name not in POSITION}
     return {f"{split}/{name}": float(v) for name, v in numbers.items() if isinstance(v, (int, float))}

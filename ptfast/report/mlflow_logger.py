@@ -9,7 +9,7 @@ from typing import Any
 
 from ptfast.core import run_directory
 from ptfast.core.errors import import_extra
-from ptfast.report.loggers import Record, refused_by, settings_of, tagged
+from ptfast.report.loggers import Record, rejected_by, settings_of, tagged
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 MOST_PARAMS, MOST_CHARS = 100, 500
@@ -17,7 +17,7 @@ MOST_PARAMS, MOST_CHARS = 100, 500
 
 
 class Mlflow:
-    """MLflow: settings as parameters, figures as metrics. A resumed run continues the one that it had there.
+    """MLflow: settings become parameters. A resumed run continues its MLflow run.
 
     Args:
         experiment: experiment that the run belongs to; made where there is none of this name.
@@ -62,7 +62,7 @@ class Mlflow:
                     self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
         except Exception as error:
             hint = "Set logger.uri or MLFLOW_TRACKING_URI to a server that runs, or to sqlite:///mlflow.db"
-            raise refused_by("MLflow", "mlflow", error, hint) from error
+            raise rejected_by("MLflow", "mlflow", error, hint) from error
         finally:
             if hasty:
                 del os.environ[RETRIES]

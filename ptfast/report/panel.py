@@ -104,10 +104,10 @@ def _training(sections: Mapping[str, Any], run: Run) -> dict[str, str]:
 
 
 def _task(run: Run) -> str:
-    """The task, and how many classes, tokens or figures it is of."""
+    """The task, and how many classes, tokens or values it predicts."""
     info, name = run.info, run.choices.get("task")
     count = info.vocab_size if name == "language_modelling" else info.num_classes
-    units = {"language_modelling": "token", "multilabel": "label", "regression": "figure"}
+    units = {"language_modelling": "token", "multilabel": "label", "regression": "value"}
     unit = units.get(name, "class")
     several = f"{unit}{'es' if unit == 'class' else 's'}"
     return f"{name} of {count:,} {several if count > 1 else unit}" if count and name in TASKS else name
@@ -161,8 +161,8 @@ def results(run: Run) -> dict[str, Any]:
     if progress.best_step is not None:
         summary["best"] = {"step": progress.best_step, **run.best_metrics}
     if len(progress.best_states) > 1:
-        figure = run.plan.best_metric
-        ranked = ({"step": step, figure: value} for value, step in progress.best_states)
+        metric = run.plan.best_metric
+        ranked = ({"step": step, metric: value} for value, step in progress.best_states)
         summary["best_states"] = [*ranked]
     return summary
 

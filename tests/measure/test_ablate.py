@@ -1,4 +1,4 @@
-"""`ptfast ablate`: what is measured, what is picked and confirmed, and what is shown and written."""
+"""`ptfast ablate`: what is measured, what is selected and confirmed, and what is shown and written."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def ablated(folder: Path, *words: str, only: str = ONLY, budget: str = "4m") -> 
 
 
 def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, capsys: Capture) -> None:
-    receipt = ablated(in_tmp / "out")
+    record = ablated(in_tmp / "out")
     # Of two alternatives one; nothing slower; nothing that nobody asked for to change the result.
-    assert receipt["pick"] == ["fused optimizer step", "channels last"]
-    assert receipt["predicted_speedup"] == pytest.approx(1.56, rel=0.02)
-    assert receipt["confirmed"]["over_plain"]["ratio"] == pytest.approx(1.56, rel=0.02)
-    found = {each["technique"]: each for each in receipt["findings"]}
+    assert record["selected"] == ["fused optimizer step", "channels last"]
+    assert record["predicted_speedup"] == pytest.approx(1.56, rel=0.02)
+    assert record["confirmed"]["over_plain"]["ratio"] == pytest.approx(1.56, rel=0.02)
+    found = {each["technique"]: each for each in record["findings"]}
     truth = {"bfloat16 autocast": 1.5, "foreach optimizer step": 1.1, "channels last": 1.2}
     for name, speed in truth.items():
         assert found[name]["effect"]["ratio"] == pytest.approx(speed, rel=0.02)
@@ -125,20 +125,20 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
 
 def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Planted], in_tmp: Path) -> None:
     planted.speeds = {"backend.hold_memory=true": 0.998, "rewrites.bias_before_norm=false": 0.9}
-    only = "held-memory,no-bias-before-batch-norm,denormals-flushed-to-zero,channels-last"
+    only = "memory-reuse,no-bias-before-batch-norm,denormals-flushed-to-zero,channels-last"
     # Channels last resolves here as it does for `auto`; the other two make no difference.
     planted.resolves = frozenset(["rewrites.channels_last=true", "preset=safe"])
-    receipt = ablated(in_tmp / "out", "preset=safe", only=only)
-    assert set(receipt["pick"]) == {"held memory", "denormals flushed to zero", "channels last"}
+    record = ablated(in_tmp / "out", "preset=safe", only=only)
+    assert set(record["selected"]) == {"memory reuse", "denormals flushed to zero", "channels last"}
     planted.resolves = frozenset()
-    receipt = ablated(in_tmp / "other", "preset=safe", only=only)
-    assert set(receipt["pick"]) == {"held memory", "denormals flushed to zero"}
+    record = ablated(in_tmp / "other", "preset=safe", only=only)
+    assert set(record["selected"]) == {"memory reuse", "denormals flushed to zero"}
 
 
 def test_an_optimizer_is_measured_where_it_is_named(planted: type[Planted], in_tmp: Path) -> None:
     planted.speeds = {"optimizer.foreach=true": 1.3, "optimizer=lamb": 0.8}
-    receipt = ablated(in_tmp / "out", only="channels-last,lamb")
-    found = {each["technique"]: each for each in receipt["findings"]}
+    record = ablated(in_tmp / "out", only="channels-last,lamb")
+    found = {each["technique"]: each for each in record["findings"]}
     assert found["lamb"]["effect"]["ratio"] == pytest.approx(0.8, rel=0.03)
     # Not every optimizer takes the step kernel of the selected config.
     found = ablated(in_tmp / "other", only="foreach-optimizer-step,muon")["findings"]
@@ -146,14 +146,14 @@ def test_an_optimizer_is_measured_where_it_is_named(planted: type[Planted], in_t
 
 
 def test_lower_precision_where_the_config_has_some(planted: type[Planted], in_tmp: Path) -> None:
-    assert "bfloat16 autocast" in ablated(in_tmp / "out", "preset=fast")["pick"]
+    assert "bfloat16 autocast" in ablated(in_tmp / "out", "preset=fast")["selected"]
 
 
 def test_a_switch_that_fails_alone_leaves_the_plan_with_its_reason(
     planted: type[Planted], in_tmp: Path, capsys: Capture
 ) -> None:
     planted.fails = "rewrites.channels_last=true"
-    assert ablated(in_tmp / "out")["pick"] == ["fused optimizer step"]
+    assert ablated(in_tmp / "out")["selected"] == ["fused optimizer step"]
     assert "not measured (it is not to be had): channels last" in capsys.readouterr().out
 
 
@@ -173,9 +173,9 @@ def test_ctrl_c_keeps_what_was_found(
     assert run(["ablate", *WORDS, "--only", ONLY, "--out", "out"]) == EXIT_INTERRUPTED
     shown = capsys.readouterr().out
     assert "interrupted" in shown
-    receipt = json.loads((in_tmp / "out/measure.json").read_text())
-    assert receipt["interrupted"] is True
-    assert len(receipt["blocks"]) == blocks
+    record = json.loads((in_tmp / "out/measure.json").read_text())
+    assert record["interrupted"] is True
+    assert len(record["blocks"]) == blocks
     assert not (in_tmp / "out/best.yaml").exists()
     told = [line for line in shown.splitlines() if "reordered" in line]
     assert any("channels last" in line for line in told) == (blocks > 0)
@@ -238,8 +238,8 @@ def test_a_real_ablation_and_ctrl_c(in_tmp: Path) -> None:
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == EXIT_INTERRUPTED
     assert "interrupted" in rest
-    receipt = json.loads(Path("out/measure.json").read_text())
-    assert receipt["blocks"][0][0]["time"]
+    record = json.loads(Path("out/measure.json").read_text())
+    assert record["blocks"][0][0]["time"]
     places = Path("/proc").glob("[0-9]*/cwd")
     assert [place.parent.name for place in places if os.path.realpath(place) == str(in_tmp)] == [
         str(os.getpid())

@@ -41,7 +41,7 @@ def search_among(rates: dict[int, float], monkeypatch: pytest.MonkeyPatch, **lim
         def __exit__(self, *_: object) -> None:
             pass
 
-        def look(self, configs: Any, *, timed_s: float, spares: bool) -> list[TrialResult]:
+        def try_configs(self, configs: Any, *, timed_s: float, spares: bool) -> list[TrialResult]:
             (words,) = configs
             size = int(words[-1].removeprefix("batch_size="))
             room = limits.get("spare" if spares else "room", limits.get("room", sys.maxsize))
@@ -101,9 +101,9 @@ def test_what_the_data_has_no_batches_for_is_no_lack_of_memory(monkeypatch: pyte
     search = search_among({}, monkeypatch)
     search.measure([8, 20_000])
     assert (list(search.seen), search.too_large) == ([8], None)
-    assert search.refused == {20_000: "more than an epoch of 10,000 samples"}
+    assert search.rejected == {20_000: "more than an epoch of 10,000 samples"}
     search._note(1617, TrialResult((), None, "leaves one", {"code": "D006"}), "")
-    assert search.refused[1617] == "leaves one"
+    assert search.rejected[1617] == "leaves one"
     with pytest.raises(ReportedError, match="no such file"):
         search._note(
             9, TrialResult((), None, "x", {"code": "D001", "line": "ptfast: error: no such file"}), ""

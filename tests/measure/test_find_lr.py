@@ -18,7 +18,7 @@ from ptfast.cli import command_line
 from ptfast.config.files.overlay import check_overlay, write_overlay
 from ptfast.config.read import read_config
 from ptfast.core.errors import MachineError
-from ptfast.measure.find.lr_finder import descend, measure, range_test, run_trials, smooth, start_rate
+from ptfast.measure.find.lr_finder import descend, measure, range_test, run_trials, smooth, start_lr
 
 LRS = [1e-6 * 10 ** (step / 20) for step in range(140)]
 SMALL = ("model=mlp", "model.hidden=[8]", "batch_size=32")
@@ -35,7 +35,7 @@ def curve(falls_at: float, explodes_at: float) -> list[float]:
 
 @pytest.mark.parametrize(("falls_at", "explodes_at"), [(1e-4, 1e-2), (1e-3, 0.1), (1e-2, 1.0)])
 def test_a_clear_curve(falls_at: float, explodes_at: float) -> None:
-    found = start_rate(LRS, smooth(curve(falls_at, explodes_at)))
+    found = start_lr(LRS, smooth(curve(falls_at, explodes_at)))
     assert found is not None
     assert falls_at / 3 < found < explodes_at / 3
 
@@ -63,14 +63,14 @@ def test_trials_stay_in_the_range() -> None:
 def test_losses_that_explode_do_not_move_what_lies_before() -> None:
     losses = curve(1e-3, 0.1)
     wild = [min(loss, 3.0) if loss < 3 else loss * 1e6 for loss in losses]
-    assert start_rate(LRS, smooth(wild)) == start_rate(LRS, smooth(losses))
+    assert start_lr(LRS, smooth(wild)) == start_lr(LRS, smooth(losses))
     # The first loss alone may lie far above the others.
-    assert start_rate(LRS, smooth([9.0, *losses[1:]])) == start_rate(LRS, smooth(losses))
+    assert start_lr(LRS, smooth([9.0, *losses[1:]])) == start_lr(LRS, smooth(losses))
 
 
 @pytest.mark.parametrize("losses", [[2.0] * 140, [2.0 + 0.01 * step for step in range(140)]])
 def test_no_curve_no_suggestion(losses: list[float]) -> None:
-    assert start_rate(LRS, smooth(losses)) is None
+    assert start_lr(LRS, smooth(losses)) is None
 
 
 @pytest.mark.parametrize(

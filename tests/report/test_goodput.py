@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptfast.core.clock import Clock
-from ptfast.report.goodput import ATTEMPTS_FILE, PARTS, Attempt, goodput, read_goodput
+from ptfast.report.goodput import ATTEMPTS_FILE, CATEGORIES, Attempt, goodput, read_goodput
 from ptfast.report.loggers import read_records
 
 
@@ -27,7 +27,7 @@ def test_all_seconds_of_all_attempts_have_a_place() -> None:
     assert found["wall_s"] == pytest.approx(40)
     assert (found["attempts"], found["steps_done_twice"]) == (3, 4)
     expected = [4 / 5 * 2 + 4, 3 / 5, 2 * 5 + 5 + 5, 5, 4 / 5 + 2, 3, 1.5, 1.5]
-    assert found["seconds"] == pytest.approx(dict(zip(PARTS, expected, strict=True)))
+    assert found["seconds"] == pytest.approx(dict(zip(CATEGORIES, expected, strict=True)))
     assert found["training"] == pytest.approx(5.6 / 40)
 
 

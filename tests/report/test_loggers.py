@@ -16,8 +16,8 @@ from ptfast.report import loggers
 from ptfast.report.loggers import BackgroundLogger, Csv, JsonlLogger, read_records
 
 
-def train(step: int, **figures: Any) -> dict[str, Any]:
-    return {"step": step, "epoch": step / 10, "split": "train", **figures}
+def train(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"step": step, "epoch": step / 10, "split": "train", **metrics}
 
 
 class Recorder:

@@ -104,11 +104,11 @@ class WandbService:
             del rows[later]
         row: dict[int, dict[str, float]] = {}
 
-        def log(figures: dict[str, float], step: int) -> None:
+        def log(metrics: dict[str, float], step: int) -> None:
             assert step >= max([run.starting_step, *row]), "out of order"
             if step not in row:
                 finish()
-            row.setdefault(step, {}).update(figures)
+            row.setdefault(step, {}).update(metrics)
 
         def finish() -> None:
             rows.update(row)
@@ -213,8 +213,8 @@ def test_mlflow_keeps_settings_and_figures_and_a_resumed_run_goes_on(
         logger.open(tmp_path / "runs" / "0", {"batch_size": 8, "run": {"dir": "x"}})
         logger.log(train(3, loss=0.5))
         logger.close()
-    created, settings, figures, ended, resumed, *_ = calls
+    created, settings, metrics, ended, resumed, *_ = calls
     assert created == (("id of mine",), {"run_name": "runs/0", "tags": None})
     assert settings == ("r1", [("batch_size", "8")])
-    assert figures == ("r1", [("train/loss", 0.5, 3)])
+    assert metrics == ("r1", [("train/loss", 0.5, 3)])
     assert (ended, resumed) == ("r1", (("r1",), {"status": "RUNNING"}))

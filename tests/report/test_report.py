@@ -23,10 +23,10 @@ def write_run(run_dir: Path, **summary: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     records: list[dict[str, Any]] = []
     for step in range(10, 1001, 10):
-        figures = {"loss": 2 * math.exp(-step / 200) + 0.01, "lr": 0.1 - step / 1e4}
-        figures |= {"samples_per_s": 3400.0, "step_s": 0.02, "peak_memory_bytes": 2**30, "padding_share": 0.1}
-        figures |= {"memory_bytes": 2**29, "cpu_cores": 1.5}
-        records.append({"step": step, "epoch": step / 100, "split": "train", **figures})
+        metrics = {"loss": 2 * math.exp(-step / 200) + 0.01, "lr": 0.1 - step / 1e4}
+        metrics |= {"samples_per_s": 3400.0, "step_s": 0.02, "peak_memory_bytes": 2**30, "padding_share": 0.1}
+        metrics |= {"memory_bytes": 2**29, "cpu_cores": 1.5}
+        records.append({"step": step, "epoch": step / 100, "split": "train", **metrics})
         if step % 100 == 0:
             records.append(
                 {"step": step, "epoch": step // 100, "split": "val", "loss": 0.5, "accuracy": step / 1100}

@@ -21,7 +21,7 @@ from ptfast.measure.audit.audit_context import Finding, Price, audit_context
 from ptfast.measure.audit.model_checks import check_model
 from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
 from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
-from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import Display, build_display, say, table
 
 FIX = "--fix"
@@ -78,9 +78,9 @@ def audit(
     show(findings, notes)
     budget = f"--budget={budget_s:g}s" if budget_s else "--budget=0"
     command = redact(["ptfast", "audit", *arguments, budget, *["--strict"] * strict])
-    receipts = [vars(each) | {"price": each.price and asdict(each.price)} for each in findings]
+    records = [vars(each) | {"price": each.price and asdict(each.price)} for each in findings]
     facts = {"command": command, "environment": run_directory.environment(command), **trials}
-    write_figures("audit", out, config, {**facts, "notes": notes, "findings": receipts})
+    write_results("audit", out, config, {**facts, "notes": notes, "findings": records})
     if fix is not None:
         _write_fix(fix, config, arguments, findings)
     return EXIT_FINDINGS if strict and any(not finding.handled for finding in findings) else EXIT_OK
@@ -100,9 +100,9 @@ def price_by_override(
         if effect is not None:
             step_s, ratios = pair.median("step_s"), (effect.ratio, *effect.interval())
             finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
-    receipts = [pair.receipt(effect) for pair, effect in zip(pairs, effects, strict=True)]
-    receipts = [each | {"verdict": verdict} for each, verdict in zip(receipts, verdicts, strict=True)]
-    return {"budget_s": budget_s, "comparisons": receipts}
+    records = [pair.record(effect) for pair, effect in zip(pairs, effects, strict=True)]
+    records = [each | {"verdict": verdict} for each, verdict in zip(records, verdicts, strict=True)]
+    return {"budget_s": budget_s, "comparisons": records}
 
 
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:

@@ -33,31 +33,31 @@ _ELSE = "an operation whose result has a shape known in advance"
 
 def check_data(context: AuditContext) -> Iterator[Finding]:
     """Yield findings on samples and batches."""
-    run, config, reader = context.run, context.config, "data"
+    run, config, dataset_place = context.run, context.config, "data"
     if (dataset := getattr(context.source, "dataset", None)) is not None:
         # The user's own dataset.
         method = getattr(type(dataset), "__getitems__", None) or getattr(type(dataset), "__getitem__", None)
-        reader = source_place(method or type(dataset))
+        dataset_place = source_place(method or type(dataset))
     if context.samples is not None:
-        yield from _check_samples(context, context.samples, reader)
+        yield from _check_samples(context, context.samples, dataset_place)
     if context.device_type == "cuda" and config.dataloader.pin is False and run.train_loader.kind != "device":
         what = "batches are copied from memory that is not pinned"
         overrides = ("dataloader.pin=true", "dataloader.side_stream=true")
         yield Finding("memory not pinned", what, "dataloader.pin", "", overrides)
-    yield from _check_padding(context, reader)
+    yield from _check_padding(context, dataset_place)
     shapes = len(context.shapes)
     if context.device_type == "cuda" and config.backend.cudnn_benchmark is True and shapes > MOST_SHAPES:
         what = f"inputs of {shapes} shapes in a few steps; cuDNN times its kernels for each one"
         key = "backend.cudnn_benchmark"
         yield Finding("shapes under a search for kernels", what, key, "", (f"{key}=auto",), "reordered")
     if (what := _offset(context)) is not None:
-        where = reader if context.samples is not None else "data"
+        where = dataset_place if context.samples is not None else "data"
         own = "return uint8 images, which data.normalize handles, or normalize whole batches in the model"
         mend, overrides = (own, ()) if config.data.normalize else ("", ("data.normalize=true",))
         yield Finding("inputs not normalized", what, where, mend, overrides, "training")
 
 
-def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> Iterator[Finding]:
+def _check_samples(context: AuditContext, samples: SampleTrace, dataset_place: str) -> Iterator[Finding]:
     """Yield findings on samples that steps wait for, and arrays that are copied."""
     run, count = context.run, samples.num_samples
     per_step = run.batch_size / count
@@ -66,11 +66,11 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
         if in_here and spare_cores() >= 2 and samples.seconds * per_step >= HAND_OVER_S:
             each = short_time(samples.seconds / count)
             what = f"{context.waiting:.0%} of a step waits for samples of {each}, and no worker prefetches"
-            yield Finding("no workers", what, reader, "", ("dataloader=workers",))
+            yield Finding("no workers", what, dataset_place, "", ("dataloader=workers",))
         if samples.decoding_s >= DECODING * samples.seconds:
             what = f"decoding takes {short_time(samples.decoding_s / count)} per sample, in every epoch again"
             mend = "decode once: ptfast pack SRC DST, or dataloader=memory where the images fit"
-            yield Finding("decoding in every epoch", what, reader, mend)
+            yield Finding("decoding in every epoch", what, dataset_place, mend)
         mend = "return raw samples (uint8 images); data.normalize and augment=... work on whole batches"
         dataset, names = getattr(context.source, "dataset", None), list[str]()
         while dataset is not None and not names:
@@ -81,7 +81,7 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
             dataset = getattr(dataset, "dataset", None)
         if names:
             what = f"transforms on single images: {', '.join(names)}"
-            yield Finding("work on single samples", what, reader, mend)
+            yield Finding("work on single samples", what, dataset_place, mend)
         for place, calls in samples.calls.arithmetic.items():
             if calls.count >= count and not place.startswith("torchvision/"):
                 what = f"operations on single samples ({', '.join(sorted(calls.names))})"
@@ -93,7 +93,7 @@ def _check_samples(context: AuditContext, samples: SampleTrace, reader: str) -> 
         yield Finding("arrays copied", what, place, mend, price=Price(calls.seconds * per_step))
 
 
-def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
+def _check_padding(context: AuditContext, dataset_place: str) -> Iterator[Finding]:
     batching, kind, run = context.config.batching, context.run.info.kind, context.run
     share = run.choices.get("padding_share")
     if share is None:
@@ -107,7 +107,7 @@ def _check_padding(context: AuditContext, reader: str) -> Iterator[Finding]:
         if share >= PADDING:
             what = f"{share:.0%} of the tokens of a batch are padding added by the dataset"
             mend = "leave texts as long as they are, with `lengths` in the dataset; batching=buckets then"
-            yield Finding("padding", what, reader, mend)
+            yield Finding("padding", what, dataset_place, mend)
         return
     fixed, documents = batching.padding == "fixed", kind == "tokens"
     if share >= PADDING and not batching.pack and (fixed or documents or not batching.buckets):
@@ -125,13 +125,13 @@ def _offset(context: AuditContext) -> str | None:
     # Channels of an image, features of a vector.
     rows = inputs.detach().float()
     channels = rows.transpose(0, 1).flatten(1) if rows.dim() > 1 else rows[None]
-    means, deviations = channels.mean(1), channels.std(1, correction=0)
-    spread = deviations > 0
-    means, deviations = means[spread], deviations[spread]
-    off = (means.abs() > FAR * deviations) | (deviations < NARROW) | (deviations > WIDE)
+    means, stds = channels.mean(1), channels.std(1, correction=0)
+    spread = stds > 0
+    means, stds = means[spread], stds[spread]
+    off = (means.abs() > FAR * stds) | (stds < NARROW) | (stds > WIDE)
     if not len(off) or 2 * int(off.sum()) < len(off):
         return None
-    return f"inputs of mean {means.mean():.3g} and standard deviation {deviations.mean():.3g}"
+    return f"inputs of mean {means.mean():.3g} and standard deviation {stds.mean():.3g}"
 
 
 def check_loop(context: AuditContext) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.core.tensors.trees import tensors_in, tree_leaves
 from ptfast.run import Run
 
-_PARTS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
+_OUR_MODELS = (f"{PACKAGE}/models/", f"{PACKAGE}/tasks/")
 """Our code that replaces a user's."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
@@ -79,7 +79,7 @@ def _shown(file: str) -> str | None:
     """Return the name to show for a file of code; None for ptfast's files that are not part of a run."""
     path = Path(file)
     if file.startswith(f"{PACKAGE}/"):
-        return str(path.relative_to(Path(PACKAGE).parent)) if file.startswith(_PARTS) else None
+        return str(path.relative_to(Path(PACKAGE).parent)) if file.startswith(_OUR_MODELS) else None
     for folder in (*_LIBRARIES, Path.cwd()):
         if path.is_relative_to(folder):
             return str(path.relative_to(folder))

@@ -24,7 +24,7 @@ from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.chaos.kills import MODULE, PLAN, SHAPE, STRIKES, VARIABLE, Kill, RunShape, draw_kills
-from ptfast.measure.outputs import check_new, make_folder, run_ptfast, write_figures
+from ptfast.measure.outputs import check_new, make_folder, run_ptfast, write_results
 from ptfast.report.loggers import METRICS_FILE, USAGE, Record, read_records
 from ptfast.report.terminal.display import say, terminal_display
 
@@ -65,7 +65,7 @@ def chaos(config: Config, words: Sequence[str], *, num_kills: int, seed: int, ou
     facts = {"command": redact(["ptfast", "chaos", *words]), "seed": seed, "kills": fates}
     facts |= {"attempts": test.attempts, "goodput": read_json(test.killed / SUMMARY).get("goodput")}
     facts |= {"differences": different, "within_tolerance": close, "verdict": line, "exit_code": code}
-    write_figures("chaos", test.folder, None, facts, "chaos.json")
+    write_results("chaos", test.folder, None, facts, "chaos.json")
     say(line)
     return code
 

@@ -44,7 +44,7 @@ class TrialResult:
             line = self.facts.get("line") or f"ptfast: error: {self.why}"
             raise ReportedError(line, self.facts.get("exit_code", EXIT_BUG))
 
-    def receipt(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         facts = {name: value for name, value in self.facts.items() if name not in ("environment", "choices")}
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
 
@@ -76,7 +76,7 @@ class Laboratory:
         """Seconds of the budget that are left."""
         return self.budget_s - (time.monotonic() - self._start_s)
 
-    def look(
+    def try_configs(
         self, configs: Sequence[Sequence[str]], *, timed_s: float = 0.0, **options: bool
     ) -> list[TrialResult]:
         """Build each config once and train two steps; then time it for `timed_s` seconds, if any.
@@ -144,15 +144,15 @@ class Pair:
     """The reason there is nothing to measure."""
     blocks: list[list[TrialResult]] = field(default_factory=list)
 
-    def median(self, figure: str, of: int = 0) -> float:
+    def median(self, metric: str, of: int = 0) -> float:
         """Return the median of a metric over the processes of the first config (0) or the second (1)."""
         places = ((0, 3), (1, 2))[of]
         runs = [block[place] for block in self.blocks for place in places]
-        return statistics.median(run.facts[figure] for run in runs if figure in run.facts)
+        return statistics.median(run.facts[metric] for run in runs if metric in run.facts)
 
-    def receipt(self, effect: Effect | None) -> dict[str, Any]:
-        blocks = [[each.receipt() for each in block] for block in self.blocks]
-        return {"name": self.name, "why": self.why, "effect": effect and effect.receipt(), "blocks": blocks}
+    def record(self, effect: Effect | None) -> dict[str, Any]:
+        blocks = [[each.record() for each in block] for block in self.blocks]
+        return {"name": self.name, "why": self.why, "effect": effect and effect.record(), "blocks": blocks}
 
 
 def measure_pairs(laboratory: Laboratory, pairs: Sequence[Pair]) -> None:

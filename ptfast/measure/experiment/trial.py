@@ -43,7 +43,7 @@ from ptfast.training.fit import try_out
 from ptfast.training.loop.loss_accumulator import begin_sums
 from ptfast.training.loop.step import Trainer
 
-Place = tuple[int, int, int]
+Rendezvous = tuple[int, int, int]
 """A process's rank, the world size, and the port of the rendezvous."""
 Processes = list[tuple[Any, Connection]]
 """The process of each rank, and the connection to it."""
@@ -67,7 +67,7 @@ SHORT_S = 0.05
 def start_ranks(target: Callable[..., None], world_size: int, method: str, *arguments: Any) -> Processes:
     """Start processes that end with this one, and that Ctrl-C reaches only through this one.
 
-    They call `target` with a connection, the place of the process (None if it is alone) and `arguments`.
+    They call `target` with a connection, its rendezvous (None if it is alone) and `arguments`.
     """
     context: Any = multiprocessing.get_context(method)
     with socket.socket() as probe:
@@ -80,8 +80,10 @@ def start_ranks(target: Callable[..., None], world_size: int, method: str, *argu
     try:
         for rank in range(world_size):
             here, there = context.Pipe()
-            place = (rank, world_size, port) if world_size > 1 else None
-            process = context.Process(target=_start, args=(os.getpid(), target, there, place, *arguments))
+            rendezvous = (rank, world_size, port) if world_size > 1 else None
+            process = context.Process(
+                target=_start, args=(os.getpid(), target, there, rendezvous, *arguments)
+            )
             process.start()
             there.close()
             ranks.append((process, here))
@@ -102,11 +104,11 @@ def end_ranks(ranks: Processes) -> None:
         connection.close()
 
 
-def join(place: Place | None, config: Config) -> Ranks:
+def join(rendezvous: Rendezvous | None, config: Config) -> Ranks:
     """Join the ranks of this process's trial in a process group."""
-    if place is None:
+    if rendezvous is None:
         return Ranks()
-    rank, size, port = place
+    rank, size, port = rendezvous
     own = Ranks(rank, rank, size, size)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
@@ -123,15 +125,15 @@ def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
     """
     limit, name = memory_limit(device.type)
     spare = int(SPARE * limit)
-    held: object = None
+    reserved: object = None
     if device.type == "cuda":
-        held = torch.empty(spare, dtype=torch.uint8, device=device)
+        reserved = torch.empty(spare, dtype=torch.uint8, device=device)
     elif name.startswith("ulimit"):
-        held = mmap.mmap(-1, spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        reserved = mmap.mmap(-1, spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     yield
-    if held is None and peak_memory_bytes("cpu") - before > limit - spare:
+    if reserved is None and peak_memory_bytes("cpu") - before > limit - spare:
         raise MemoryError(f"out of memory, except for the last {SPARE:.0%}")
-    del held
+    del reserved
 
 
 class Segments:

@@ -45,7 +45,7 @@ class Effect:
     def __str__(self) -> str:
         return "{:.2f}x [{:.2f}-{:.2f}]".format(self.ratio, *self.interval())
 
-    def receipt(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio, "interval": self.interval()}
 
     @property

@@ -31,8 +31,8 @@ from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice, time_samples
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.trial import (
-    Place,
     Processes,
+    Rendezvous,
     Segments,
     end_ranks,
     join,
@@ -204,13 +204,18 @@ class WarmParent:
 
 
 def _train_on_request(
-    connection: Connection, place: Place | None, config: Config, data: Data | None, folder: Path, seed: int
+    connection: Connection,
+    rendezvous: Rendezvous | None,
+    config: Config,
+    data: Data | None,
+    folder: Path,
+    seed: int,
 ) -> None:
     """Run a trial's process: build the run, then warm up and train on request."""
     # Forks share their parent's memory layout, so each heap is shifted by a different amount.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
-        segments = Segments(config, folder, join(place, config), data)
+        segments = Segments(config, folder, join(rendezvous, config), data)
         while True:
             what, *arguments = connection.recv()
             if what == "warm":
@@ -252,7 +257,7 @@ def _facts_of(train: Source) -> dict[str, Any]:
     return facts | {"packed": train.storage == "pack", "repeatable": train.repeatable, "read_s": read_s}
 
 
-def serve(connection: Connection, place: Place | None) -> None:
+def serve(connection: Connection, rendezvous: Rendezvous | None) -> None:
     """Measure the blocks requested over a connection, until the other side closes it."""
     # Processes and files are cleaned up even in the middle of a block.
     for number in (signal.SIGTERM, signal.SIGHUP):

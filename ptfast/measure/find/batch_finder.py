@@ -15,7 +15,7 @@ from ptfast.core.machine import memory_limit
 from ptfast.core.units import grouped, num_bytes
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
-from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import say, table
 
 SMALLEST, LARGEST = 8, 65_536
@@ -43,7 +43,7 @@ def find_batch(
     """Measure the throughput of batch sizes, and report the best one that fits with memory to spare.
 
     Args:
-        smallest, largest: bounds of the sizes; all are multiples of the number of parts of a batch.
+        smallest, largest: bounds of the sizes; all are multiples of the number of micro-batches.
         seconds: how long a size is measured.
         write: path of a recipe with the size and the matching learning rate.
     """
@@ -55,8 +55,8 @@ def find_batch(
     first = search.multiple(smallest)
     say(f"measuring batches of {first} samples and more, {seconds:g} s each")
     search.ascend(first, largest)
-    if search.refused and not search.seen and search.too_large is None:
-        size, what = next(iter(search.refused.items()))
+    if search.rejected and not search.seen and search.too_large is None:
+        size, what = next(iter(search.rejected.items()))
         hint = "Begin with a smaller size (--from), or use more data"
         raise DataError("D006", what, key="batch_size", value=size, suggestion=hint)
     if search.seen:
@@ -67,7 +67,7 @@ def find_batch(
         raise MachineError("E002", search.limit, key="batch_size", value=first, suggestion=hint)
     _show(search, chosen)
     facts = {"chosen": chosen, "trials": search.seen, "too_large": search.too_large}
-    write_figures("find-batch", out, config, facts, "batch.json")
+    write_results("find-batch", out, config, facts, "batch.json")
     if write is not None:
         _write(write, search, chosen)
     return EXIT_OK
@@ -78,10 +78,10 @@ class BatchSearch:
 
     def __init__(self, config: Config, arguments: Sequence[str], seconds: float) -> None:
         self.config, self.arguments, self.seconds = config, arguments, seconds
-        self.parts = config.micro_batches or resolve_world_size(config) * config.gradients.accumulate
+        self.micro_batches = config.micro_batches or resolve_world_size(config) * config.gradients.accumulate
         self.seen: dict[int, list[dict[str, Any]]] = {}
         """Results by batch size."""
-        self.refused: dict[int, str] = {}
+        self.rejected: dict[int, str] = {}
         """By batch size, the reason the data cannot be cut into batches of that size."""
         self.too_large: dict[str, Any] | None = None
 
@@ -96,14 +96,14 @@ class BatchSearch:
         return statistics.median(result["samples_per_s"] for result in self.seen[size])
 
     def multiple(self, size: int) -> int:
-        """Return the largest multiple of a batch's parts up to `size`, at least one part."""
-        return max(size // self.parts, 1) * self.parts
+        """Return the largest multiple of the number of micro-batches up to `size`, at least that number."""
+        return max(size // self.micro_batches, 1) * self.micro_batches
 
     def ascend(self, first: int, largest: int) -> None:
         """Double the size until it does not fit, or twice in a row loses or does not suit the data."""
         size, lost = first, 0
         while size <= largest and self.too_large is None and lost < 2:
-            if self.seen and max(self.refused, default=0) > max(self.seen):
+            if self.seen and max(self.rejected, default=0) > max(self.seen):
                 break
             # Try two at a time, because each process loads the data anew; the second may not be needed.
             self.measure([size, 2 * size] if 2 * size <= largest else [size])
@@ -116,9 +116,9 @@ class BatchSearch:
     def refine(self, smallest: int, largest: int) -> None:
         """Try sizes next to the best, then measure the best of all again, in turns."""
         best = self.best()
-        beside = {self.multiple(round(best * factor)) for factor in (0.75, 1.5)}
+        neighbors = {self.multiple(round(best * factor)) for factor in (0.75, 1.5)}
         limit = self.too_large["size"] if self.too_large else largest + 1
-        if fresh := sorted(size for size in beside - self.seen.keys() if smallest <= size < limit):
+        if fresh := sorted(size for size in neighbors - self.seen.keys() if smallest <= size < limit):
             self.measure(fresh)
         leaders = sorted(self.seen, key=self.median, reverse=True)[:FINALISTS]
         if len(leaders) > 1:
@@ -147,7 +147,7 @@ class BatchSearch:
             for size in sizes:
                 # Inputs that grow during training are measured at their full size.
                 words = merge(self.arguments, ["curriculum=none", f"batch_size={size}"])
-                (found,) = laboratory.look([words], timed_s=self.seconds, spares=spares)
+                (found,) = laboratory.try_configs([words], timed_s=self.seconds, spares=spares)
                 if not self._note(size, found, " with room to spare" if spares else ""):
                     break
         if self.too_large is not None:
@@ -161,9 +161,9 @@ class BatchSearch:
         if fits := not found.gave_out:
             if facts.get("code") == "D006":
                 # The data cannot be cut into such batches: a single sample may remain.
-                self.refused[size] = said = found.why
+                self.rejected[size] = said = found.why
             elif num_train is not None and size > num_train:
-                self.refused[size] = said = f"more than an epoch of {num_train:,} samples"
+                self.rejected[size] = said = f"more than an epoch of {num_train:,} samples"
             else:
                 found.raise_failure()
                 rate, memory_bytes = statistics.median(facts["rates"]), facts["peak_memory_bytes"]
@@ -211,5 +211,5 @@ def _show(search: BatchSearch, chosen: int) -> None:
     say(f"\nbest: batch_size={chosen} at {most:,.0f} samples/s")
     if is_largest and too_large is not None:
         say("larger batches may be faster still: checkpointing=full frees memory for them")
-    elif is_largest and not search.refused:
+    elif is_largest and not search.rejected:
         say("this is the largest size tried: raise --to to go further")

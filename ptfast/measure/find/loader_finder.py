@@ -17,7 +17,7 @@ from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
 from ptfast.measure.experiment.plan import Block, Factor, fit
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
-from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import say, table
 
 RULE = 4
@@ -30,7 +30,7 @@ NOTHING = 0.02
 """A share of waiting time below this is not worth saving."""
 FINALISTS, NEAR, ROUNDS = 4, 0.85, 4
 """This many of the fastest, within this fraction of the best, are measured in this many common blocks."""
-HOLD_S = 60.0
+DECODE_ALL_S = 60.0
 """Longest time allowed to decode everything once."""
 TURNS = 4
 
@@ -89,19 +89,19 @@ def find_workers(
     _show(search)
     chosen, effects = search.chosen._asdict(), search.effects(search.best)
     facts = {
-        "chosen": {**chosen, "samples_per_s": search.figure(search.chosen, "samples_per_s")},
+        "chosen": {**chosen, "samples_per_s": search.median(search.chosen, "samples_per_s")},
         **{name: loader._asdict() for name, loader in search.named.items()},
         "best": search.best._asdict(),
-        "over_best": [{**one._asdict(), **effect.receipt()} for one, effect in effects.items()],
+        "over_best": [{**one._asdict(), **effect.record()} for one, effect in effects.items()],
         "notes": search.notes,
         "blocks": [
-            [{**one._asdict(), "loader": str(one), **run.receipt()} for one, run in block]
+            [{**one._asdict(), "loader": str(one), **run.record()} for one, run in block]
             for block in search.blocks
         ],
         "failed": {str(loader): why for loader, why in search.failed.items()},
         "data": search.data,
     }
-    write_figures("find-workers", out, config, facts, "workers.json")
+    write_results("find-workers", out, config, facts, "workers.json")
     if write is not None:
         _write(write, search)
     return EXIT_OK
@@ -129,7 +129,7 @@ class LoaderSearch:
     def run(self) -> None:
         """Measure the promising loaders, the loader of `auto` and the loader of the config; choose one."""
         configs = [self._words(PLAIN), merge(self.arguments, ["dataloader=auto"]), self.arguments]
-        alone, *others = self.laboratory.look(configs, asks=True)
+        alone, *others = self.laboratory.try_configs(configs, asks=True)
         alone.raise_failure()
         self.data = alone.facts["data"] | {"world_size": resolve_world_size(self.config)}
         cores_per_rank = usable_cores(hyperthreads=True) // self.data["world_size"]
@@ -145,7 +145,7 @@ class LoaderSearch:
         self.measure(PLAIN, *self._other_kinds(), *self.named.values())
         if PLAIN not in self.seen:
             self.blocks[0][0][1].raise_failure()
-        if (share := self.figure(PLAIN, "waiting")) > NOTHING:
+        if (share := self.median(PLAIN, "waiting")) > NOTHING:
             self._ascend()
             self._refine()
         else:
@@ -178,9 +178,9 @@ class LoaderSearch:
         """Measure those loaders that have no measurement yet."""
         fresh = [one for one in dict.fromkeys(loaders) if one not in self.seen and one not in self.failed]
         while fresh:
-            beside = [self.best] if self.blocks else []
-            count = 4 - len(beside)
-            self._measure_block([*beside, *fresh[:count]])
+            base = [self.best] if self.blocks else []
+            count = 4 - len(base)
+            self._measure_block([*base, *fresh[:count]])
             fresh = fresh[count:]
 
     def _measure_block(self, loaders: Sequence[LoaderSetup]) -> None:
@@ -223,9 +223,9 @@ class LoaderSearch:
         """Among the fastest, return the loader with the fewest processes, then the least memory."""
         ratios = self.ratios(self.best)
         close = [loader for loader in self.seen if ratios[loader] >= 1 - CLOSE]
-        return min(close, key=lambda one: (one.workers, self.figure(one, "memory_bytes")))
+        return min(close, key=lambda one: (one.workers, self.median(one, "memory_bytes")))
 
-    def figure(self, loader: LoaderSetup, name: str) -> float:
+    def median(self, loader: LoaderSetup, name: str) -> float:
         """Return the median of a metric over the processes of a loader."""
         return statistics.median(facts[name] for facts in self.seen[loader])
 
@@ -237,7 +237,7 @@ class LoaderSearch:
         if not (self.data["in_memory"] or self.data["repeatable"]):
             why = "samples may differ from epoch to epoch, but would be cached as first read"
             self.failed[memory] = why
-        elif read_s > HOLD_S and memory not in self.named.values():
+        elif read_s > DECODE_ALL_S and memory not in self.named.values():
             self.failed[memory] = f"decoding everything once would take {duration(read_s)} on one core"
         else:
             yield memory
@@ -270,8 +270,8 @@ class LoaderSearch:
         largest = max(self.seen, key=lambda loader: loader.workers)
         if not largest.workers:
             return True
-        plain = self.figure(PLAIN, "memory_bytes")
-        added = max(0.0, self.figure(largest, "memory_bytes") - plain) / largest.workers * count
+        plain = self.median(PLAIN, "memory_bytes")
+        added = max(0.0, self.median(largest, "memory_bytes") - plain) / largest.workers * count
         # The two counts of a block run at the same time.
         if plain + 2 * added <= (free := available_memory()):
             return True
@@ -298,11 +298,11 @@ def _show(search: LoaderSearch) -> None:
         rows.append(
             [
                 str(loader),
-                f"{search.figure(loader, 'samples_per_s'):,.0f}",
+                f"{search.median(loader, 'samples_per_s'):,.0f}",
                 f"{effect.ratio if effect else 1:.2f}",
                 "{:.2f}-{:.2f}".format(*effect.interval()) if effect else "",
-                f"{search.figure(loader, 'waiting'):.0%}",
-                num_bytes(int(search.figure(loader, "memory_bytes"))),
+                f"{search.median(loader, 'waiting'):.0%}",
+                num_bytes(int(search.median(loader, "memory_bytes"))),
                 ", ".join(marks.get(loader, [])),
             ]
         )
@@ -313,7 +313,7 @@ def _show(search: LoaderSearch) -> None:
     failed = (f"not measured: {loader!s} ({why})" for loader, why in search.failed.items())
     for line in [*failed, *search.notes]:
         say(line)
-    rate = search.figure(search.chosen, "samples_per_s")
+    rate = search.median(search.chosen, "samples_per_s")
     say(f"\nchosen: {' '.join(search.chosen.words)} at {rate:,.0f} samples/s")
 
 
@@ -321,7 +321,7 @@ def _write(file: Path, search: LoaderSearch) -> None:
     """Write a recipe with the chosen loader instead of the one in the arguments."""
     own = tuple(f"{key}=" for key in LoaderSetup("workers", 1).values)
     others = [word for word in search.arguments if not word.lstrip("+").startswith(own)]
-    rate, memory = (search.figure(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
+    rate, memory = (search.median(search.chosen, name) for name in ("samples_per_s", "memory_bytes"))
     comment = [f"Loader for {label(search.config)}, found by ptfast find workers"]
     comment += [f"{search.chosen!s}: {rate:,.0f} samples/s in {num_bytes(int(memory))}."]
     write_recipe(file, others, search.chosen.values, comment)

@@ -21,7 +21,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.launch.launcher import resolve_world_size
-from ptfast.measure.outputs import check_outputs, label, write_figures, write_recipe
+from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, say, table
@@ -80,7 +80,7 @@ def find_lr(
     facts = measure(config, lowest=lowest, highest=highest, num_steps=num_steps, trial_steps=trial_steps)
     name, chosen = label(config), facts["chosen"]
     _show(facts)
-    write_figures("find-lr", out, config, facts, "lr.json")
+    write_results("find-lr", out, config, facts, "lr.json")
     if chosen is None:
         what = f"no learning rate of {lowest:.0e} to {highest:.0e} makes the loss decrease"
         hint = "widen the range with --from, --to and --steps"
@@ -114,7 +114,7 @@ def measure(
         stack.callback(run.close)
         test = range_test(run, num_steps=num_steps, **bounds)
         smoothed = smooth(test.losses)
-        start, trials = start_rate(test.lrs, smoothed), dict[float, float]()
+        start, trials = start_lr(test.lrs, smoothed), dict[float, float]()
         if start is not None:
             trials = run_trials(run, start, num_steps=trial_steps, **bounds)
         actual = reference_lr(run.optimizer, "initial_lr")
@@ -137,7 +137,7 @@ class RangeTest:
     losses: list[float]
     """Mean item loss of each step, computed before its update."""
     ended: str
-    """`at the highest rate`, `the loss diverged` or `the data ended`."""
+    """`at the highest learning rate`, `the loss diverged` or `the data ended`."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
@@ -155,7 +155,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     # Inputs that grow during training have their full size in the last steps.
     first = max(run.total_steps - len(lrs), 0) if run.choices.get("curriculum") else 0
     taken, losses, means = list[float](), list[float](), list[float]()
-    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest rate"
+    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest learning rate"
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = RunSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
@@ -238,7 +238,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return (weights @ losses / weights.sum(axis=1)).tolist()
 
 
-def start_rate(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
+def start_lr(lrs: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """Return the learning rate half a decade below the lowest point of a curve; None if it never falls.
 
     Short runs did best there, with SGD, AdamW and LAMB, on images, text and digits.
@@ -254,8 +254,8 @@ def run_trials(
 ) -> dict[float, float]:
     """Return losses of short runs at single learning rates, from `start` on until both neighbors are worse.
 
-    A range test, whose model was trained at lower rates, finds the factor of ten; trials, all on the same
-    batches, resolve small differences. A loss that diverged is infinite. The run is restored afterwards.
+    A range test, whose model was trained at lower learning rates, finds the factor of ten; trials on the same
+    batches resolve small differences. A loss that diverged is infinite. The run is restored afterwards.
 
     Cost: 3 to 6 trials of `num_steps` optimizer steps.
     """
@@ -280,11 +280,11 @@ def descend(
     for factor in (1 / FACTOR,) if math.isinf(losses[start]) else (FACTOR, 1 / FACTOR):
         here = start
         while len(losses) < MOST_TRIALS and lowest <= here * factor <= highest:
-            beside = here * factor
-            losses[beside] = loss_at(beside)
-            if losses[beside] >= losses[here] and not math.isinf(losses[here]):
+            neighbor = here * factor
+            losses[neighbor] = loss_at(neighbor)
+            if losses[neighbor] >= losses[here] and not math.isinf(losses[here]):
                 break
-            here = beside
+            here = neighbor
         if here != start:
             break
     return losses
@@ -298,7 +298,7 @@ def _show(facts: dict[str, Any]) -> None:
         length = round(CURVE_WIDTH * (smoothed[step] - lowest) / spread)
         rows.append([f"{lrs[step]:.1e}", f"{smoothed[step]:.4g}", "*" * max(length, 1)])
     say()
-    table(["rate", "loss, smoothed", "curve"], rows)
+    table(["learning rate", "loss, smoothed", "curve"], rows)
     say(f"{len(lrs)} steps of {facts['batch_size']} samples: {facts['ended']}")
     if (chosen := facts["chosen"]) is not None:
         say(f"\nchosen {chosen:.2g} by {len(facts['trials'])} trials; as configured: {facts['lr']:.2g}")

@@ -15,7 +15,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.core.errors import PtfastError
 from ptfast.core.run_directory import CONFIG, ENVIRONMENT, EXAMPLES, SUMMARY
 from ptfast.core.run_records import Environment, Examples, Summary, read_known
-from ptfast.report.loggers import METRICS_FILE, PLACE, RESOURCES, USAGE, Record, read_records
+from ptfast.report.loggers import METRICS_FILE, POSITION, RESOURCES, USAGE, Record, read_records
 
 Points = list[tuple[float, float]]
 
@@ -48,8 +48,8 @@ class RunFiles:
 
     @cached_property
     def curves(self) -> dict[str, dict[str, Points]]:
-        """Points (step, value) by figure and split; values that are not finite are left out."""
-        hidden = {*PLACE, *RESOURCES} - {*USAGE}
+        """Points (step, value) by metric and split; values that are not finite are left out."""
+        hidden = {*POSITION, *RESOURCES} - {*USAGE}
         curves: dict[str, dict[str, Points]] = {}
         for record in self.records:
             step, split = record.get("step"), str(record.get("split", "train"))
@@ -67,7 +67,7 @@ class RunFiles:
         if isinstance(in_summary, dict) and in_summary:
             return in_summary
         latest = next((r for r in reversed(self.records) if r.get("split") == split), {})
-        return {name: value for name, value in latest.items() if name not in (*PLACE, *RESOURCES)}
+        return {name: value for name, value in latest.items() if name not in (*POSITION, *RESOURCES)}
 
 
 def training_times(records: Sequence[Record]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""report.html of a run: its figures, curves and time budget on one self-contained page."""
+"""report.html of a run: its metrics, curves and time budget on one self-contained page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptfast.core.plain_display import spike
 from ptfast.core.run_directory import METRICS, read_json, write_text
 from ptfast.core.run_records import Lines, Tables, checked
 from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
-from ptfast.report.goodput import PARTS
+from ptfast.report.goodput import CATEGORIES
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import Points, RunFiles, is_finite, training_times
 from ptfast.report.html.svg_charts import (
@@ -49,7 +49,7 @@ CAUSE_COLORS = {
     "closing": "c7 pale",
 }
 """The same in every report, so that two can be laid side by side."""
-PART_COLORS = ("c0", "c2", "c7", "c7 pale", "c1", "c6", "c5", "rest")
+CATEGORY_COLORS = ("c0", "c2", "c7", "c7 pale", "c1", "c6", "c5", "rest")
 SPLITS = ("train", "val", "test", "best")
 MOST_CLASSES, MOST_KNOTS = 20, 200
 MOST_CELLS, MOST_PAIRS, MOST_CURVES = 50, 20, 8
@@ -173,9 +173,9 @@ def _tiles(run: RunFiles) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def headline(figures: Mapping[str, Any]) -> str | None:
-    """The figure that says most: the first that is not the loss, or else the loss."""
-    names = [name for name in figures if name != "step" and not name.startswith("raw_")]
+def headline(metrics: Mapping[str, Any]) -> str | None:
+    """The metric that says most: the first that is not the loss, or else the loss."""
+    names = [name for name in metrics if name != "step" and not name.startswith("raw_")]
     return next((name for name in names if name != "loss"), names[0] if names else None)
 
 
@@ -183,21 +183,21 @@ def _metric_table(run: RunFiles) -> str:
     splits = (*SPLITS, *run.summary.get("evals", ()))
     shown = {split: run.metrics(split) for split in splits if run.metrics(split)}
     hidden = ("step", "lr", "samples_per_s", "grad_norm", *(n for n in run.metrics("best") if "/" in n))
-    names = list(dict.fromkeys(name for figures in shown.values() for name in figures if name not in hidden))
+    names = list(dict.fromkeys(name for metrics in shown.values() for name in metrics if name not in hidden))
     if not names:
         return ""
     names.sort(key=lambda name: name != "loss")
     rows = []
     weights = f", {run.summary['weights']} weights" if "weights" in run.summary else ""
-    for split, figures in shown.items():
-        label = f"best (step {grouped(figures['step'])})" if figures.get("step") is not None else split
+    for split, metrics in shown.items():
+        label = f"best (step {grouped(metrics['step'])})" if metrics.get("step") is not None else split
         label += "" if split == "train" else weights
-        rows.append([label, *(figure(name, figures[name]) if name in figures else "" for name in names)])
+        rows.append([label, *(figure(name, metrics[name]) if name in metrics else "" for name in names)])
     return html_table(["", *(name.replace("_", " ") for name in names)], rows)
 
 
 def chart_order(names: Iterable[str]) -> list[str]:
-    """Loss first, then the task's figures, then how the training ran and what it used."""
+    """Loss first, then the task's metrics, then how the training ran and what it used."""
     last = {"grad_norm": 1, "lr": 2, "samples_per_s": 3, **dict.fromkeys(USAGE, 4)}
     return sorted(names, key=lambda name: (name != "loss", last.get(name, 0)))
 
@@ -241,10 +241,10 @@ def _examples(run: RunFiles, *, matrix: bool) -> str:
 
 def _sample(sample: dict[str, Any]) -> str:
     target, prediction = sample["target"], sample["prediction"]
-    is_figure = not isinstance(prediction, str)
+    is_number = not isinstance(prediction, str)
     words = [f"{value:.4g}" if is_finite(value) else figure("", value) for value in (target, prediction)]
     sure = f" ({sample['probability']:.0%})" if is_finite(sample.get("probability")) else ""
-    verdict = "" if is_figure else "hit" if target == prediction else "miss"
+    verdict = "" if is_number else "hit" if target == prediction else "miss"
     # The file may come from others: show only embedded pictures.
     image = str(sample.get("image", ""))
     shown = f'<img alt="" src="{escape(image)}">' if image.startswith("data:image/") else ""
@@ -272,8 +272,12 @@ def _goodput(run: RunFiles) -> str:
     """What the attempts of the run together went to, if it took several."""
     if (found := run.summary.get("goodput")) is None or found["attempts"] < 2:
         return ""
-    seconds = [float(found["seconds"].get(name) or 0.0) for name in PARTS]
-    spent = [(label(name), s, color) for name, s, color in zip(PARTS, seconds, PART_COLORS, strict=True) if s]
+    seconds = [float(found["seconds"].get(name) or 0.0) for name in CATEGORIES]
+    spent = [
+        (label(name), s, color)
+        for name, s, color in zip(CATEGORIES, seconds, CATEGORY_COLORS, strict=True)
+        if s
+    ]
     title = f"Over all {found['attempts']} attempts"
     return _shares(title, [(name, s) for name, s, _ in spent], [color for *_, color in spent])
 
@@ -336,7 +340,7 @@ def _is_matrix(metric: dict[str, Any]) -> bool:
 
 
 def _metric_section(content: dict[str, Any]) -> str:
-    """Results of metrics besides single figures: confusion matrices, curves, figures by class."""
+    """Results of metrics that are not single numbers: confusion matrices, curves, values by class."""
     names, charts, by_class = content.get("class_names"), [], {}
     for name, metric in content["metrics"].items():
         kind, values = str(metric.get("kind")), metric.get("values")

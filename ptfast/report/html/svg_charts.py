@@ -27,7 +27,7 @@ TITLES = {
     "cpu_cores": "processor cores busy",
     "gpu_use": "GPU use",
 }
-"""Titles of figures that differ from their names."""
+"""Titles of metrics that differ from their names."""
 FROM_ZERO = ("cpu_cores", "gpu_use")
 """Figures whose axis starts at 0, as that of rates does."""
 
@@ -70,7 +70,7 @@ class Axis:
 
 
 def line_chart(name: str, series: Sequence[Series], last_step: float, title: str | None = None) -> str:
-    """A chart of the figure `name` over the steps from 0 to `last_step`.
+    """A chart of the metric `name` over the steps from 0 to `last_step`.
 
     The name decides how values are written. Positive values over more than a factor of 50 get a logarithmic
     scale; rates such as samples per second start at 0. Long series are thinned to means of neighbors.
@@ -95,7 +95,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
                 place = f'cx="{x:.1f}" cy="{y:.1f}" r="{line.radius}"'
                 marks.append(f"<circle {place}><title>{tip}</title></circle>")
         shapes.append(f'<g class="{line.css}">{"".join(marks)}</g>')
-    title = escape((title or figure_title(name)) + (", log scale" if y_axis.is_log else ""))
+    title = escape((title or chart_title(name)) + (", log scale" if y_axis.is_log else ""))
     legend = "".join(f'<span class="key {s.css}"><i></i>{escape(s.name)}</span>' for s in thinned if s.name)
     return (
         f'<figure class="curve{" exact" * (name == "lr")}"><figcaption><b>{title}</b>{legend}</figcaption>'
@@ -136,12 +136,12 @@ def thin(
 
 
 def is_logarithmic(name: str, low: float, high: float) -> bool:
-    """Return True if a figure from `low` to `high` is drawn on a logarithmic scale."""
+    """Return True if a metric from `low` to `high` is drawn on a logarithmic scale."""
     return name != "lr" and not name.endswith("_per_s") and low > 0 and high / low > 50
 
 
-def figure_title(name: str) -> str:
-    """A figure's name with its unit: `throughput (samples/s)`."""
+def chart_title(name: str) -> str:
+    """A metric's name with its unit: `throughput (samples/s)`."""
     return TITLES.get(name) or name.replace("_", " ")
 
 
@@ -186,7 +186,7 @@ def draw_axes(x_axis: Axis, y_axis: Axis, x_title: str, y_title: str = "") -> li
 
 
 def _value_axis(name: str, values: Sequence[float]) -> Axis:
-    """The axis of a figure; its ends are ticks, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """The axis of a metric; its ends are ticks, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
     low, high = min(values), max(values)
     start, stop = HEIGHT - BOTTOM, TOP
     is_rate, is_memory = name.endswith("_per_s"), name.endswith("_bytes")

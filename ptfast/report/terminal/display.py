@@ -123,8 +123,8 @@ def table(
         from rich.text import Text
 
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
-        look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-        ruled = Table(title=title, title_justify="left", title_style="bold", **look)
+        style: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+        ruled = Table(title=title, title_justify="left", title_style="bold", **style)
         columns = dict(enumerate(zip(headers, *cells, strict=True)))
         if grouped:
             del columns[0]
@@ -260,8 +260,8 @@ class LiveDisplay(Display):
         with Live(get_renderable=draw, console=self._console, refresh_per_second=1, transient=True):
             yield
 
-    def progress(self, step: int, epoch: float, figures: Metrics) -> None:
-        self._state = (step, epoch, figures, self._estimate(step))
+    def progress(self, step: int, epoch: float, metrics: Metrics) -> None:
+        self._state = (step, epoch, metrics, self._estimate(step))
         now = self._now()
         if self._live is not None and now - self._drawn_s < REDRAW_S:
             return
@@ -285,13 +285,13 @@ class LiveDisplay(Display):
             self._live.refresh()
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
+        self, step: int, epoch: float, split: str, metrics: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
         from rich.text import Text
 
         line = Text()
         line.append(f"{self._where(step, epoch)}  ", style="dim")
-        line.append(one_line(f"{split:<4}  {listed(figures, weights)}"))
+        line.append(one_line(f"{split:<4}  {listed(metrics, weights)}"))
         if is_best:
             line.append("  best", style="bold green")
         self._show(line)

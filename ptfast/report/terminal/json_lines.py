@@ -137,16 +137,16 @@ class JsonDisplay(Display):
         emit("status", text=text, left_s=left_s)
         yield
 
-    def progress(self, step: int, epoch: float, figures: Metrics) -> None:
+    def progress(self, step: int, epoch: float, metrics: Metrics) -> None:
         eta_s = self._estimate(step)
         if self._is_due():
-            emit("progress", step=step, epoch=epoch, total_steps=self._total_steps, eta_s=eta_s, **figures)
+            emit("progress", step=step, epoch=epoch, total_steps=self._total_steps, eta_s=eta_s, **metrics)
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
+        self, step: int, epoch: float, split: str, metrics: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
         place = {"step": step, "epoch": epoch, "split": split, "weights": weights or "last"}
-        emit("evaluation", **place, is_best=is_best, **figures)
+        emit("evaluation", **place, is_best=is_best, **metrics)
 
     def warn(self, text: str) -> None:
         emit("warning", text=text)

@@ -33,16 +33,16 @@ class NotebookDisplay(Display):
         self._rows: list[Mapping[str, str]] = []
         self._handle, self._drawn_s = None, float("-inf")
 
-    def progress(self, step: int, epoch: float, figures: Metrics) -> None:
-        self._line = "  ".join(self._fields(step, epoch, figures, self._estimate(step)).values()).rstrip()
+    def progress(self, step: int, epoch: float, metrics: Metrics) -> None:
+        self._line = "  ".join(self._fields(step, epoch, metrics, self._estimate(step)).values()).rstrip()
         self._share = step / self._total_steps if self._total_steps else None
         if self._now() - self._drawn_s >= REDRAW_S:
             self._draw()
 
     def evaluation(
-        self, step: int, epoch: float, split: str, figures: Metrics, is_best: bool = False, weights: str = ""
+        self, step: int, epoch: float, split: str, metrics: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
-        shown = {name.replace("_", " "): figure(name, value) for name, value in figures.items()}
+        shown = {name.replace("_", " "): figure(name, value) for name, value in metrics.items()}
         place = {"step": grouped(step), "epoch": f"{epoch:.4g}", "split": f"{split} {weights}".strip()}
         self._rows.append({**place, **shown, "": "best" if is_best else ""})
         self._draw()
