@@ -17,7 +17,7 @@ from running import build_run, same_bits, train, weights
 from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError, MachineError, NumericsError
-from ptfast.profiling.debugging import TOLERANCE, check_gradients, debugging
+from ptfast.profiling.debugging import check_gradients, debugging
 from ptfast.profiling.step_phases import PHASES, Phases, watched
 from ptfast.run import Run
 from ptfast.training.fit import fit
@@ -42,14 +42,15 @@ class Cube(torch.autograd.Function):
 class Net(nn.Module):
     """Whose layer `first` has a right gradient and a wrong one by choice."""
 
-    def __init__(self, num_classes: int, broken: bool = True) -> None:
+    def __init__(self, num_classes: int, broken: bool = True, casts: bool = False) -> None:
         super().__init__()
-        self.broken = broken
+        self.broken, self.casts = broken, casts
         self.first, self.norm, self.last = nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, num_classes)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.norm(self.first(images.flatten(1)))
+        x = x.float().to(x.dtype) if self.casts else x
         return self.last(self.dropout(Cube.apply(x) if self.broken else x**3))
 
 
@@ -124,17 +125,22 @@ def test_too_few_steps_to_look_at(run: Run) -> None:
     assert caught.value.code == "C011"
 
 
-def test_gradcheck_lets_right_gradients_pass(in_tmp: Path) -> None:
+@pytest.mark.parametrize("casts", [False, True])
+def test_gradcheck_lets_right_gradients_pass(in_tmp: Path, casts: bool) -> None:
+    """Also of a model that computes in float32 whatever it gets."""
     words = ("model=custom", "model._target_=test_debug_aids.Net", "model.broken=false", "steps=2")
+    words = (*words, f"model.casts={str(casts).lower()}")
     run = build_run(in_tmp / "run", *words)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    assert check_gradients(run) < TOLERANCE
+    check_gradients(run)
     assert same_bits(before, dict(run.model.state_dict()))
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
-def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("casts", ["false", "true"])
+def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixture[str], casts: str) -> None:
     words = (
+        f"model.casts={casts}",
         "model=custom",
         "model._target_=test_debug_aids.Net",
         "steps=2",
@@ -144,12 +150,12 @@ def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixtu
     assert train(*words) == 5
     error = capsys.readouterr().err
     assert "error[N002]" in error
-    assert "worst in first." in error or "worst in norm." in error
+    assert "does not match the loss: first." in error or "does not match the loss: norm." in error
 
 
 @pytest.mark.parametrize("words", [("model=resnet_digits",), ("model=resnet_digits", "checkpointing=full")])
 def test_gradcheck_of_a_convolutional_network(in_tmp: Path, words: tuple[str, ...]) -> None:
-    assert check_gradients(build_run(in_tmp / "run", "model.width=4", *words)) < TOLERANCE
+    check_gradients(build_run(in_tmp / "run", "model.width=4", *words))
 
 
 def test_nvtx_needs_a_gpu() -> None:
