@@ -45,9 +45,11 @@ def findings(tmp_path: Path, *words: str, waiting: float = 0.0, **facts: Any) ->
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(examination, "STEPS_S", 0.0)
     monkeypatch.setattr(step_checks, "spare_cores", lambda: 1)
+    yield
+    torch.autograd.set_detect_anomaly(False)
 
 
 MODELS = {

@@ -114,8 +114,8 @@ class Net(nn.Module):
         return hidden + torch.zeros(8).to(hidden.device)  # planted
 
     def _anomaly(self, hidden: Tensor) -> Tensor:
-        with torch.autograd.set_detect_anomaly(True):  # planted
-            return hidden * 1
+        torch.autograd.set_detect_anomaly(True)  # planted
+        return hidden
 
     def _gradcheck(self, hidden: Tensor) -> Tensor:
         if self.training:
