@@ -251,16 +251,9 @@ class Ablation:
             best.expected = effect.log_ratio
 
     def _confirm(self) -> None:
-        """Run the selected config again in fresh processes, against plain and the config as given.
-
-        If part of it is not sure to gain, the sure part runs too, and is selected if it is faster.
-        """
-        sure = [each.technique for each in self.findings if each.effect and each.effect.interval()[0] > 1]
-        sure = [technique for technique in self.selected if technique in sure]
-        last = sure if sure and sure != self.selected else self.selected
-        words = [self._words([]), self.arguments, self._words(self.selected), self._words(last)]
-        order = [0, 1, 2, 3 if last is sure else 2]
-        factor = Factor("config", ("plain", "given", "selected", "sure")[: max(order) + 1])
+        """Run the selected config again in fresh processes, against plain and the config as given."""
+        words = [self._words([]), self.arguments, self._words(self.selected)]
+        order, factor = [0, 1, 2, 2], Factor("config", ("plain", "given", "selected"))
         blocks: list[Block] = []
         times: list[list[float]] = []
         while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
@@ -271,15 +264,10 @@ class Ablation:
             if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
                 break
         fitted = fit([factor], blocks, times)
-        given, *others = fitted.effects
-        known = [effect for effect in others if effect is not None]
-        if given is None or not known:
-            return
-        best = max(known, key=lambda effect: effect.log_ratio)
-        if len(others) > 1 and best is others[1]:
-            self.selected = sure
-        over_given = Effect(best.log_ratio - given.log_ratio, best.se, best.dof)
-        self.confirmed = Confirmation(best, over_given, fitted.residual_sd)
+        given, selected = fitted.effects
+        if given is not None and selected is not None:
+            over_given = Effect(selected.log_ratio - given.log_ratio, selected.se, selected.dof)
+            self.confirmed = Confirmation(selected, over_given, fitted.residual_sd)
 
     def _judge(self) -> None:
         """Compute all verdicts, given how much processes of one config differ.

@@ -85,10 +85,7 @@ def _last_step(records: Sequence[Record]) -> int:
 
 @dataclass
 class Csv:
-    """The same records as a table, one column a metric.
-
-    A new metric adds a column, and the file is rewritten. A resumed run's table is rebuilt from its
-    metrics.jsonl.
+    """The records as a table, one column per metric, written at each evaluation and at the end.
 
     Args:
         path: file name, relative to the run directory.
@@ -97,30 +94,26 @@ class Csv:
     path: str = "metrics.csv"
 
     def open(self, run_dir: Path, config: dict[str, Any]) -> None:
-        self._path = run_dir / self.path
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = list(POSITION[:3])  # `weights` only where they are averaged
-        self._rewrite(read_records(run_dir / METRICS_FILE))
+        self._source, self._file = run_dir / METRICS_FILE, run_dir / self.path
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
 
     def log(self, record: Record) -> None:
-        if not record.keys() <= set(self._columns):
-            self._file.close()
-            with self._path.open(newline="", encoding="utf-8") as file:
-                self._rewrite([*csv.DictReader(file), record])
-        else:
-            self._writer.writerow(record)
-            self._file.flush()
+        if record.get("split") != "train":
+            self._write()
 
     def close(self) -> None:
-        self._file.close()
+        self._write()
 
-    def _rewrite(self, rows: Sequence[Record]) -> None:
-        self._columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
-        self._file = run_directory.open_inside(self._path, "w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, self._columns)
-        self._writer.writeheader()
-        self._writer.writerows(rows)
-        self._file.flush()
+    def _write(self) -> None:
+        """Write what metrics.jsonl has by now, which gets each record first."""
+        rows = read_records(self._source)
+        # `weights` only where they are averaged.
+        columns = dict.fromkeys([*POSITION[:3], *(name for row in rows for name in row)])
+        with run_directory.open_inside(self._file, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 class Tensorboard:

@@ -113,50 +113,63 @@ def table(
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
     if isinstance(stream, JsonLines):
         emit_rows(headers, cells, title)
-        return
-    numeric = [are_numbers(column) for column in zip(*cells, strict=True)] or [False] * len(headers)
-    if is_terminal(stream):
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.style import Style
-        from rich.table import Table
-        from rich.text import Text
+    elif is_terminal(stream):
+        _ruled_table(headers, cells, title, grouped, muted, optional, links, stream)
+    else:
+        plain, columns = Display(stream), [*zip(headers, *cells, strict=True)]
+        if title:
+            plain.note(title)
+        widths = [max(map(len, column)) for column in columns]
+        numeric = [are_numbers(cells) for _, *cells in columns]
+        for row in zip(*columns, strict=True):
+            padded = (
+                cell.rjust(width) if is_number else cell.ljust(width)
+                for cell, width, is_number in zip(row, widths, numeric, strict=True)
+            )
+            plain.note("  ".join(padded).rstrip())
 
-        console = Console(file=stream, highlight=False, markup=False, emoji=False)
-        style: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-        ruled = Table(title=title, title_justify="left", title_style="bold", **style)
-        columns = dict(enumerate(zip(headers, *cells, strict=True)))
-        if grouped:
-            del columns[0]
-        for name in optional:
-            if _least_width(columns.values()) <= console.width:
-                break
-            columns = {place: column for place, column in columns.items() if column[0] != name}
-        widths = _widths(list(columns.values()), console.width - 2 * len(columns))
-        for (place, column), width in zip(columns.items(), widths, strict=True):
-            justify = "right" if numeric[place] else "left"
-            ruled.add_column(Text(column[0]), justify=justify, overflow="fold", width=width)
-        group = None
-        for number, row in enumerate(cells):
-            if grouped and row[0] != group:
-                group = row[0]
-                ruled.add_row(Text(group, style="bold cyan"))
-            texts = [Text(row[place]) for place in columns]
-            if number < len(links):
-                texts[-1].stylize(Style(link=links[number]))
-            ruled.add_row(*texts, style="dim" if number in muted else None)
-        console.print(ruled)
-        return
-    plain = Display(stream)
-    if title:
-        plain.note(title)
-    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    for row in [list(headers), *cells]:
-        padded = [
-            cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(row, widths, numeric, strict=True)
-        ]
-        plain.note("  ".join(padded).rstrip())
+
+def _ruled_table(
+    headers: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    title: str | None,
+    grouped: bool,
+    muted: Container[int],
+    optional: Sequence[str],
+    links: Sequence[str],
+    stream: TextIO,
+) -> None:
+    """Print a table on a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.style import Style
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    style: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    ruled = Table(title=title, title_justify="left", title_style="bold", **style)
+    columns = dict(enumerate(zip(headers, *cells, strict=True)))
+    if grouped:
+        del columns[0]
+    for name in optional:
+        if _least_width(columns.values()) <= console.width:
+            break
+        columns = {place: column for place, column in columns.items() if column[0] != name}
+    widths = _widths(list(columns.values()), console.width - 2 * len(columns))
+    for (header, *column), width in zip(columns.values(), widths, strict=True):
+        justify = "right" if are_numbers(column) else "left"
+        ruled.add_column(Text(header), justify=justify, overflow="fold", width=width)
+    group = None
+    for number, row in enumerate(cells):
+        if grouped and row[0] != group:
+            group = row[0]
+            ruled.add_row(Text(group, style="bold cyan"))
+        texts = [Text(row[place]) for place in columns]
+        if number < len(links):
+            texts[-1].stylize(Style(link=links[number]))
+        ruled.add_row(*texts, style="dim" if number in muted else None)
+    console.print(ruled)
 
 
 def fits(columns: Sequence[Sequence[str]]) -> bool:
