@@ -137,7 +137,7 @@ class RangeTest:
     losses: list[float]
     """Mean item loss of each step, computed before its update."""
     ended: str
-    """`at the highest learning rate`, `the loss diverged` or `the data ended`."""
+    """`the highest learning rate was reached`, `the loss diverged` or `the data ended`."""
 
 
 def range_test(run: Run, *, lowest: float, highest: float, num_steps: int) -> RangeTest:
@@ -155,7 +155,7 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
     # Inputs that grow during training have their full size in the last steps.
     first = max(run.total_steps - len(lrs), 0) if run.choices.get("curriculum") else 0
     taken, losses, means = list[float](), list[float](), list[float]()
-    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "at the highest learning rate"
+    total, weight, skipped_in_a_row, ended = 0.0, 0.0, 0, "the highest learning rate was reached"
     with preserving_state(run):
         base = reference_lr(run.optimizer, "initial_lr")
         run.schedule = RunSchedule(lambda step: lrs[min(step - first, len(lrs) - 1)] / base)
@@ -264,7 +264,8 @@ def run_trials(
         test = train_at(run, [lr] * num_steps)
         diverged = test.ended == LOSS_DIVERGED or not test.losses
         loss = math.inf if diverged else statistics.mean(test.losses[-max(len(test.losses) // 4, 1) :])
-        run.display.note(f"  {lr:.2g}  {f'loss {loss:.4g}' if math.isfinite(loss) else LOSS_DIVERGED}")
+        found = f"loss {loss:.4g}" if math.isfinite(loss) else LOSS_DIVERGED
+        run.display.note(f"  learning rate {lr:.2g}: {found}")
         return loss
 
     run.display.note(f"trials of {num_steps} steps each")
