@@ -160,7 +160,7 @@ def check_gradients(run: Run) -> None:
 
     It uses a copy of the model and the next batch, with fixed dropout.
     """
-    loss, names, parameters = _float64_loss(run)
+    (loss, names, parameters), where = _float64_loss(run), ""
     for eps in STEPS:
         try:
             # The loss reads the parameters where gradcheck changes them.
