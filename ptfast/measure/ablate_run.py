@@ -189,9 +189,11 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     if known:
         runs = [run for block in ablation.laboratory.blocks[: len(ablation.blocks)] for run in block]
         num_runs = sum(run.time is not None for run in runs)
+        count = len(ablation.factors)
+        switches = "1 switch" if count == 1 else f"{count} switches"
         half = statistics.median(effect.interval()[1] / effect.ratio - 1 for effect in known)
         say(
-            f"{num_runs} runs that vary {len(ablation.factors)} switches; processes of one config differ by "
+            f"{num_runs} runs that vary {switches}; processes of one config differ by "
             f"{ablation.process_sd or 0.0:.1%} here; intervals extend {half:.1%} to either side"
         )
         if ablation.fits_poorly:

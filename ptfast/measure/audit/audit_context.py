@@ -54,6 +54,8 @@ class Price:
     def __str__(self) -> str:
         if self.verdict in ("no difference", "cannot tell"):
             return self.verdict
+        if self.verdict == "slower":
+            return f"nothing: the fix adds {-self.seconds * 1e3:.3g} ms a step"
         text = f"{self.seconds * 1e3:.3g} ms a step"
         if self.low_s is None or self.high_s is None:
             return text

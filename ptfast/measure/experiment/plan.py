@@ -95,11 +95,12 @@ def columns(factors: Sequence[Factor]) -> list[tuple[int, int]]:
 def blocks_to_tell_apart(factors: Sequence[Factor]) -> int:
     """Return how many blocks a plan needs to estimate all effects together, with their error.
 
-    A block has three comparisons; fold-over pairs leave two of them to switches of two levels. Part of a
-    matrix may need a block more.
+    A block has three comparisons; fold-over pairs leave two of them to switches of two levels. A whole matrix
+    separates all of these, and so does part of one with two blocks to spare.
     """
     num_switches = sum(len(factor.levels) == 2 for factor in factors)
-    return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), math.ceil(num_switches / 2) + 2)
+    of_switches = min(math.ceil(num_switches / 2) + 2, len(hadamard(len(factors) + 1)) // 2)
+    return max(math.ceil((len(columns(factors)) + SPARE_DOF) / 3), of_switches)
 
 
 def separable(factors: Sequence[Factor], num_blocks: float) -> list[Factor]:
