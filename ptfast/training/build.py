@@ -23,7 +23,7 @@ from ptfast.models.build_model import remedy
 from ptfast.profiling.operator_counting import StepCounter
 from ptfast.run import LoopIntervals, Run, RunPlan
 from ptfast.techniques.backend.torch_settings import resolve_device
-from ptfast.training.checkpointer import Checkpointer, stateful_parts
+from ptfast.training.checkpointer import Checkpointer
 from ptfast.training.loop.updates import OPTIMIZER_NAME
 from ptfast.training.saved_model import add_teacher
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
@@ -88,10 +88,7 @@ def build(
     add_schedule(run)
     add_average(run)
     check_own_steps(run)
-    run.stateful = stateful_parts(run)
-    if state is not None:
-        run.checkpointer.restore(state, run.choices.began_with("total_steps", int) or 0)
-    run.checkpointer.note_finite_buffers()
+    run.checkpointer.begin(state)
     # The run's average and its wrapping refer to the run, which would keep what was loaded.
     run.state = run.data = None
     run.counter = StepCounter(run)

@@ -108,10 +108,17 @@ class Checkpointer:
         self.run, self._saved = run, run.folder / "saved"
         self._finite_buffers: list[str] = []
 
-    def note_finite_buffers(self) -> None:
-        """Remember the saved buffers that are finite now, and have to stay so; masks may not be."""
-        buffers = dict(self.run.model.named_buffers())
-        for name in self.run.model.state_dict().keys() & buffers.keys():
+    def begin(self, state: State | None) -> None:
+        """Collect the stateful parts, and restore them from `state` if the run is resumed.
+
+        Saved buffers that are finite now have to stay so; masks may not be.
+        """
+        run = self.run
+        run.stateful = stateful_parts(run)
+        if state is not None:
+            self.restore(state, run.choices.began_with("total_steps", int) or 0)
+        buffers = dict(run.model.named_buffers())
+        for name in run.model.state_dict().keys() & buffers.keys():
             if buffers[name].is_floating_point() and bool(buffers[name].isfinite().all()):
                 self._finite_buffers.append(name)
 

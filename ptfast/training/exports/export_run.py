@@ -107,10 +107,7 @@ def export_run(
         NumericsError: N003 for a form whose outputs differ from the model's: no form is written then.
         MachineError: E001, E002 where it cannot be written, E004 without the extra `onnx`.
     """
-    for flag, folder in (("--out", out), ("--hub", hub)):
-        if folder is not None and (folder.exists() or folder.is_symlink()):
-            hint = "Choose another folder, or remove it"
-            raise ConfigError("C011", "exists already", key=flag, value=folder, suggestion=hint)
+    _check_free({"--out": out, "--hub": hub})
     for module in ("onnxscript", "onnxruntime") if onnx else ():
         import_extra(module, "onnx", "--onnx")
     weights = _choose_weights(saved, weights)
@@ -145,6 +142,13 @@ def export_run(
                 card = model_card(plain, weights, state.facts["figures"], graph=graph)
                 (folder / "README.md").write_text(card, "utf-8")
     return known.differences
+
+
+def _check_free(folders: Mapping[str, Path | None]) -> None:
+    for flag, folder in folders.items():
+        if folder is not None and (folder.exists() or folder.is_symlink()):
+            hint = "Choose another folder, or remove it"
+            raise ConfigError("C011", "exists already", key=flag, value=folder, suggestion=hint)
 
 
 def _choose_weights(saved: PartialRun, weights: str | None) -> str:
