@@ -46,7 +46,7 @@ from ptfast.techniques.schedule import Schedule
 
 
 class Eval(Section):
-    """When the held-out splits are evaluated."""
+    """When and how the held-out splits are evaluated."""
 
     test: bool = True
     """Evaluate `test` once, at the end of a run."""
@@ -55,7 +55,7 @@ class Eval(Section):
     batch_size: Count | None = None
     """Samples of an evaluation's batch on each rank; null for at least 256."""
     flip: bool = False
-    """Average what the model says of an image and of its mirror image; predictions too."""
+    """Average the outputs for an image and its mirror image; predictions too."""
     shift: Natural = 0
     """Average also over images moved by so many pixels up and left, and down and right; 0 for none."""
 
@@ -66,13 +66,13 @@ class Stop(Section):
     patience: Count | None = None
     """Stop after so many evaluations without a better one; null never stops early."""
     metric: str | None = None
-    """The figure that `best` and `patience` follow; null for the task's own."""
+    """The metric that `best` and `patience` follow; null for the task's own."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Which way that figure is better; `auto` goes by its name."""
+    """Direction in which the metric is better; `auto` goes by its name."""
 
 
 class RunOptions(Section):
-    """Folder of the run, the state it resumes from, and its time limit."""
+    """Folder of the run, the checkpoint it resumes from, and its time limit."""
 
     name: str | None = None
     """Folder under `run.root`; null for the recipe's name."""
@@ -81,18 +81,18 @@ class RunOptions(Section):
     dir: str | None = None
     """The run's own folder; null for a new one under `run.root`."""
     resume: Literal["auto", "never"] | str = "never"
-    """`never`, `auto` (the newest unfinished run of this config), or a state folder to resume from."""
+    """`never`, `auto` (the newest unfinished run of this config), or a checkpoint to resume from."""
     max_time: WallTime | None = None
-    """Save and leave after so much wall time, such as `2h`."""
+    """Save and end the run after this wall time, for example `2h`."""
     hang_timeout: OrAuto | WallTime = "auto"
-    """End with exit code 7 after so long without progress, such as `10m`; `auto` only says where it hangs."""
+    """End with exit code 7 after this time without progress, for example `10m`; `auto` only reports hangs."""
 
 
 class Sweep(Section):
-    """The figure by which the runs of a sweep are ranked, and how many run at a time."""
+    """The metric by which the runs of a sweep are ranked, and how many run at a time."""
 
     metric: str = "auto"
-    """The figure that runs are ranked by, such as `val.loss`; `auto` for what `best` follows."""
+    """The metric that ranks the runs, for example `val.loss`; `auto` for the metric of `best`."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Which way it is better; `auto` goes by its name."""
     parallel: Count | OrAuto = 1
@@ -100,20 +100,20 @@ class Sweep(Section):
 
 
 class Saving(Section):
-    """When states are saved, and how many are kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every: EveryOrTime = Duration(1, "epochs")
-    """How often the state is saved, such as `1epochs`, `500steps` or `10m`."""
+    """Interval between checkpoints, for example `1epochs`, `500steps` or `10m`."""
     background: bool | OrAuto = "auto"
-    """Write states while training goes on; `auto` where they are large and a copy fits into memory."""
+    """Write while training continues; `auto` for large checkpoints whose copy fits into memory."""
     keep: Count = 1
-    """Newest states that are kept."""
+    """Newest checkpoints that are kept."""
     best: Natural | bool = 1
-    """States of the best evaluations that are kept too; 0 or `false` for none."""
+    """Best checkpoints that are kept in addition; 0 or `false` keeps no best one."""
 
 
 class LoggerSection(Section):
-    """Where figures go besides metrics.jsonl."""
+    """Where metrics go in addition to metrics.jsonl."""
 
     target: Target | None = None
     several: dict[str, Target] = Field(default_factory=dict)
@@ -163,20 +163,20 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto` takes a GPU where there is one."""
     log_every: OrAuto | Annotated[Duration, InUnit("steps"), POSITIVE] = "auto"
-    """Interval at which figures are logged, such as `50steps`; `auto` for a hundred times a run."""
+    """Interval between logged metrics, for example `50steps`; `auto` logs a hundred times a run."""
     trust: list[str] = Field(default_factory=list)
     """Packages that import paths in a file from elsewhere may name."""
     callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
     metrics: dict[str, Target] = Field(default_factory=dict)
-    """Metrics besides the task's own, by name: an import path such as `torchmetrics.AUROC`, or a mapping."""
+    """Further metrics by name: an import path such as `torchmetrics.AUROC`, or a mapping."""
     eval: Eval = Field(default_factory=Eval)
     stop: Stop = Field(default_factory=Stop)
     run: RunOptions = Field(default_factory=RunOptions)
     sweep: Sweep = Field(default_factory=Sweep)
     data: DataSection
     evals: dict[str, DataSection] = Field(default_factory=dict)
-    """Evaluation sets besides the held-out splits, by name; keys that one leaves out are those of `data`."""
+    """Further evaluation sets by name; each inherits the keys of `data` that it does not set."""
     model: Model
     dataloader: Dataloader = Field(default_factory=Dataloader)
     sampling: Sampling = Field(default_factory=Sampling)

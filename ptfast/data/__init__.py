@@ -25,7 +25,7 @@ class DataSection(TargetSection):
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
     """Hold out the same share of each class, samples at random, or whole groups; `auto` goes by the data."""
     group: str | None = None
-    """What stays in one split: a column, an attribute of the dataset, or a pattern in the path of a file."""
+    """Groups that stay in one split: a column, an attribute of the dataset, or a pattern in file paths."""
     folds: Annotated[int, Range(2)] | None = None
     """Parts for cross-validation, of which `fold` is held out in place of `val`."""
     fold: Natural | None = None

@@ -13,7 +13,7 @@ class Lora(Section):
     rank: Count | None = None
     """Width of the factors, such as 8; null trains the whole model."""
     alpha: Positive | None = None
-    """What the factors add is multiplied by alpha / rank; null for twice the rank."""
+    """The factors are scaled by alpha / rank; null for twice the rank."""
     dropout: Fraction = 0.0
     """Probability of zeroing an input of the factors."""
     targets: str | tuple[str, ...] = "auto"

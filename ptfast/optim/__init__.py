@@ -51,7 +51,7 @@ class Optimizer(TargetSection):
     layer_decay: Part | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
     freeze_backbone: Annotated[Duration, InUnit("epochs")] | None = None
-    """How long all below the last layer is frozen, such as `1epochs`; null for not at all."""
+    """How long all layers below the last are frozen, for example `1epochs`; null never freezes them."""
     freeze_backbone_stats: bool = False
     """Keep the running statistics of BatchNorm, and normalize by them, in every layer that is frozen."""
     groups: list[ParameterGroup] = Field(default_factory=list)

@@ -176,7 +176,7 @@ class Wandb:
     Args:
         project: project the run belongs to.
         entity: user or team; the account's default if not given.
-        name: what the run is called; the last two parts of the run directory's path if not given.
+        name: name of the run; default: the last two parts of the run directory's path.
         tags: labels to find it by.
         mode: `online`, `offline` or `disabled`; what WANDB_MODE says if not given.
     """

@@ -20,10 +20,10 @@ class Mlflow:
     """MLflow: settings become parameters. A resumed run continues its MLflow run.
 
     Args:
-        experiment: experiment that the run belongs to; made where there is none of this name.
+        experiment: experiment of the run; created if it does not exist.
         uri: a tracking server, or a database such as `sqlite:///mlflow.db`; what MLFLOW_TRACKING_URI says, or
             MLflow's own default, if not given.
-        name: what the run is called; the last two parts of the run directory's path if not given.
+        name: name of the run; default: the last two parts of the run directory's path.
         tags: labels to find it by.
     """
 

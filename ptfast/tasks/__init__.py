@@ -18,7 +18,7 @@ class TaskSection(Section):
     """The meaning of a batch and of its loss: a name or import path, and the task's keywords."""
 
     name: str = "auto"
-    """A built-in task, `auto` for what the data is for, or the import path of your own."""
+    """A built-in task, `auto` to choose by the data, or the import path of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keywords of the task's constructor, some of them targets to build."""
 

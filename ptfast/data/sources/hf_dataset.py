@@ -45,7 +45,7 @@ class HfDataset(ReadsAsKnown):
         max_length: tokens that are kept of a text.
         image_size: side that images are brought to; None where all have one size.
         streaming: read rows as training asks for them, in their order.
-        classes: of a stream: their names or number, if the column of labels does not state them.
+        classes: for a stream: names or number of the classes, unless the label column has them.
 
     Raises:
         MachineError: E004 by `load` if the package is not installed.
