@@ -227,7 +227,8 @@ def finished(small_data: Path) -> dict[str, str]:
     shutil.copy(next(Path("folder").rglob("*.png")), "image.png")
     (digits,) = map(str, Path("runs/resnet_digits").iterdir())
     (sweep,) = map(str, Path("runs/sweeps").iterdir())
-    own = {"FILE": "image.png", "runs/sweeps/20261122-1*": sweep}
+    sweeps = ("20261122-1*", "20261122-101112-ab12", "*")
+    own = {"FILE": "image.png"} | {f"runs/sweeps/{name}": sweep for name in sweeps}
     after_training = {"runs/photos": digits, "photos/cat/0.jpg": "image.png"}
     return {"RUN": digits, "runs/resnet_digits/...": digits, **own, **after_training}
 
