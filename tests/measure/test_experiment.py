@@ -6,10 +6,13 @@ import functools
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from ptfast.core.distributed import Ranks
 from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.plan import (
     Block,
@@ -19,8 +22,10 @@ from ptfast.measure.experiment.plan import (
     fit,
     fit_pairs,
     hadamard,
+    separable,
     turn_means,
 )
+from ptfast.measure.experiment.trial import mean_over_ranks
 from ptfast.measure.experiment.warm_parent import Request, plan_turns
 
 
@@ -78,6 +83,22 @@ def test_turns_are_on_the_same_batches_or_equally_long() -> None:
     assert plan_turns(request, [warm(0.01, 9, 1), warm(0.02, 5, 0)]) == [(5, 1, 0), (5, 1, 4)]
     # A step of the one takes as long as 300 of the other.
     assert plan_turns(request, [warm(0.09, 5, 0), warm(0.0003, 900, 1)]) == [(1, 0, 0), (167, 1, 0)]
+
+
+def test_a_rank_alone_asks_no_device_for_its_time() -> None:
+    """One that computes nothing, such as an emulated GPU, would let a warm-up go on forever."""
+    alone = SimpleNamespace(ranks=Ranks(), device=torch.device("meta"))
+    assert mean_over_ranks(0.5, alone) == 0.5  # type: ignore[arg-type]
+
+
+def test_a_plan_has_as_many_factors_as_its_blocks_separate() -> None:
+    factors = [Factor(str(number)) for number in range(20)]
+    assert separable(factors, 12) == factors
+    few = separable(factors, 6)
+    assert len(few) == 11
+    fitted = fit(few, *simulate({0: 0.2}, few, 6, seed=0))
+    assert all(effect is not None for effect in fitted.effects)
+    assert len(separable(factors, 0)) == 1
 
 
 def test_one_level_has_no_effect() -> None:

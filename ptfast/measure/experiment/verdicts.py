@@ -17,8 +17,6 @@ EQUAL = 0.02
 """Variants whose times differ by at most this fraction count as equal."""
 ALPHA = 0.05
 """Error probability of a family of verdicts as a whole."""
-LEAST_ROUNDS = 4
-"""With fewer rounds there is no verdict."""
 _GRID = 20_001
 
 
