@@ -162,7 +162,7 @@ def test_every_sample_comes_once_an_epoch_whoever_loads(kind: str, drop_last: st
     expected = list(reference.train_loader.steps(5, 25))
     assert same_bits(list(loader.steps(5, 25)), expected)
     loader.close()
-    seen = [share for step in range(ends[1]) for share in reference.train_loader.batches.shares(step)[0]]
+    seen = [share for step in range(ends[1]) for share in reference.train_loader.batches.indices_at(step)[0]]
     indices = np.concatenate([share.indices for share in seen])
     assert len(np.unique(indices)) == len(indices) == sum(sizes[: ends[1]])
 

@@ -68,7 +68,7 @@ class Loader:
 
     def batch_at(self, step: int) -> StepBatch | None:
         """The batch of a step once more; None where to read it would disturb those to come."""
-        if self.batches.shares is None or self.workers:
+        if self.batches.indices_at is None or self.workers:
             return None
         return next(self._pipeline(step, step + 1), None)
 
@@ -84,18 +84,23 @@ class Loader:
         if not isinstance(source := self._data.train, MapSource):
             return []
         for step in range(first_step, last_step):
-            for share, numbers in self._numbered(step):
-                if found := not_finite(source.fetch(share.indices, share.epoch), numbers):
+            for micro_batch, numbers in self._numbered(step):
+                if found := not_finite(source.fetch(micro_batch.indices, micro_batch.epoch), numbers):
                     return found
         return []
 
     def _numbered(self, step: int) -> list[tuple[MicroBatchIndices, NDArray[np.int64]]]:
-        """This rank's shares of a step and the numbers of their samples in the dataset; none for a stream."""
-        if self.batches.shares is None:
+        """This rank's micro-batches of a step, and the numbers of their samples; none for a stream."""
+        if self.batches.indices_at is None:
             return []
         kept = self._data.kept
-        shares = (share for share in self.batches.shares(step)[0] if share.num_samples)
-        return [(share, share.indices if kept is None else kept[share.indices]) for share in shares]
+        micro_batches = (
+            micro_batch for micro_batch in self.batches.indices_at(step)[0] if micro_batch.num_samples
+        )
+        return [
+            (micro_batch, micro_batch.indices if kept is None else kept[micro_batch.indices])
+            for micro_batch in micro_batches
+        ]
 
 
 def build_train_loader(

@@ -222,8 +222,10 @@ class DeviceBatches(ChunkedBatches):
         corners = [*augment.draw(whole)] if augment.moves else []
         return corners, augment.draw_changes(whole, self._shape)
 
-    def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sizes, augment = [len(share.indices) for share in shares], self._augment
+    def _gather(
+        self, micro_batches: list[MicroBatchIndices], first_step: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes, augment = [len(micro_batch.indices) for micro_batch in micro_batches], self._augment
         begin = self._first_samples[first_step - self._first_step]
         part = slice(begin, begin + sum(sizes))
         index, places = self._index[part], [each[part] for each in self._places]

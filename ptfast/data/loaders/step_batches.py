@@ -24,14 +24,14 @@ CHUNK_BYTES = 64 * 2**20
 """Bytes of normalized data that are gathered at once from memory."""
 
 
-Shares = Callable[[int], tuple[list[MicroBatchIndices], int]]
+StepIndices = Callable[[int], tuple[list[MicroBatchIndices], int]]
 """A rank's micro-batches at a step, before they are fetched, and the samples of the whole step."""
 
 
 class Batches:
     """The batches of one rank, a pure function of the step. Subclasses give `steps`."""
 
-    shares: Shares | None = None
+    indices_at: StepIndices | None = None
     """The samples of each step; None for a stream."""
     prepare: Prepare | None = None
     """Makes the batches ready for the model; None where they are."""
@@ -59,7 +59,7 @@ class SampledBatches(Batches):
         fetch: Callable[[MicroBatchIndices], Any] | WorkerPool,
         source: MapSource,
     ) -> None:
-        self.shares, self._sampler, self.prepare = sampler.step, sampler, prepare
+        self.indices_at, self._sampler, self.prepare = sampler.step, sampler, prepare
         self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
         if isinstance(fetch, WorkerPool):
             self.pools, self.workers = [fetch], fetch.workers
@@ -67,24 +67,24 @@ class SampledBatches(Batches):
         self._note_unreadable = cast(ImageFiles, source).note_unreadable if skips else None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        # Workers take shares some steps before their batch is due.
+        # Workers take micro-batches some steps before their batch is due.
         early, due = tee(self._sampler.steps(first_step, last_step))
-        raw_batches = self._fetch(share for shares, _ in early for share in shares)
-        for shares, num_samples in due:
-            micro_batches: list[MicroBatch] = []
-            for share in shares:
+        raw_batches = self._fetch(micro_batch for micro_batches, _ in early for micro_batch in micro_batches)
+        for micro_batches, num_samples in due:
+            fetched: list[MicroBatch] = []
+            for micro_batch in micro_batches:
                 raw = next(raw_batches)
                 if self._note_unreadable is not None:
-                    self._note_unreadable(share.indices, raw[1])
-                micro_batches.append(MicroBatch(raw, share.num_samples))
-            yield StepBatch(tuple(micro_batches), num_samples)
+                    self._note_unreadable(micro_batch.indices, raw[1])
+                fetched.append(MicroBatch(raw, micro_batch.num_samples))
+            yield StepBatch(tuple(fetched), num_samples)
 
 
 class ChunkedBatches(Batches):
     """Batches gathered many steps at a time. Subclasses give `_gather`."""
 
     def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
-        self.sampler, self.shares, self._prepare = sampler, sampler.step, prepare
+        self.sampler, self.indices_at, self._prepare = sampler, sampler.step, prepare
         step_bytes = max(1, sampler.batch_size * sample_bytes)
         self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
 
@@ -96,20 +96,24 @@ class ChunkedBatches(Batches):
             start = step - (step - first) % self._chunk_steps
             stop = min(start + self._chunk_steps, end)
             plan = self._planned(start, stop)
-            pieces = self._gather([share for shares, _ in plan for share in shares], start)
+            pieces = self._gather(
+                [micro_batch for micro_batches, _ in plan for micro_batch in micro_batches], start
+            )
             batches: list[StepBatch] = []
-            for shares, num_samples in plan:
-                micro_batches = [MicroBatch(next(pieces), share.num_samples) for share in shares]
-                batches.append(StepBatch(tuple(micro_batches), num_samples))
+            for micro_batches, num_samples in plan:
+                ready = [MicroBatch(next(pieces), micro_batch.num_samples) for micro_batch in micro_batches]
+                batches.append(StepBatch(tuple(ready), num_samples))
             yield from batches[step - start : last_step - start]
             step = stop
 
     def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
-        """The shares of the steps from `start` to `stop`, all of one epoch."""
+        """The micro-batches of the steps from `start` to `stop`, all of one epoch."""
         return [self.sampler.step(step) for step in range(start, stop)]
 
-    def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each share, in their order from `first_step` on."""
+    def _gather(
+        self, micro_batches: list[MicroBatchIndices], first_step: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each micro-batch, in their order from `first_step` on."""
         raise NotImplementedError
 
 
@@ -127,10 +131,12 @@ class StaticBatches(ChunkedBatches):
         self._permuted = prepare.channels_last and inputs.dim() == 4
         self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
 
-    def _gather(self, shares: list[MicroBatchIndices], first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        parts, stride = [share.indices for share in shares], 1
+    def _gather(
+        self, micro_batches: list[MicroBatchIndices], first_step: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        parts, stride = [micro_batch.indices for micro_batch in micro_batches], 1
         if any(len(part) % 16 for part in parts[:-1]):
-            # Kernels may sum in another order where memory is aligned otherwise: each share begins at a
+            # Kernels may sum in another order where memory is aligned otherwise: each micro-batch begins at a
             # multiple of 16 rows, which are whole cache lines, as in a tensor of its own.
             stride = 2
             parts = [each for part in parts for each in (part, np.zeros(-len(part) % 16, np.int64))]
@@ -144,17 +150,17 @@ class StaticBatches(ChunkedBatches):
 
 @dataclass
 class RawBatches:
-    """Fetches a share from the source and augments it; worker processes get a copy of it."""
+    """Fetches a micro-batch from the source and augments it; worker processes get a copy of it."""
 
     source: MapSource
     augment: Augment
 
-    def __call__(self, share: MicroBatchIndices) -> Any:
-        source, places = self.source, share.indices
+    def __call__(self, micro_batch: MicroBatchIndices) -> Any:
+        source, places = self.source, micro_batch.indices
         if self.augment.resized_crop is None:
-            raw = source.fetch(places, share.epoch)
-            return augmented(self.augment, raw, share) if self.augment else raw
+            raw = source.fetch(places, micro_batch.epoch)
+            return augmented(self.augment, raw, micro_batch) if self.augment else raw
         if not source.cuts:
-            source = TensorSource(*source.fetch(places, share.epoch), images=True)
+            source = TensorSource(*source.fetch(places, micro_batch.epoch), images=True)
             places = np.arange(len(places))
-        return cropped(self.augment, source, share, places)
+        return cropped(self.augment, source, micro_batch, places)

@@ -35,13 +35,13 @@ _CLOSE_S = 2.0
 
 @dataclass
 class _Fetch(Dataset[Any]):
-    """A dataset indexed by shares: an item is one micro-batch, or the error that reading it raised."""
+    """A dataset indexed by `MicroBatchIndices`: raw batches, or the error that reading one raised."""
 
     batches: Callable[[Any], Any]
 
-    def __getitem__(self, share: Any) -> Any:
+    def __getitem__(self, micro_batch: Any) -> Any:
         try:
-            raw = self.batches(share)
+            raw = self.batches(micro_batch)
             # The queue would do it in a thread of its own, where an error would hang the reader.
             for tensor in tensors_in(raw):
                 tensor.share_memory_()
@@ -70,10 +70,10 @@ class _Done:
 
 
 class WorkerPool:
-    """Processes that turn shares into raw batches, of the same bits as without them.
+    """Processes that turn `MicroBatchIndices` into raw batches, of the same bits as without them.
 
-    `batches` fetches one share and is copied into every worker. `among` counts the processes of this pool and
-    others together, and `key` sets their number, for messages.
+    `batches` fetches one micro-batch and is copied into every worker. `among` counts the processes of this
+    pool and others together, and `key` sets their number, for messages.
     """
 
     def __init__(

@@ -115,9 +115,9 @@ def padding_share(sampler: Sampler, lengths: NDArray[np.int64], limit: int, padd
     """The share of padding among all tokens of the first epoch, in [0, 1); `sampler` is of a single rank."""
     texts = padded = 0
     for step in range(min(sampler.plan.steps_per_epoch or 0, MOST_STEPS)):
-        for share in sampler.step(step)[0]:
-            if share.num_samples:
-                own = lengths[share.indices]
+        for micro_batch in sampler.step(step)[0]:
+            if micro_batch.num_samples:
+                own = lengths[micro_batch.indices]
                 texts += int(own.sum())
                 padded += padding.width(int(own.max()), limit) * len(own)
     return 1 - texts / padded if padded else 0.0

@@ -54,7 +54,7 @@ class MicroBatchIndices(NamedTuple):
     epoch: int
     indices: Indices
     num_samples: int
-    """0 where the share is empty and `indices` names a stand-in sample."""
+    """0 where the micro-batch is empty and `indices` names a stand-in sample."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Sharding:
         """Number, within a step, of this rank's first micro-batch."""
         return self.rank * self.per_rank
 
-    def shares(self, epoch: int, batch: Indices) -> list[MicroBatchIndices]:
+    def cut(self, epoch: int, batch: Indices) -> list[MicroBatchIndices]:
         """This rank's micro-batches of a step; an empty one gets a stand-in sample for the collectives."""
         bounds = micro_batch_bounds(len(batch), self.micro_batches)[self.first : self.first + self.per_rank]
         return [
@@ -88,7 +88,7 @@ class Sharding:
 
 
 class Sampler:
-    """The shares of one rank at every step; where `order` gives none for an epoch, all samples are shuffled.
+    """The micro-batches of one rank at every step; all samples are shuffled unless `order` says otherwise.
 
     Raises:
         DataError: D002 without samples, D006 if every batch would be dropped.
@@ -114,13 +114,13 @@ class Sampler:
         return map(self.step, range(first_step, last_step))
 
     def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
-        """This rank's shares at `step` (counted from 0, over epochs), and the samples of the whole step."""
+        """This rank's micro-batches at `step` (from 0, over epochs), and the samples of the whole step."""
         epoch, start, stop = self.plan.batch(step)
         order = self._order_of(epoch)
         batch = order[start:stop]
         if stop > self.size:
             batch = order.take(np.arange(start, stop), mode="wrap")
-        return self._sharding.shares(epoch, batch), len(batch)
+        return self._sharding.cut(epoch, batch), len(batch)
 
     def _order(self, epoch: int) -> Indices:
         order = self.plan.order(epoch)
@@ -130,7 +130,7 @@ class Sampler:
 
 
 class InOrder:
-    """The shares of one rank of an evaluation: consecutive samples, a micro-batch a step, each sample once.
+    """The micro-batches of one rank of an evaluation: consecutive samples, each once, a micro-batch a step.
 
     Ranks share out `size` samples in pieces of `unit`, of which the last may be smaller. All have the same
     number of steps.
@@ -149,9 +149,9 @@ class InOrder:
     def step(self, step: int) -> tuple[list[MicroBatchIndices], int]:
         start = self._start + step * self._batch_size
         indices = np.arange(start, min(start + self._batch_size, self._stop))
-        share = (
+        micro_batch = (
             MicroBatchIndices(0, indices, len(indices))
             if len(indices)
             else MicroBatchIndices(0, np.arange(1), 0)
         )
-        return [share], share.num_samples
+        return [micro_batch], micro_batch.num_samples

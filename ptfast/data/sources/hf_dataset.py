@@ -209,9 +209,9 @@ class HfStream(IterableSource):
     dataset: Any
     decode: Callable[[list[Any]], Any]
 
-    def batch(self, samples: list[Any], share: MicroBatchIndices, augment: Augment) -> Any:
+    def batch(self, samples: list[Any], micro_batch: MicroBatchIndices, augment: Augment) -> Any:
         raw = self.decode(samples)
-        return augmented(augment, raw, share) if augment else raw
+        return augmented(augment, raw, micro_batch) if augment else raw
 
 
 def describe_labels(

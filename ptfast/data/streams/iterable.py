@@ -113,16 +113,16 @@ class IterableSource(BaseSource):
                 samples = shuffled(samples, self.shuffle_buffer, seed)
             yield from samples
 
-    def batch(self, samples: list[Any], share: MicroBatchIndices, augment: Augment) -> Any:
-        """A raw batch of samples, which are those of `share`, augmented."""
-        collate, numbers = self.collate, share.indices.tolist()
-        seed = counter_draws.key(self.seed, share.epoch, counter_draws.GLOBAL, *numbers[:1])
+    def batch(self, samples: list[Any], micro_batch: MicroBatchIndices, augment: Augment) -> Any:
+        """The raw batch of `samples`, whose numbers `micro_batch` has, augmented."""
+        collate, numbers = self.collate, micro_batch.indices.tolist()
+        seed = counter_draws.key(self.seed, micro_batch.epoch, counter_draws.GLOBAL, *numbers[:1])
         with seeded(seed) if collate.is_own else contextlib.nullcontext():
             raw = collate(collate.pairs(samples, numbers))
         raw = self.label_check(raw, numbers)
         if self.images:
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
-        return augmented(augment, raw, share) if augment else raw
+        return augmented(augment, raw, micro_batch) if augment else raw
 
     def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
         """A context in which `get_worker_info()` describes `reader` to the dataset."""

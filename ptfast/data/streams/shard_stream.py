@@ -100,7 +100,7 @@ class ShardStream(IterableSource):
         what = f"data.shuffle_buffer={self.shuffle_buffer:,} spans about {num_bytes(spanned)} of shards"
         return f"{what}, so shards are fetched again and again. Set data.cache={2 * spanned // 2**20 + 1}MiB"
 
-    def batch(self, samples: list[Sample], share: MicroBatchIndices, augment: Augment) -> Any:
+    def batch(self, samples: list[Sample], micro_batch: MicroBatchIndices, augment: Augment) -> Any:
         cache, places = self.dataset.cache, np.arange(len(samples))
         with ExitStack() as opened:
             following = {sample.url: sample.following for sample in samples}
@@ -111,9 +111,9 @@ class ShardStream(IterableSource):
             files = ImageFiles(paths, targets, self.image_size, self.on_corrupt)
             files.shape = self.shape
             if augment.resized_crop is not None:
-                return cropped(augment, files, share, places)
+                return cropped(augment, files, micro_batch, places)
             raw = files.fetch(places)
-        return augmented(augment, raw, share) if augment else raw
+        return augmented(augment, raw, micro_batch) if augment else raw
 
     def _class_of(self, sample: Sample) -> int:
         label = sample.shard.labels[sample.place].item()

@@ -85,14 +85,14 @@ class StreamReader:
             checksum = digest(batch) if reader.world_size > 1 and step == first_step else 0
             if not batch or (len(batch) < end - first and not self.once):
                 break
-            shares = self.sharding.shares(0, np.arange(len(batch)))
-            for number, share in enumerate(shares, step * per_rank):
+            micro_batches = self.sharding.cut(0, np.arange(len(batch)))
+            for number, micro_batch in enumerate(micro_batches, step * per_rank):
                 if number % reader.num_workers == reader.worker:
-                    taken = [batch[place] for place in share.indices]
+                    taken = [batch[place] for place in micro_batch.indices]
                     # Numbers continue over the passes.
-                    numbers = MicroBatchIndices(0, first + share.indices, len(taken))
+                    numbers = MicroBatchIndices(0, first + micro_batch.indices, len(taken))
                     raw = self.source.batch(taken, numbers, self.augment)
-                    yield Item(raw, share.num_samples, now, checksum)
+                    yield Item(raw, micro_batch.num_samples, now, checksum)
         while True:
             yield END
 

@@ -65,32 +65,33 @@ class Augment(transforms.AugmentSection):
     def reflects(self) -> bool:
         return self.crop_padding > 0 and self.crop_padding_mode == "reflect"
 
-    def draw(self, share: MicroBatchIndices) -> tuple[Indices, Indices, Indices]:
+    def draw(self, micro_batch: MicroBatchIndices) -> tuple[Indices, Indices, Indices]:
         """(top, left, flipped) of each image: corner of its crop in the padded image, mirrored first."""
-        none = np.zeros(len(share.indices), np.int64)
+        none = np.zeros(len(micro_batch.indices), np.int64)
         top = left = flipped = none
         if self.crop_padding:
             high = 2 * self.crop_padding + 1
-            top = self._integers(share, counter_draws.CROP_Y, high)
-            left = self._integers(share, counter_draws.CROP_X, high)
+            top = self._integers(micro_batch, counter_draws.CROP_Y, high)
+            left = self._integers(micro_batch, counter_draws.CROP_X, high)
         if self.flip == "alternating":
             # Which half begins mirrored is drawn once; from then on each image turns over every epoch.
-            flipped = self._integers(share._replace(epoch=0), counter_draws.FLIP, 2) ^ (share.epoch & 1)
+            drawn = self._integers(micro_batch._replace(epoch=0), counter_draws.FLIP, 2)
+            flipped = drawn ^ (micro_batch.epoch & 1)
         elif self.flip:
-            flipped = self._integers(share, counter_draws.FLIP, 2)
+            flipped = self._integers(micro_batch, counter_draws.FLIP, 2)
         return top, left, flipped
 
-    def draw_changes(self, share: MicroBatchIndices, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
+    def draw_changes(self, micro_batch: MicroBatchIndices, shape: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The draws that `change` takes for each image of `shape` (height, width), samples first."""
 
-        draw = partial(counter_draws.uniform, self.seed, share.epoch, share.indices)
+        draw = partial(counter_draws.uniform, self.seed, micro_batch.epoch, micro_batch.indices)
 
         def within(stream: int, most: float, least: float | None = None) -> NDArray[np.float64]:
             low = -most if least is None else least
             return low + (most - low) * draw(stream)
 
         def factor(stream: int, most: float) -> NDArray[np.float64]:
-            return within(stream, 1 + most, max(0.0, 1 - most)) if most else np.ones(len(share.indices))
+            return within(stream, 1 + most, max(0.0, 1 - most)) if most else np.ones(len(micro_batch.indices))
 
         drawn: dict[str, NDArray[Any]] = {}
         height, width = shape
@@ -116,14 +117,14 @@ class Augment(transforms.AugmentSection):
             profiles = np.exp(-0.5 * (np.arange(max(shape)) / sigma[:, None]) ** 2)
             drawn["blur"] = np.rint(profiles * ops.BLUR_STEPS).astype(np.float32)
         if self.cutout:
-            top = self._integers(share, counter_draws.CUTOUT_Y, height) - self.cutout // 2
-            left = self._integers(share, counter_draws.CUTOUT_X, width) - self.cutout // 2
+            top = self._integers(micro_batch, counter_draws.CUTOUT_Y, height) - self.cutout // 2
+            left = self._integers(micro_batch, counter_draws.CUTOUT_X, width) - self.cutout // 2
             drawn["erased"] = np.stack([top, top + self.cutout, left, left + self.cutout], 1).astype(np.int32)
         elif self.erasing:
             # As in torchvision, which has the height over the width.
-            heights, widths = (np.full(len(share.indices), size) for size in shape)
+            heights, widths = (np.full(len(micro_batch.indices), size) for size in shape)
             how = heights, widths, (0.02, 0.33), (1 / 3.3, 1 / 0.3), counter_draws.ERASED
-            boxes = draw_boxes(self.seed, share.epoch, share.indices, *how)
+            boxes = draw_boxes(self.seed, micro_batch.epoch, micro_batch.indices, *how)
             chosen = draw(counter_draws.ERASING) < self.erasing
             drawn["erased"] = (box_edges(boxes, *shape) * chosen).T.astype(np.int32)
         return drawn
@@ -149,13 +150,13 @@ class Augment(transforms.AugmentSection):
         return masks[..., 0]
 
     def change_batch(
-        self, images: Tensor, masks: Tensor | None, share: MicroBatchIndices
+        self, images: Tensor, masks: Tensor | None, micro_batch: MicroBatchIndices
     ) -> tuple[Tensor, Tensor | None]:
-        """`change` and `change_masks` with the draws for `share`."""
+        """`change` and `change_masks` with the draws for `micro_batch`."""
         if not self.changes:
             return images, masks
         shape = images.shape[1:3]
-        drawn = {name: torch.from_numpy(each) for name, each in self.draw_changes(share, shape).items()}
+        drawn = {name: torch.from_numpy(each) for name, each in self.draw_changes(micro_batch, shape).items()}
         if masks is not None:
             masks = self.change_masks(masks, drawn)
         changed, at_once = torch.empty_like(images), max(1, _CACHED_PIXELS // shape.numel())
@@ -164,8 +165,8 @@ class Augment(transforms.AugmentSection):
             changed[part] = self.change(images[part], {name: each[part] for name, each in drawn.items()})
         return changed, masks
 
-    def _integers(self, share: MicroBatchIndices, stream: int, high: int) -> Indices:
-        return counter_draws.integers(self.seed, share.epoch, share.indices, stream, high)
+    def _integers(self, micro_batch: MicroBatchIndices, stream: int, high: int) -> Indices:
+        return counter_draws.integers(self.seed, micro_batch.epoch, micro_batch.indices, stream, high)
 
 
 def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, normalize: bool) -> Augment:

@@ -19,34 +19,34 @@ from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 Bytes = NDArray[np.uint8]
 
 
-def augmented(augment: Augment, raw: Any, share: MicroBatchIndices) -> Any:
-    """A raw batch `(images, targets, ...)`, changed as drawn for `share`; targets only if they are masks.
+def augmented(augment: Augment, raw: Any, micro_batch: MicroBatchIndices) -> Any:
+    """A raw batch `(images, targets, ...)`, changed as drawn for `micro_batch`; targets if they are masks.
 
     Images are uint8 (batch, height, width, channels); masks are (batch, height, width), or with a channel.
     """
     images, targets, *others = raw
     masks = None if augment.mask_fill is None else planes(augment, targets)
     if augment.moves:
-        drawn = augment.draw(share)
+        drawn = augment.draw(micro_batch)
         images = _crop_and_flip(augment, images, drawn)
         if masks is not None:
             masks = _crop_and_flip(augment, masks[..., None], drawn, augment.mask_fill or 0)[..., 0]
-    images, masks = augment.change_batch(images, masks, share)
+    images, masks = augment.change_batch(images, masks, micro_batch)
     return images, targets if masks is None else masks.reshape(targets.shape), *others
 
 
 def cropped(
-    augment: Augment, source: MapSource, share: MicroBatchIndices, places: Indices
+    augment: Augment, source: MapSource, micro_batch: MicroBatchIndices, places: Indices
 ) -> tuple[Tensor, Tensor]:
-    """The raw batch of `share` by `augment.resized_crop`; its samples lie at `places` of `source`.
+    """The raw batch of `micro_batch` by `augment.resized_crop`; its samples lie at `places` of `source`.
 
     Images are uint8 (batch, side, side, channels).
     """
     size = augment.size
     assert augment.resized_crop is not None
     ranges = augment.resized_crop, augment.resized_ratio
-    boxes = draw_boxes(augment.seed, share.epoch, share.indices, *source.sizes(places), *ranges)
-    flipped = augment.draw(share)[2]
+    boxes = draw_boxes(augment.seed, micro_batch.epoch, micro_batch.indices, *source.sizes(places), *ranges)
+    flipped = augment.draw(micro_batch)[2]
     images, targets = source.crops(places, boxes, size, flipped), source.labels(places)
     masks = None
     if augment.mask_fill is not None:
@@ -54,7 +54,7 @@ def cropped(
         height, width = masks.shape[1:]
         top, bottom, left, right = torch.from_numpy(box_edges(boxes, height, width))
         masks = cut_masks(masks, top, bottom, left, right, torch.from_numpy(flipped), size)
-    images, masks = augment.change_batch(images, masks, share)
+    images, masks = augment.change_batch(images, masks, micro_batch)
     return images, targets if masks is None else masks.reshape(*targets.shape[:-2], size, size)
 
 
@@ -76,23 +76,23 @@ class MemoryBatches:
             self._windows.append(RowWindows(masks, padding, **more, fill=fill, arrays=arrays))
         self._epoch, self._corners = -1, list[Indices]()
 
-    def __call__(self, share: MicroBatchIndices) -> Any:
-        if share.epoch != self._epoch:
+    def __call__(self, micro_batch: MicroBatchIndices) -> Any:
+        if micro_batch.epoch != self._epoch:
             everything = np.arange(len(self._targets))
             top, left, flipped = self._augment.draw(
-                MicroBatchIndices(share.epoch, everything, len(everything))
+                MicroBatchIndices(micro_batch.epoch, everything, len(everything))
             )
             slots = everything + flipped * len(everything)
             self._corners = [windows.corners(slots, top, left) for windows in self._windows]
-            self._epoch = share.epoch
+            self._epoch = micro_batch.epoch
         images, *masks = [
-            windows.gather(corners[share.indices])
+            windows.gather(corners[micro_batch.indices])
             for windows, corners in zip(self._windows, self._corners, strict=True)
         ]
         if not masks:
-            targets = self._targets.index_select(0, as_tensor(share.indices))
-            return self._augment.change_batch(images, None, share)[0], targets
-        images, changed = self._augment.change_batch(images, masks[0][..., 0], share)
+            targets = self._targets.index_select(0, as_tensor(micro_batch.indices))
+            return self._augment.change_batch(images, None, micro_batch)[0], targets
+        images, changed = self._augment.change_batch(images, masks[0][..., 0], micro_batch)
         assert changed is not None
         return images, changed.reshape(-1, *self._targets.shape[1:])
 

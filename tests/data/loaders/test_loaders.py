@@ -131,7 +131,7 @@ def test_augmentation_equals_a_crop_and_flip_of_each_image_by_itself(color: Data
     batches = loader(color, "memory", augment=wanted, normalize=False, seed=3)
     for step in (0, 5, 9):
         (inputs, _), _ = next(batches.steps(step, step + 1)).micro_batches[0]
-        (share,), _ = batches.batches.shares(step)
+        (share,), _ = batches.batches.indices_at(step)
         top, left, flipped = augment.draw(share)
         assert len(set(zip(top, left, flipped, strict=True))) > 3
         for image, i, y, x, mirror in zip(inputs, share.indices, top, left, flipped, strict=True):
