@@ -28,7 +28,7 @@ from ptfast.config.python_words import PythonWords, is_frame
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
 from ptfast.core.sections.given import give_again, is_given
-from ptfast.core.tensors.saved_state import config_of, find_checkpoint
+from ptfast.core.tensors.checkpoint_folders import config_of, find_checkpoint
 from ptfast.data.new_inputs import Text
 from ptfast.launch.host_process import borrowed, check_processes, without_script
 from ptfast.launch.launcher import start_here

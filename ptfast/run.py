@@ -9,18 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Callback, DataInfo, Logger, Stateful, StepBatch, Task, hooks
-from ptfast.core.run_records import AutoChoices, Progress
+from ptfast.core.run_records import Progress
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from ptfast.config.schema import Eval, Saving, Stop
-    from ptfast.core.tensors.state_writer import StateWriter
+    from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
     from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
     from ptfast.optim.parameter_groups import Freezing
     from ptfast.techniques.backend.garbage_collection import Collector
@@ -135,7 +136,7 @@ class Run:
     """What checkpoints hold besides the weights, by name."""
     checkpointer: Any = field(init=False)
     """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`)."""
-    saver: StateWriter = field(init=False)
+    saver: CheckpointWriter = field(init=False)
     """Writes checkpoints, in the background if it may."""
 
     progress: Progress = field(default_factory=Progress)

@@ -109,7 +109,7 @@ def loss() -> None:
 
 def images() -> None:
     """A batch of images on the device: by single operators, and by one kernel."""
-    from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.core.batch_plan import BatchPlan
     from ptfast.core.protocols import DataInfo
     from ptfast.data.loaders import device_loader
     from ptfast.data.loaders.device_loader import DeviceBatches
@@ -125,7 +125,7 @@ def images() -> None:
     info = replace(info, in_channels=3, extra={"normalize": figures})
     pixels = torch.randint(256, (51200, 32, 32, 3), dtype=torch.uint8)
     source = TensorSource(pixels, torch.arange(51200) % 10, images=True)
-    sharding = Sharding(BatchPlan(51200, constant(512)), 1, 0, 1)
+    sharding = Sharding(BatchPlan(51200, 512), 1, 0, 1)
     for ready, name, changes in (
         (True, "crop and flip, ready beforehand", crops),
         (True, "the same with cutout", {**crops, "cutout": 8}),

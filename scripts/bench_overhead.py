@@ -99,7 +99,7 @@ class Bench(Job):
 
 def lean_by_hand(bench: Job, clock: Clock) -> None:
     """The leanest loop that torch's documented interfaces allow, on ptfast's batches."""
-    from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.core.batch_plan import BatchPlan
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data
     from ptfast.data.loaders.build_loaders import build_train_loader
@@ -108,7 +108,7 @@ def lean_by_hand(bench: Job, clock: Clock) -> None:
 
     total_steps = bench.epochs * STEPS_PER_EPOCH
     data = build_data(Bench.points, val=Duration.parse(0, "samples"), seed=0, task="auto", normalize=False)
-    sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
+    sharding = Sharding(BatchPlan(len(data.train), BATCH_SIZE), 1)
     in_memory = LoaderOptions(torch.device("cpu"), normalize=False, kind="memory")
     batches = build_train_loader(data, sharding, in_memory, seed=0)
     model = Mlp()

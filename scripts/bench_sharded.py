@@ -67,8 +67,8 @@ def measure(width: int, depth: int) -> None:
     from ptfast.config.read import read_config
     from ptfast.core.distributed import Ranks, barrier, broadcast_object, on_all_ranks
     from ptfast.core.plain_display import Display
+    from ptfast.core.tensors.checkpoint_files import read_checkpoint
     from ptfast.core.tensors.dtensors import is_sharded, local_part
-    from ptfast.core.tensors.saved_state import read_state
     from ptfast.core.tensors.trees import tensors_in
     from ptfast.training.build import build
     from ptfast.training.fit import fit
@@ -97,7 +97,7 @@ def measure(width: int, depth: int) -> None:
         return [whole for whole in wholes if ranks.is_first]
 
     def load() -> None:
-        state = read_state(folder / "saved" / "last", check=False)
+        state = read_checkpoint(folder / "saved" / "last", check=False)
         run.checkpointer.restore_model(state)
         run.checkpointer.restore(state, 0)
 

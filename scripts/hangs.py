@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ptfast.core.protocols import Callback, Logger
 from ptfast.core.run_directory import read_json
-from ptfast.core.tensors import saved_state
+from ptfast.core.tensors import checkpoint_files
 from ptfast.tasks.ratios import Ratios
 from ptfast.tasks.supervised import SupervisedTask
 
@@ -206,13 +206,13 @@ class Calls(Callback):
     def on_start(self, run: Any) -> None:
         self._act("start", AT_STEP)
         if self.where == "disk":
-            seal: Callable[..., Any] = saved_state._seal
+            seal: Callable[..., Any] = checkpoint_files._seal
 
             def slow(draft: Path, step: int, *others: Any) -> Any:
                 self._act("disk", step)
                 return seal(draft, step, *others)
 
-            saved_state._seal = slow
+            checkpoint_files._seal = slow
 
     def on_step(self, run: Any, step: int) -> None:
         self._act("step", step)

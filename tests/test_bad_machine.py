@@ -1,4 +1,4 @@
-"""Bad environments and bad saved states: one line, the right exit code, nothing half done."""
+"""Bad environments and bad checkpoints: one line, the right exit code, nothing half done."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def marked(technique: Technique) -> Any:
         marks.append(pytest.mark.gpu(*real))
     if SLOW & {*technique.needs}:
         marks.append(pytest.mark.slow)
-    for need, package in {"schedulefree": "schedulefree", "float8": "torchao"}.items():
+    for need, package in {"schedulefree": "schedulefree", "peft": "peft", "float8": "torchao"}.items():
         if need in technique.needs:
             marks.append(pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}"))
     if "model=hf" in technique.trial:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ptfast.core.durations import Duration, is_finite, read_number
-from ptfast.core.errors import COMMAND_LINE, ConfigError, cannot_write, did_you_mean, is_secret
+from ptfast.core.errors import COMMAND_LINE, ConfigError, cannot_write, did_you_mean
+from ptfast.core.sections.secret_values import is_secret
 
 WIDTH, INDENT = 80, 24
 """Width of help texts, and the column where descriptions begin."""

@@ -84,7 +84,7 @@ def _dispatch(words: list[str]) -> int:
         # This process and its children search this folder first.
         os.environ[paths.CONFIG_DIR] = str(folder.absolute())
     if COMMANDS[name].alone:
-        from ptfast.core.world import nodes_from_environment, world
+        from ptfast.core.distributed import nodes_from_environment, world
 
         if world() is not None or nodes_from_environment():
             hint = "Start it without torchrun; parallel=ddp launches the ranks"

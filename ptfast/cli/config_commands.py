@@ -16,11 +16,10 @@ from ptfast.config.checks.rules import unused_keys
 from ptfast.config.compose import Composed
 from ptfast.config.read import load_config, read_config
 from ptfast.config.schema import Config
-from ptfast.core.distributed import Ranks
+from ptfast.core.distributed import Ranks, nodes_from_environment, world
 from ptfast.core.errors import COMMAND_LINE, EXIT_OK, ConfigError
 from ptfast.core.run_directory import CONFIG
 from ptfast.core.units import duration, num_bytes
-from ptfast.core.world import nodes_from_environment, world
 from ptfast.report.terminal.display import build_display, say, table
 
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from ptfast.core import machine
 from ptfast.core.devices import check_compiler, cpu_facts, multiplies_bf16
+from ptfast.core.distributed import STARTERS, WORLD
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import num_bytes
-from ptfast.core.world import STARTERS, WORLD
 from ptfast.report.terminal.display import say, table, terminal_display
 from ptfast.report.terminal.json_lines import emit, lines
 

@@ -88,7 +88,7 @@ class ThisMachine:
             return None
         if need == "cores":
             return None if spare_cores() > 1 else "no core is to spare"
-        if need == "schedulefree":
+        if need in ("schedulefree", "peft"):
             return None if find_spec(need) else f"the package {need} is not installed"
         device = self.device
         name = "CPU" if device == "cpu" else "GPU"

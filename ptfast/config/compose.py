@@ -28,7 +28,8 @@ from ptfast.config.files.yaml_file import lineage
 from ptfast.config.hydra_loader import PRIMARY, TracingLoader
 from ptfast.config.overrides import Argument, expand_preset, parse
 from ptfast.config.schema import VARIABLES, defaults, flatten
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, keep_secret
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean
+from ptfast.core.sections.secret_values import is_secret, keep_secret
 
 _PLUGINS = {
     "hydra/launcher": ("submitit_slurm", "submitit_local", "joblib", "ray", "ray_aws", "rq"),

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import lineage, read_yaml
 from ptfast.config.schema import lies_in
-from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, is_secret, together
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, together
+from ptfast.core.sections.secret_values import is_secret
 
 _SET_BY_US = {
     "hydra.run": "Use run.dir={} for the run's own folder",

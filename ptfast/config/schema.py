@@ -11,8 +11,8 @@ from pydantic import Field
 from ptfast.config.checks.former_keys import in_todays_keys
 from ptfast.config.families import FAMILIES
 from ptfast.core.durations import Duration
-from ptfast.core.errors import SECRET, is_secret
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
+from ptfast.core.sections.secret_values import SECRET, is_secret
 from ptfast.core.sections.section import (
     GATHERED,
     Count,

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ptfast.core.sections.secret_values import SECRET, hide_credentials, is_secret
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_FINDINGS = 8
@@ -74,24 +76,8 @@ INSTALLED = (
 """Folders of code that no user of ptfast has written."""
 COMMAND_LINE = "command line"
 """Place of what was typed."""
-SECRET = "<secret>"
 MOST_CHARS = 2000
 """Characters of one error, or one line of a traceback, that are shown or written."""
-_SECRET_KEYS = {
-    *("password", "passwd", "secret", "token", "api_key", "api_token", "access_key", "secret_key", "auth"),
-    *("auth_token", "access_token", "authorization", "bearer", "cookie", "credential", "credentials"),
-    "headers",
-}
-"""Whole names, which no key or parameter of ours has: `data.text_key` and `model.cls_token` are none."""
-_KEPT_SECRET: set[str] = set()
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_CREDENTIALS = re.compile(
-    r"(?<=://)(?![^\s/]*\$\{oc\.env:)[^\s/]+(?=@)"
-    r"|(?<=[?&])(?P<name>[\w-]*(?:sig|token|key|secret|passw|credential|auth)[\w-]*=)(?!\$\{oc\.env:)"
-    r"[^\s&'\"]*[^\s&'\":.,)]",
-    re.IGNORECASE,
-)
-"""Name and password in front of a URL's host, and what it is signed with behind its path."""
 
 
 class PtfastError(Exception):
@@ -295,18 +281,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= MOST_CHARS else f"{hide_credentials(text)[:MOST_CHARS]} ..."
 
 
-def is_secret(key: str, *, misspelt: bool = False) -> bool:
-    """Return True if a key's name is that of a secret (`token`, `apiKey`), or with `misspelt` like it."""
-    name = "_".join(word.lower() for word in _WORD.findall(key.rpartition(".")[2]))
-    return name in _SECRET_KEYS or (misspelt and bool(difflib.get_close_matches(name, _SECRET_KEYS, 1, 0.75)))
-
-
-def keep_secret(value: str) -> None:
-    """Hide a value wherever it is shown or written from now on, unless it is a path or short."""
-    if len(value) >= 6 and not os.path.exists(value):  # noqa: PTH110
-        _KEPT_SECRET.add(value)
-
-
 def shorten(value: Any, max_chars: int = 80) -> str:
     """`value` as text of at most `max_chars` characters, without control characters."""
     text = one_line(str(value))
@@ -367,13 +341,6 @@ def name_some(names: Sequence[str], most: int = 5) -> str:
     """The first of many names, and how many there are besides."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def hide_credentials(text: str) -> str:
-    """`text` without values that are kept secret, and without credentials in its URLs."""
-    for value in _KEPT_SECRET:
-        text = text.replace(value, SECRET)
-    return _CREDENTIALS.sub(lambda match: f"{match['name'] or ''}{SECRET}", text) if "://" in text else text
 
 
 def one_line(text: str) -> str:

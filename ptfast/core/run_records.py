@@ -1,11 +1,10 @@
-"""What a run writes about itself as JSON: its automatic choices, its progress, and the types of its files."""
+"""What a run writes about itself as JSON: its progress, and the types of its files."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,135 +14,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, Required, TypedDict
 
 from ptfast.core import run_directory
-from ptfast.core.errors import SavedStateError
 from ptfast.core.protocols import DataInfo
 
 LEAST_STEPS, LEAST_S = 5, 2.0
 """Fewer steps or seconds after the warm-up give no throughput: a neighbor's burst would make it."""
-
-
-@dataclass(frozen=True)
-class AutoChoice:
-    """The value that a key of the config came to have."""
-
-    key: str
-    value: Any
-    reason: str = ""
-    """Why ptfast chose it; empty if the config gives it, or nothing else was possible."""
-
-    def __str__(self) -> str:
-        value = self.value if isinstance(self.value, str) else json.dumps(self.value)
-        return f"{self.key}={value} because {self.reason}"
-
-
-class AutoChoices:
-    """The automatic choices of a run, and facts that no key says; the first rank writes `resolved.json`."""
-
-    def __init__(self, previous: dict[str, AutoChoice] | None = None) -> None:
-        self.previous = previous or {}
-        """What a resumed run chose and noted when it began."""
-        self.made: dict[str, AutoChoice] = {}
-        self.facts: dict[str, Any] = {}
-        self.rows: dict[str, str | None] = {}
-
-    def choose(self, key: str, value: Any, reason: str = "") -> Any:
-        """Record the value of a key; return it."""
-        self.made[key] = AutoChoice(key, value, reason)
-        return value
-
-    def note(self, name: str, value: Any, row: str | None = None) -> None:
-        """Record a fact, with its row in the panel if it has one."""
-        self.facts[name], self.rows[name.replace("_", " ")] = value, row
-
-    def resolve(self, key: str, wanted: Any, kind: Any, decide: Callable[[], tuple[Any, str]]) -> Any:
-        """Record and return the value of a key: that of the config if it is not `auto`.
-
-        Otherwise the value that the run began with, of type `kind`, or else what `decide` returns with its
-        reason.
-        """
-        if wanted != "auto":
-            return self.choose(key, wanted)
-        before = self.began_with(key, kind)
-        return self.choose(key, *(decide() if before is None else (before, self.previous[key].reason)))
-
-    def get(self, name: str) -> Any:
-        """The value of a key or a fact; None if it is not recorded."""
-        return self.made[name].value if name in self.made else self.facts.get(name)
-
-    def began_with(self, name: str, kind: Any) -> Any:
-        """The value when the run began, None for a new run; S001 if it is not of type `kind`."""
-        found = self.previous.get(name)
-        try:
-            return found and _adapter(kind | None).validate_python(found.value, strict=True)
-        except ValidationError as error:
-            raise _damaged(f"{name}: {error.errors(include_url=False)[0]['msg']}") from None
-
-    def values(self) -> dict[str, Any]:
-        """All values, by key or name."""
-        return {key: choice.value for key, choice in self.made.items()} | self.facts
-
-    def as_json(self) -> dict[str, Any]:
-        """The content of `resolved.json`."""
-        return {"choices": [*map(asdict, self.made.values())], "facts": self.facts}
-
-    def write(self, folder: Path) -> None:
-        """Keep them in a run directory; called on the first rank."""
-        run_directory.write_json(folder / run_directory.RESOLVED, self.as_json())
-
-
-class SavedChoices(TypedDict):
-    """`resolved.json`."""
-
-    choices: list[AutoChoice]
-    facts: dict[str, Any]
-
-
-_KEYS_OF_0_1 = {
-    "class_weights": "task.class_weights",
-    "threads": "backend.threads",
-    "cudnn_benchmark": "backend.cudnn_benchmark",
-    "flushes_denormals": "backend.flush_denormals",
-    "matmul_precision": "precision.matmul_precision",
-    "channels_last": "rewrites.channels_last",
-    "compile_dynamic": "compile.dynamic",
-    "dataloader": "dataloader.kind",
-    "workers": "dataloader.workers",
-    "num_ranks": "world_size",
-}
-
-
-def _of_version_0_1(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`resolved.json` of version 0.1, which had a field for each choice and fact, as it is today."""
-    # A number or text of 0 or "" was not decided yet.
-    decided = {name: value for name, value in tree.items() if value or isinstance(value, (bool, dict))}
-    choices = [
-        {"key": _KEYS_OF_0_1.get(name, name), "value": value, "reason": tree.get(f"{name}_reason", "")}
-        for name, value in decided.items()
-    ]
-    if isinstance(note := decided.get("precision"), str):
-        mode = {"bf16": "bf16", "fp16": "amp_fp16"}.get(note.partition(" ")[0], "fp32")
-        choices.append({"key": "precision.mode", "value": mode, "reason": "the run began with it"})
-    return {"choices": choices, "facts": {}}
-
-
-def read_choices(folder: Path, facts: Mapping[str, Any] | None = None) -> dict[str, AutoChoice]:
-    """What a run chose and noted: from its directory, or from the `facts` of a state if the file is gone.
-
-    S001 if the file is damaged.
-    """
-    facts, path = facts or {}, folder / run_directory.RESOLVED
-    tree = run_directory.read_json(path) or facts.get("choices") or facts.get("resolved") or {}
-    try:
-        saved = checked(SavedChoices, json.dumps(tree if "choices" in tree else _of_version_0_1(tree)))
-    except ValueError as error:
-        raise _damaged(str(error), path) from None
-    noted = (AutoChoice(name, value) for name, value in saved["facts"].items())
-    return {record.key: record for record in (*saved["choices"], *noted)}
-
-
-def _damaged(what: str, path: str | Path = run_directory.RESOLVED) -> SavedStateError:
-    hint = "Remove the file: the saved state holds the same facts"
-    return SavedStateError("S001", what, key=str(path), suggestion=hint)
 
 
 @dataclass
@@ -247,6 +121,27 @@ class InputFacts(TypedDict, total=False):
     columns: list[str] | None
     table: TableFacts
     contents: dict[str, Annotated[list[int | str], Field(min_length=3, max_length=3)]]
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """The value that a key of the config came to have."""
+
+    key: str
+    value: Any
+    reason: str = ""
+    """Why ptfast chose it; empty if the config gives it, or nothing else was possible."""
+
+    def __str__(self) -> str:
+        value = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return f"{self.key}={value} because {self.reason}"
+
+
+class SavedChoices(TypedDict):
+    """`resolved.json`."""
+
+    choices: list[AutoChoice]
+    facts: dict[str, Any]
 
 
 class StateFacts(TypedDict):
@@ -389,14 +284,14 @@ class AttemptFacts(TypedDict):
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def checked(kind: Any, text: str) -> Any:
     """JSON as `kind`, without entries that it does not know; ValueError names the first of another type."""
     try:
-        return _adapter(kind).validate_json(text, strict=True)
+        return adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, found['loc']))}: {found['msg']}") from None
@@ -406,7 +301,7 @@ def read_known(path: Path, kind: Any) -> dict[str, Any]:
     """As `read_json`, without the entries that are of another type than `kind` says."""
     found = run_directory.read_json(path)
     try:
-        _adapter(kind).validate_python(found, strict=True)
+        adapter(kind).validate_python(found, strict=True)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             found.pop(str(each["loc"][0]), None)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.core import run_directory
+from ptfast.core.distributed import THREADS_VARIABLE
 from ptfast.core.errors import MachineError, ParallelError
-from ptfast.core.world import THREADS_VARIABLE
 
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended

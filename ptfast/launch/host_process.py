@@ -22,6 +22,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from ptfast.config.schema import Config
+from ptfast.core.distributed import world
 from ptfast.core.errors import (
     COMMAND_LINE,
     ConfigError,
@@ -33,7 +34,6 @@ from ptfast.core.errors import (
 )
 from ptfast.core.machine import on_main_thread
 from ptfast.core.tensors.torch_internals import set_allocator
-from ptfast.core.world import world
 from ptfast.techniques.precision.mixed_precision import set_float32
 
 _busy = threading.Lock()

@@ -23,7 +23,15 @@ from ptfast.config.read import load_config
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
 from ptfast.core.clock import STARTED_VARIABLE
-from ptfast.core.distributed import Ranks, broadcast_text, count_neighbors, gather_texts
+from ptfast.core.distributed import (
+    Ranks,
+    broadcast_text,
+    count_neighbors,
+    gather_texts,
+    nodes_from_environment,
+    under_torchrun,
+    world,
+)
 from ptfast.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -41,7 +49,6 @@ from ptfast.core.errors import (
     rebuilt,
 )
 from ptfast.core.machine import die_with_parent
-from ptfast.core.world import nodes_from_environment, under_torchrun, world
 from ptfast.launch.elastic import (
     can_reach,
     check_nodes,
@@ -90,7 +97,7 @@ def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
 
 def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restarts: int) -> int:
     """Train as ranks of this machine; restart them up to `max_restarts` times without a new checkpoint."""
-    from ptfast.core.tensors.saved_state import list_states
+    from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
     # Use this machine alone, whatever torchrun's variables (`PET_*`) say.
     options = [
@@ -110,7 +117,7 @@ def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restart
             if error.exit_code != ParallelError.exit_code or ended.received is not None:
                 raise
             # Until the ranks have resumed or saved, the checkpoints there belong to an earlier attempt.
-            states = list_states(last.parent) if _identity(last) != before else []
+            states = list_checkpoints(last.parent) if _identity(last) != before else []
             newest = next(iter(states), state)
             left = max_restarts if newest != state else left - 1
             if left < 0 or not max_restarts:
@@ -199,7 +206,7 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
 @contextlib.contextmanager
 def _prepared(start: RunStart, composed: Composed) -> Iterator[None]:
     """Make, lock and fill the run directory; remove it again if the run could not begin."""
-    from ptfast.core.tensors.saved_state import restore_links
+    from ptfast.core.tensors.checkpoint_folders import restore_links
 
     config_file = start.folder / run_directory.CONFIG
     if config_file.is_file() and not is_own(config_file):

@@ -20,6 +20,7 @@ from ptfast.core.distributed import (
     destroy_process_group,
     init_process_group,
     is_connection_lost,
+    world,
 )
 from ptfast.core.errors import (
     EXIT_BUG,
@@ -37,9 +38,8 @@ from ptfast.core.errors import (
 )
 from ptfast.core.plain_display import Display, LastingOutput, show_warnings_once
 from ptfast.core.protocols import Logger
-from ptfast.core.tensors.saved_state import MANIFEST, list_states
+from ptfast.core.tensors.checkpoint_folders import MANIFEST, list_checkpoints
 from ptfast.core.units import num_bytes
-from ptfast.core.world import world
 from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import Attempt, read_goodput
 from ptfast.report.panel import device_name, results, show_panel
@@ -290,7 +290,7 @@ class RankPart:
         summary |= {"recipe": self.config.recipe, "run_dir": str(self.folder)}
         if outcome.status in CUT_SHORT and summary.get("steps"):
             summary["resume"] = resume_command(self.folder)
-        elif run is not None and not outcome.exit_code and list_states(self.folder / "saved"):
+        elif run is not None and not outcome.exit_code and list_checkpoints(self.folder / "saved"):
             summary["next"] = next_commands(self.folder, run.choices.get("task"))
         return summary
 

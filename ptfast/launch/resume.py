@@ -14,8 +14,9 @@ from ptfast.config.files.frozen import changed_secrets, frozen_tree
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config, changed_keys
 from ptfast.core import run_directory
+from ptfast.core.auto_choices import AutoChoices, read_choices
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
-from ptfast.core.run_records import AutoChoices, Environment, Summary, read_choices, read_known
+from ptfast.core.run_records import Environment, Summary, read_known
 from ptfast.core.sections.given import PREFIX
 
 Tree = dict[str, Any]
@@ -42,7 +43,8 @@ def find_start(composed: Composed, config: Config) -> RunStart:
         SavedStateError: S003 if the config has changed since, with the keys; S004 if there is nothing to
             resume from, or the checkpoints of a run are gone.
     """
-    from ptfast.core.tensors.saved_state import find_state, read_facts
+    from ptfast.core.tensors.checkpoint_files import read_facts
+    from ptfast.core.tensors.checkpoint_folders import find_to_resume
 
     resume = config.run.resume
     given = Path(config.run.dir) if config.run.dir else None
@@ -65,7 +67,7 @@ def find_start(composed: Composed, config: Config) -> RunStart:
         if folder is None:
             return fresh
         return _continue(folder, tree, config, *_newest_intact(folder), folder, composed.tree)
-    state_folder = find_state(Path(resume))
+    state_folder = find_to_resume(Path(resume))
     source, facts = state_folder.parent.parent, read_facts(state_folder)
     if not (source / run_directory.CONFIG).is_file():
         hint = "Give a checkpoint inside a run directory, or start anew with model.weights=PATH"
@@ -100,16 +102,16 @@ def _command_line(folder: Path) -> list[str]:
 
 
 def _holds_run(folder: Path) -> bool:
-    from ptfast.core.tensors.saved_state import list_states
+    from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
-    return (folder / run_directory.CONFIG).is_file() and bool(list_states(folder / "saved"))
+    return (folder / run_directory.CONFIG).is_file() and bool(list_checkpoints(folder / "saved"))
 
 
 def _check_lost(folder: Path) -> None:
     """Reject starting over a run whose config or checkpoints were removed (S004)."""
-    from ptfast.core.tensors.saved_state import list_states
+    from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
-    if states := list_states(folder / "saved"):
+    if states := list_checkpoints(folder / "saved"):
         what = f"its config.yaml is gone; {states[0].name} is still there"
         hint = f"Put config.yaml back, or start in another folder with model.weights={states[0]}"
         raise SavedStateError("S004", what, key="run.dir", value=folder, suggestion=hint)
@@ -158,8 +160,8 @@ def _same_length(before: Tree, tree: Tree) -> bool:
 
 def _check_length(facts: Tree, choices: AutoChoices, before: Tree, config: Config) -> None:
     """Reject a length that does not fit the saved run, before any of its files is touched (S003)."""
-    from ptfast.core.batch_plan import BatchPlan, constant
-    from ptfast.core.tensors.saved_state import check_length
+    from ptfast.core.batch_plan import BatchPlan
+    from ptfast.core.tensors.checkpoint_folders import check_length
     from ptfast.techniques.schedule.scheduled_run import build_schedule, build_shape
 
     step, old_steps = int(facts["progress"]["step"]), choices.began_with("total_steps", int) or 0
@@ -175,7 +177,7 @@ def _check_length(facts: Tree, choices: AutoChoices, before: Tree, config: Confi
                 build_shape(config.schedule.target, float(config.optimizer.target.kwargs.get("lr") or 1)),
                 warmup=config.schedule.warmup,
                 total_steps=new_steps,
-                plan=BatchPlan(size, constant(config.batch_size)),
+                plan=BatchPlan(size, config.batch_size),
             )
             check_length(step, old_steps, new_steps, schedule.begins_like(old_steps, step))
 
@@ -197,9 +199,10 @@ def _newest_unfinished(parent: Path, tree: Tree) -> Path | None:
 
 def _newest_intact(folder: Path) -> tuple[Path, Tree]:
     """Return the newest intact checkpoint of a run, with its facts; damaged ones are reported."""
-    from ptfast.core.tensors.saved_state import list_states, read_facts
+    from ptfast.core.tensors.checkpoint_files import read_facts
+    from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
-    states = list_states(folder / "saved")
+    states = list_checkpoints(folder / "saved")
     for state_folder in states[:-1]:
         try:
             return state_folder, read_facts(state_folder)

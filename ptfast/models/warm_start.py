@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import SavedStateError
 from ptfast.core.run_directory import read_json
+from ptfast.core.tensors.checkpoint_files import TREE, check_files, check_stored, read_parts
+from ptfast.core.tensors.checkpoint_folders import name_checkpoint
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import TREE, check_files, check_stored, name_checkpoint, read_parts
 from ptfast.core.tensors.trees import map_tensors
 
 KEY = "model.weights"

@@ -89,7 +89,7 @@ def build_optimizer(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore a saved state in the memory layout of the parameters, by whose addresses fused kernels go.
+    """Restore a checkpoint in the memory layout of the parameters, by whose addresses fused kernels go.
 
     ValueError for a state of another shape, which such a kernel would read beyond its end.
     """

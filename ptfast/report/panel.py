@@ -157,7 +157,7 @@ def results(run: Run) -> dict[str, Any]:
     if run.unreadable is not None and (files := run.unreadable()):
         summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
     if run.saver.states:
-        summary["saving"] = run.saver.figures()
+        summary["saving"] = run.saver.report()
     if progress.best_step is not None:
         summary["best"] = {"step": progress.best_step, **run.best_metrics}
     if len(progress.best_states) > 1:

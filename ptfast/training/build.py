@@ -8,15 +8,15 @@ from typing import Any
 
 from ptfast.config.schema import Config
 from ptfast.core import run_directory
+from ptfast.core.auto_choices import AutoChoices, read_choices
 from ptfast.core.clock import Clock, for_device
 from ptfast.core.distributed import Ranks, broadcast_object
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, name_of, name_some
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger, hooks, takes_own_steps
-from ptfast.core.run_records import AutoChoices, read_choices
-from ptfast.core.tensors.saved_state import read_state
-from ptfast.core.tensors.state_writer import StateWriter
+from ptfast.core.tensors.checkpoint_files import read_checkpoint
+from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.build_model import remedy
@@ -60,7 +60,7 @@ def build(
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
     """
-    state = read_state(state_folder, check=check_state) if state_folder is not None else None
+    state = read_checkpoint(state_folder, check=check_state) if state_folder is not None else None
     device = resolve_device(config.device, ranks)
     run = PartialRun(
         config=config, folder=folder, device=device, ranks=ranks, display=display, state=state, data=data
@@ -115,7 +115,7 @@ def add_callbacks(run: PartialRun) -> None:
     run.callbacks += callbacks
     run.seed_step = partial(build_seeder(run.device), config.seed)
     saves_s = config.saving.every.seconds if config.saving.every.unit == "seconds" else None
-    run.saver = StateWriter(run.ranks, run.clock, config.saving.background, saves_s)
+    run.saver = CheckpointWriter(run.ranks, run.clock, config.saving.background, saves_s)
     run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
 
 

@@ -16,18 +16,16 @@ from ptfast.core.distributed import broadcast_object
 from ptfast.core.errors import PtfastError, SavedStateError, summary_of
 from ptfast.core.protocols import Stateful
 from ptfast.core.run_records import Progress
-from ptfast.core.tensors.dtensors import local_part, shard_like
-from ptfast.core.tensors.saved_state import (
-    ShardedDraft,
-    State,
-    WholeDraft,
+from ptfast.core.tensors.checkpoint_files import CheckpointContent, ShardedDraft, WholeDraft
+from ptfast.core.tensors.checkpoint_folders import (
     abandon_after,
     check_length,
-    list_states,
+    list_checkpoints,
     point,
     prune,
     step_of,
 )
+from ptfast.core.tensors.dtensors import local_part, shard_like
 from ptfast.data.streams.stream_loaders import Marks
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
 from ptfast.run import Run
@@ -108,7 +106,7 @@ class Checkpointer:
         self.run, self._saved = run, run.folder / "saved"
         self._finite_buffers: list[str] = []
 
-    def begin(self, state: State | None) -> None:
+    def begin(self, state: CheckpointContent | None) -> None:
         """Collect the stateful parts, and restore them from `state` if the run is resumed.
 
         Saved buffers that are finite now have to stay so; masks may not be.
@@ -145,7 +143,7 @@ class Checkpointer:
             del model[name]
         check = self._to_check(model)
         parts = {name: part.state_dict() for name, part in run.stateful.items()}
-        state = State(model, parts, copy.deepcopy(self._facts(best_only)))
+        state = CheckpointContent(model, parts, copy.deepcopy(self._facts(best_only)))
         best_steps = [kept for _, kept in run.progress.best_states]
 
         def mark(folder: Path) -> None:
@@ -159,7 +157,7 @@ class Checkpointer:
             draft = WholeDraft(self._saved, step, state, mark)
         run.saver.write(draft, check=check, tell=tell, background=background)
 
-    def restore_model(self, state: State) -> None:
+    def restore_model(self, state: CheckpointContent) -> None:
         """Load the weights: all of them, or this rank's shard if they are sharded."""
         # The module versions that torch keeps next to the names must stay.
         model, weights = self.run.model, copy.copy(state.model)
@@ -175,7 +173,7 @@ class Checkpointer:
             what = f"it belongs to another model: {reason}"
             raise SavedStateError("S002", what, key="run.resume", suggestion=hint) from error
 
-    def restore(self, state: State, steps_before: int) -> None:
+    def restore(self, state: CheckpointContent, steps_before: int) -> None:
         """Restore everything but the weights, for a run that was planned with `steps_before` steps."""
         run, parts = self.run, parts_of(state)
         try:
@@ -232,7 +230,7 @@ class Checkpointer:
         run, saved = self.run, self._saved
         if (current := saved / f"step-{run.progress.step}").is_dir():
             abandon_after(saved, current)
-        known = {step_of(folder) for folder in list_states(saved)}
+        known = {step_of(folder) for folder in list_checkpoints(saved)}
         best = [(value, step) for value, step in run.progress.best_states if step in known]
         run.progress.best_states = best[: int(run.plan.saving.best)]
         # A kill between a checkpoint and the link to it leaves an old link, as does `saving.best=0`.
@@ -242,7 +240,7 @@ class Checkpointer:
             (saved / "best").unlink(missing_ok=True)
 
 
-def parts_of(state: State) -> dict[str, Any]:
+def parts_of(state: CheckpointContent) -> dict[str, Any]:
     """Return the parts of a checkpoint; version 0.1 kept the position in a stream among the facts."""
     stream = state.facts.get("stream")
     return state.training if stream is None else {**state.training, "stream": stream}

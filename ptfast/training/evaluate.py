@@ -144,10 +144,8 @@ def evaluate(
 
     Raises `Abandoned` if a rank received a signal.
     """
-    # Float8 weights that were gathered in training cannot be viewed in inference mode.
-    without_gradients = torch.no_grad if getattr(run.forward, "float8", False) else torch.inference_mode
 
-    @without_gradients()
+    @torch.inference_mode()
     def evaluated(keep: Callable[[dict[str, MetricTable]], None]) -> dict[str, float]:
         return _evaluate_weights(run, islice(loader, num_batches), keep)
 

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ptfast.config.read import load_config
 from ptfast.config.schema import Config
+from ptfast.core.auto_choices import AutoChoices, read_choices
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import EXIT_OK, ConfigError, DataError, PtfastError, SavedStateError
 from ptfast.core.plain_display import Display
 from ptfast.core.run_directory import plain_json
-from ptfast.core.run_records import AutoChoices, read_choices
-from ptfast.core.tensors.saved_state import MANIFEST, config_of, find_checkpoint, name_checkpoint, read_state
+from ptfast.core.tensors.checkpoint_files import read_checkpoint
+from ptfast.core.tensors.checkpoint_folders import MANIFEST, config_of, find_checkpoint, name_checkpoint
 from ptfast.core.units import duration, listed
 from ptfast.data.dataset import as_known, check_same_data, read_info
 from ptfast.data.loaders.pipeline import open_side_stream
@@ -63,7 +64,7 @@ def load_saved(config: Config, state_folder: Path, student: PartialRun | None = 
     The model is on its device, in evaluation mode, with its own weights; `ema` can swap the average in. S001
     if the checkpoint is damaged, S002 if it is of another model. It computes like `student`, if given.
     """
-    state = read_state(state_folder)
+    state = read_checkpoint(state_folder)
     folder = config_of(state_folder).parent
     run = PartialRun(
         folder=folder,

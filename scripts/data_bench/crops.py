@@ -19,14 +19,14 @@ MEAN, STD = [125.3, 123.0, 113.9], [63.0, 62.1, 66.7]
 
 
 def build(folder: Path) -> list[Row]:
-    from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.core.batch_plan import BatchPlan
     from ptfast.data.sampling.sampler import Sampler, Sharding
     from ptfast.data.transforms.augment_plan import build_augment
     from ptfast.data.transforms.row_windows import MemoryBatches
 
     data, crop_flip = noise(), {"crop_padding": 4, "flip": True}
     augment = build_augment(crop_flip, data.info, images=True, task_name="auto", normalize=True)
-    sharding = Sharding(BatchPlan(NUM_IMAGES, constant(BATCH_SIZE)), 1)
+    sharding = Sharding(BatchPlan(NUM_IMAGES, BATCH_SIZE), 1)
     raw, sampler, epoch = MemoryBatches(data.train, augment), Sampler(sharding, seed=0), 0
 
     def bytes_only() -> int:
@@ -70,13 +70,13 @@ def noise() -> Any:
 
 def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
-    from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.core.batch_plan import BatchPlan
     from ptfast.data.loaders.build_loaders import build_train_loader
     from ptfast.data.loaders.loading import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 
-    sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
+    sharding = Sharding(BatchPlan(len(data.train), BATCH_SIZE), 1)
     loading = LoaderOptions(torch.device("cpu"), channels_last=True, kind=kind)
     changes = build_augment(augment, data.info, images=True, task_name="auto", normalize=True)
     built = build_train_loader(data, sharding, loading, seed=0, augment=changes)

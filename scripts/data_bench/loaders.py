@@ -60,13 +60,13 @@ def opened(root: Path, hold: bool) -> Any:
 
 def loader(data: Any, kind: str) -> Any:
     """The training loader of one kind."""
-    from ptfast.core.batch_plan import BatchPlan, constant
+    from ptfast.core.batch_plan import BatchPlan
     from ptfast.data.loaders.build_loaders import build_train_loader
     from ptfast.data.loaders.loading import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 
-    sharding = Sharding(BatchPlan(len(data.train), constant(BATCH_SIZE)), 1)
+    sharding = Sharding(BatchPlan(len(data.train), BATCH_SIZE), 1)
     loading = LoaderOptions(torch.device("cpu"), channels_last=True, kind=kind, workers=1)
     augment = build_augment(CROP_FLIP, data.info, images=True, task_name="auto", normalize=True)
     return build_train_loader(data, sharding, loading, seed=0, augment=augment)

@@ -65,11 +65,11 @@ def run_tests(kind: str, check: Check) -> Figures:
 
 def saved(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The weights of a run, and its optimizer state, scaler and averages."""
+    from ptfast.core.tensors.checkpoint_files import read_checkpoint
     from ptfast.core.tensors.dtensors import whole
-    from ptfast.core.tensors.saved_state import read_state
     from ptfast.core.tensors.trees import map_tensors
 
-    state = read_state(folder / "saved" / "last")
+    state = read_checkpoint(folder / "saved" / "last")
     return map_tensors(whole, state.model), map_tensors(whole, state.training)
 
 
@@ -85,7 +85,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def kill_and_resume(precision: str, check: Check) -> Figures:
-    """A run that is killed between two saved states and resumed ends in the bits of one that is not."""
+    """A run that is killed between two checkpoints and resumed ends in the bits of one that is not."""
     write_text(check.scratch / "text.txt", 64, 20_000)
     differs = []
     for name, words in RUNS.items():

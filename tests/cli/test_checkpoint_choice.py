@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ptfast.cli.command_line import run
 from ptfast.core.errors import PtfastError
-from ptfast.core.tensors.saved_state import find_checkpoint
+from ptfast.core.tensors.checkpoint_folders import find_checkpoint
 
 WORDS = ("recipe=resnet_digits", "model=mlp", "epochs=null", "steps=9", "batch_size=32")
 # The highest loss is the best: that of the first evaluation.

@@ -22,7 +22,8 @@ from toys import shapes
 
 from ptfast.cli.command_line import run
 from ptfast.core.distributed import Ranks
-from ptfast.core.tensors.saved_state import find_state, read_state
+from ptfast.core.tensors.checkpoint_files import read_checkpoint
+from ptfast.core.tensors.checkpoint_folders import find_to_resume
 from ptfast.training.exports import export_run
 
 DIGITS = ("recipe=resnet_digits", "model.width=4", "epochs=null", "steps=6", "batch_size=32")
@@ -294,7 +295,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
         (["r", "--out", "e", "--weights", "best"], 2, "Use averaged or last"),
         (["r", "--out", "e", "--onnx", "--weights-only"], 2, "cannot be combined with --onnx"),
         (["r", "e", "--out", "e"], 2, "e: one argument too many"),
-        (["there", "--out", "e"], 6, "no saved state there"),
+        (["there", "--out", "e"], 6, "no checkpoint there"),
         (["r", "--out", "e", "data.val=nothing"], 2, "data.val"),
         (["r", "--out", "e"], 2, "torch.export cannot trace it"),
         (["r", "--out", "r/config.yaml/e", "--weights-only"], 4, "error[E001]"),
@@ -339,8 +340,8 @@ def test_an_export_from_elsewhere_is_no_more_trusted_than_a_run(
 
 def test_a_state_of_several_ranks_is_exported_whole(in_tmp: Path) -> None:
     assert train(*DIGITS, "steps=2", "run.dir=r") == 0
-    state = find_state(Path("r"))
-    whole = read_state(state)
+    state = find_to_resume(Path("r"))
+    whole = read_checkpoint(state)
     shutil.rmtree(state)
     write_shards(Path("r/saved"), 2, whole, Ranks())
     assert run(["export", "r", "--out", "e", "--weights-only"]) == 0

@@ -17,8 +17,8 @@ from packs import files_of, load, pack, refused, tree
 from running import same_bits, train, weights
 
 from ptfast.cli.command_line import run
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
-from ptfast.core.run_records import read_choices
 from ptfast.data.loaders import PACK_FILES
 from ptfast.data.packs import pack_reader
 from ptfast.data.packs.pack_image_tree import plan_images

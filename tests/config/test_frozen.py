@@ -14,7 +14,8 @@ from ptfast.config.files import paths
 from ptfast.config.files.frozen import freeze, load, redact
 from ptfast.config.multirun import show_config
 from ptfast.config.schema import changed_keys, defaults, flatten
-from ptfast.core.errors import ConfigError, is_secret
+from ptfast.core.errors import ConfigError
+from ptfast.core.sections.secret_values import is_secret
 from ptfast.core.sections.targets import locate
 
 HARD_VALUES = [

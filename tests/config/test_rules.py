@@ -12,8 +12,8 @@ from config_trees import Tree, cannot_run, check, refused, typed
 
 from ptfast.config.checks.rules import check_batch, unused_keys
 from ptfast.config.families import FAMILIES
+from ptfast.core.distributed import WORLD
 from ptfast.core.errors import ConfigError
-from ptfast.core.world import WORLD
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_keys_that_contradict_each_other(changes: Tree) -> None:
     ("key", "value", "remedy"),
     [
         ("optimizer__reference_batch", 64, {"optimizer__lr_scaling": "linear"}),
-        ("curriculum__over", "50%", {"curriculum__batch_size_from": "auto"}),
+        ("curriculum__over", "50%", {"curriculum__image_size_from": "auto"}),
         ("curriculum__length_multiple", 8, {"curriculum__length_from": "auto"}),
         ("parallel__bucket_mb", 10.0, {"parallel__strategy": "ddp"}),
         ("augment__resized_ratio", [0.5, 2.0], {"augment__resized_crop": [0.3, 1.0]}),

@@ -313,7 +313,7 @@ PLANTED = {
     "a model": ("forward", "model=custom", "model._target_=test_clock.Late"),
     "a model, accumulating": (
         *("forward", "model=custom", "model._target_=test_clock.Late", "micro_batches=2"),
-        *("gradients.clip_norm=1", "ema=ema", "curriculum.batch_size_from=2"),
+        *("gradients.clip_norm=1", "ema=ema"),
     ),
     "an optimizer": ("optimizer", *MLP, "optimizer=sgd", "optimizer._target_=test_clock.LateSgd"),
     "a callback": ("callbacks", *MLP, "callbacks=[{_target_: test_clock.LateCallback}]"),

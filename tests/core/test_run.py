@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ptfast.core.auto_choices import AutoChoice, AutoChoices, read_choices
 from ptfast.core.errors import SavedStateError
-from ptfast.core.run_records import AutoChoice, AutoChoices, read_choices
 from ptfast.run import LoopIntervals
 
 

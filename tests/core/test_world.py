@@ -11,9 +11,8 @@ import torch
 
 from ptfast.cli import command_line
 from ptfast.core import distributed
-from ptfast.core.distributed import Ranks, on_all_ranks, once_per_machine, once_per_rank
+from ptfast.core.distributed import WORLD, Ranks, on_all_ranks, once_per_machine, once_per_rank, world
 from ptfast.core.errors import ConfigError, DataError, ParallelError
-from ptfast.core.world import WORLD, world
 from ptfast.techniques.backend.torch_settings import resolve_device
 
 ENGINE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}

@@ -16,7 +16,7 @@ from running import build_run, train
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.data.build_data import build_data
@@ -92,7 +92,7 @@ def test_batches_are_mixed_as_by_chance(arrays: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_and_micro_batches_share_out_the_same_samples(arrays: Path, world_size: int) -> None:
     data = mixed(arrays)
-    plan, order = BatchPlan(data.info.num_train, constant(16)), partial(data.order, 5)
+    plan, order = BatchPlan(data.info.num_train, 16), partial(data.order, 5)
     shardings = [Sharding(plan, 4 * world_size, rank, world_size) for rank in range(world_size)]
     samplers = [Sampler(sharding, 5, order) for sharding in shardings]
     assert plan.steps_per_epoch == 7  # the last one of 14 samples

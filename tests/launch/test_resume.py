@@ -29,10 +29,10 @@ from running import WITH_TESTS, records, same_bits, summary, train, training_sta
 
 from ptfast.cli import command_line
 from ptfast.config.read import read_config
+from ptfast.core.auto_choices import AutoChoice, AutoChoices, read_choices
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.run_records import AutoChoice, AutoChoices, read_choices
-from ptfast.core.tensors.saved_state import list_states
+from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import ATTEMPTS_FILE
 from ptfast.report.loggers import read_records
@@ -62,7 +62,7 @@ def test_a_killed_run_ends_with_the_same_bits(in_tmp: Path, words: tuple[str, ..
 def test_a_killed_run_goes_on_with_its_average_and_its_cycles(in_tmp: Path) -> None:
     """The average begins at step 13, and BatchNorm is measured for it, before the kill and after."""
     average = ("ema=swa", "ema.swa_start=50%", "ema.swa_every=3steps", "eval.flip=true")
-    assert_goes_on(*KILLED, "model=resnet_digits", "model.width=4", "schedule=cyclic", *average)
+    assert_goes_on(*KILLED, "model=resnet_digits", "model.width=4", "schedule=onecycle", *average)
 
 
 def assert_goes_on(*words: str) -> None:
@@ -70,7 +70,7 @@ def assert_goes_on(*words: str) -> None:
     assert train(*words, "run.dir=whole") == 0
     arm("SIGKILL")
     assert train_in_child(*words, "run.dir=killed") == -signal.SIGKILL
-    assert list_states(Path("killed/saved"))[0].name == "step-16"
+    assert list_checkpoints(Path("killed/saved"))[0].name == "step-16"
     assert not Path("killed/summary.json").exists()
     assert train(*words, "run.dir=killed") == 0
     assert summary(Path("killed"))["steps"] == 26
@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on(
 ) -> None:
     arm(name)
     assert train(*BASE, "run.dir=stopped") == code
-    assert list_states(Path("stopped/saved"))[0].name == "step-17"
+    assert list_checkpoints(Path("stopped/saved"))[0].name == "step-17"
     command = capsys.readouterr().out.splitlines()[-1].partition("saved at step 17; resume with: ptfast ")[2]
     assert command_line.run(shlex.split(command)) == 0
     assert_same_run(Path("whole"), Path("stopped"))

@@ -26,8 +26,8 @@ from resuming import (
 from running import WITH_TESTS, build_run, records, same_bits, summary, train, weights
 
 from ptfast.core import run_directory
-from ptfast.core.tensors import saved_state
-from ptfast.core.tensors.saved_state import list_states, point
+from ptfast.core.tensors import checkpoint_files
+from ptfast.core.tensors.checkpoint_folders import list_checkpoints, point
 
 __all__ = ["runs", "stopped", "whole"]
 
@@ -58,7 +58,9 @@ def test_the_states_of_the_best_evaluations_are_kept(in_tmp: Path, best: str) ->
     )
     number = 1 if best == "true" else int(best)
     kept = [step for _, step in ranked[:number]]
-    assert {path.name for path in list_states(Path("a/saved"))} == {f"step-{step}" for step in (26, *kept)}
+    assert {path.name for path in list_checkpoints(Path("a/saved"))} == {
+        f"step-{step}" for step in (26, *kept)
+    }
     assert Path("a/saved/best").exists() == bool(number)
     if number > 1:
         assert Path("a/saved/best").resolve().name == f"step-{kept[0]}"
@@ -104,8 +106,8 @@ def test_a_state_is_hashed_once_to_be_resumed(
         hashed.append(f"{path.parent.name}/{path.name}")
         return sha256(path)
 
-    sha256 = saved_state._sha256
-    monkeypatch.setattr(saved_state, "_sha256", noting)
+    sha256 = checkpoint_files._sha256
+    monkeypatch.setattr(checkpoint_files, "_sha256", noting)
     assert train(*BASE, "run.dir=a") == 0
     of_state = sorted(name for name in hashed if name.startswith("step-17/"))
     assert of_state == ["step-17/model.pt", "step-17/state.json", "step-17/training.pt"]
@@ -114,7 +116,7 @@ def test_a_state_is_hashed_once_to_be_resumed(
 def test_a_run_whose_every_state_is_damaged_says_so(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], stopped: Path
 ) -> None:
-    for folder in list_states(Path("a/saved")):
+    for folder in list_checkpoints(Path("a/saved")):
         (folder / "model.pt").write_bytes(b"")
     assert train(*BASE, "run.dir=a") == 6
     assert "error[S001]" in capsys.readouterr().err.splitlines()[-1]
@@ -153,7 +155,9 @@ def test_a_link_to_the_best_is_not_left_to_an_older_one(in_tmp: Path) -> None:
     assert train(*words, "epochs=4", "saving.best=4", "saving.keep=1") == 0
     kept = json.loads(Path("a/saved/last/state.json").read_text())["progress"]["best_states"]
     assert Path("a/saved/best").resolve().name == f"step-{kept[0][1]}"
-    assert {folder.name for folder in list_states(Path("a/saved"))} >= {f"step-{step}" for _, step in kept}
+    assert {folder.name for folder in list_checkpoints(Path("a/saved"))} >= {
+        f"step-{step}" for _, step in kept
+    }
     assert len(kept) > 1
 
 
@@ -176,7 +180,7 @@ def test_a_run_goes_on_from_the_state_named(in_tmp: Path) -> None:
     assert train(*words, "run.dir=a") == 0
     arm("SIGTERM")
     assert train(*words, "run.resume=a/saved/step-12") == 75
-    assert [path.name for path in list_states(Path("a/saved"))][:2] == ["step-17", "step-16"]
+    assert [path.name for path in list_checkpoints(Path("a/saved"))][:2] == ["step-17", "step-16"]
     assert max(record["step"] for record in records(Path("a"))) == 15
     Path("a/wandb.json").write_text('{"id": "its own"}')
     assert train(*words, "run.resume=a") == 0

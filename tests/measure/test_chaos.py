@@ -23,8 +23,8 @@ from running import train, write_state
 from ptfast.cli import command_line
 from ptfast.core.clock import Clock
 from ptfast.core.distributed import Ranks
-from ptfast.core.tensors.saved_state import ShardedDraft, State, read_state
-from ptfast.core.tensors.state_writer import StateWriter
+from ptfast.core.tensors.checkpoint_files import CheckpointContent, ShardedDraft, read_checkpoint
+from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
 from ptfast.measure.chaos import chaos_run
 from ptfast.measure.chaos.chaos_run import ChaosTest, compare_runs, differences
 from ptfast.measure.chaos.kills import (
@@ -114,12 +114,12 @@ def test_one_bit_makes_runs_differ(trained: Path, tmp_path: Path) -> None:
     (other / "saved" / "best").unlink()
     assert compare_runs(trained, other)[0] == ["saved.best: 'step-8' and 'best'"]
     (other / "saved" / "best").symlink_to("step-8")
-    state = read_state(trained / "saved" / "last")
+    state = read_checkpoint(trained / "saved" / "last")
     name, weight = next(iter(state.model.items()))
     weight.view(-1).view(torch.int32)[3] ^= 1
     write_state(other / "saved", 8, state)
     assert compare_runs(trained, other) == ([f"model.{name}: 1 of {weight.numel():,} values differ"], [])
-    state = read_state(trained / "saved" / "last")
+    state = read_checkpoint(trained / "saved" / "last")
     state.training["ema"] = {"step": -1}
     write_state(other / "saved", 8, state)
     (found, *_), _ = compare_runs(trained, other)
@@ -243,14 +243,14 @@ def test_bad_requests_start_nothing(
 
 def test_a_kill_once_files_are_written_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where several ranks write no state in the background, but all in its publication."""
-    from ptfast.core.tensors import saved_state
+    from ptfast.core.tensors import checkpoint_files
     from ptfast.training import build, checkpointer, evaluate
     from ptfast.training.checkpointer import Checkpointer
 
     patched = {build: ["build"], evaluate: ["interruptible"], checkpointer: ["prune"]}
     for module, names in {
         **patched,
-        saved_state: ["write_manifest", "point"],
+        checkpoint_files: ["write_manifest", "point"],
         ShardedDraft: ["publish"],
         Checkpointer: ["save"],
     }.items():
@@ -265,9 +265,11 @@ def test_a_kill_once_files_are_written_finds_them(tmp_path: Path, monkeypatch: p
 
     (tmp_path / PLAN).write_text("[]")
     install(Watch(tmp_path, 0), tmp_path)
-    saver = StateWriter(Ranks(), Clock(), background=False)
+    saver = CheckpointWriter(Ranks(), Clock(), background=False)
     facts: dict[str, Any] = {"progress": {"step": 4}}
-    draft = ShardedDraft(tmp_path / "saved", 4, State({"weight": torch.ones(2)}, {}, facts), Ranks())
+    draft = ShardedDraft(
+        tmp_path / "saved", 4, CheckpointContent({"weight": torch.ones(2)}, {}, facts), Ranks()
+    )
     saver.write(draft)
     assert "shard-00001-of-00001.safetensors" in seen[0]
 

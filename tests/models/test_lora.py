@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ptfast.api import load as load_run
 from ptfast.cli import command_line
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.errors import ConfigError
-from ptfast.core.run_records import read_choices
 from ptfast.models import Lora
 from ptfast.models.gpt import Gpt
 from ptfast.models.lora import add_adapters, merged

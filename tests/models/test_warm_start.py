@@ -11,7 +11,7 @@ from torch import nn
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import SavedStateError
-from ptfast.core.tensors.saved_state import State
+from ptfast.core.tensors.checkpoint_files import CheckpointContent
 from ptfast.models.mlp import Mlp
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.models.warm_start import load_weights
@@ -74,7 +74,7 @@ def test_a_run_gives_its_best_state_and_else_its_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_ranks", [False, True])
 def test_averages_are_taken_once_there_are_some(tmp_path: Path, updates: int, by_ranks: bool) -> None:
     raw, averaged, model = make_model(), make_model(), make_model()
-    state = State(
+    state = CheckpointContent(
         raw.state_dict(), {"ema": {"averages": averaged.state_dict(), "updates": updates}}, whole_facts(1)
     )
     sources = [tmp_path]

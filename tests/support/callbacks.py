@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ptfast.core.protocols import Callback
-from ptfast.core.tensors import saved_state
+from ptfast.core.tensors import checkpoint_files
 
 
 class Misfortune(Callback):
@@ -27,14 +27,14 @@ class KilledWhileSaving(Callback):
     """The first rank is killed between the files of all ranks and the manifest, at some step."""
 
     def on_start(self, run: Any) -> None:
-        seal = saved_state._seal
+        seal = checkpoint_files._seal
 
         def killed(draft: Path, step: int, *others: Any) -> Path:
             if step == int(Path("killed-at").read_text()):
                 os.kill(os.getpid(), signal.SIGKILL)
             return seal(draft, step, *others)
 
-        saved_state._seal = killed
+        checkpoint_files._seal = killed
 
 
 class Slow(Callback):

@@ -67,7 +67,7 @@ HURRIED: dict[str, Case] = {
     "a secret twice": train("api_key=hunter2 api_key=hunter3", "C006", f"api_key {TYPED} given twice"),
     "a secret with dashes": train("--api-key=hunter2", "C015", f"--api-key {TYPED}"),
     "a run that is not there": Case("eval nope", "S004", ("nope: no such folder. Give a run directory",)),
-    "a folder that is no run": Case("eval .", "S004", (".: no saved state there. Give a run directory",)),
+    "a folder that is no run": Case("eval .", "S004", (".: no checkpoint there. Give a run directory",)),
     "no run": Case("eval", "C016", ("Usage: ptfast eval RUN|CHECKPOINT",)),
     "a prediction without a run": Case("predict nope missing.png", "S004", ("nope: no such folder",)),
     "a comparison of no run": Case("compare .", "C001", (".: contains no run",)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ptfast.core.batch_plan import BatchPlan, DropLast, Stages, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.loader_choice import choose
@@ -34,7 +34,6 @@ def train_loader(
     rank: int = 0,
     world_size: int = 1,
     drop_last: DropLast = False,
-    sizes: Stages | None = None,
     seed: int = 0,
     augment: Mapping[str, Any] = {},
     **given: Any,
@@ -45,9 +44,7 @@ def train_loader(
         kind, reason, workers = choose(data.train, kind="auto", workers=how.workers)
         how = replace(how, kind=kind, reason=reason, workers=workers)
     size = len(data.train) if isinstance(data.train, MapSource) else None
-    sharding = Sharding(
-        BatchPlan(size, sizes or constant(batch_size), drop_last), micro_batches, rank, world_size
-    )
+    sharding = Sharding(BatchPlan(size, batch_size, drop_last), micro_batches, rank, world_size)
     changes = build_augment(
         augment, data.info, images=data.train.images, task_name="auto", normalize=how.normalize
     )

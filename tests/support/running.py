@@ -17,8 +17,8 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_records import Progress
+from ptfast.core.tensors.checkpoint_files import CheckpointContent, ShardedDraft, WholeDraft, read_checkpoint
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import ShardedDraft, State, WholeDraft, read_state
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
 from ptfast.techniques.precision.mixed_precision import PROBE_SIZE
@@ -37,12 +37,12 @@ def train(*words: str) -> int:
     return command_line.run(["train", *{word.partition("=")[0]: word for word in words}.values()])
 
 
-def write_state(saved: Path, step: int, state: State) -> Path:
+def write_state(saved: Path, step: int, state: CheckpointContent) -> Path:
     """Write a checkpoint as one rank does."""
     return WholeDraft(saved, step, state).write(state)
 
 
-def write_shards(saved: Path, step: int, state: State, ranks: Ranks) -> Path:
+def write_shards(saved: Path, step: int, state: CheckpointContent, ranks: Ranks) -> Path:
     """Write a state as several ranks do together, each its part."""
     draft = ShardedDraft(saved, step, state, ranks)
     return draft.publish(lambda: draft.write(draft.content))
@@ -73,12 +73,12 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     """The saved weights of a run."""
-    return map_tensors(whole, read_state(folder / "saved" / name, check=False).model)
+    return map_tensors(whole, read_checkpoint(folder / "saved" / name, check=False).model)
 
 
 def training_state(folder: Path, name: str = "last") -> dict[str, Any]:
     """Optimizer and averaged weights as saved."""
-    return map_tensors(whole, read_state(folder / "saved" / name, check=False).training)
+    return map_tensors(whole, read_checkpoint(folder / "saved" / name, check=False).training)
 
 
 def same_pixels(one: torch.Tensor, other: torch.Tensor) -> bool:

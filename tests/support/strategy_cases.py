@@ -20,9 +20,9 @@ from trials import read
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import PtfastError
 from ptfast.core.plain_display import Display
-from ptfast.core.tensors import saved_state
+from ptfast.core.tensors import checkpoint_files
+from ptfast.core.tensors.checkpoint_files import read_checkpoint
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
 from ptfast.techniques.parallel.sync_batchnorm import apply_sync_batchnorm
@@ -170,7 +170,7 @@ def saved_beside(on: Cases, name: str, *words: str, **given: Any) -> tuple[bool,
 
     And how a sharded run ends when the last rank's writer fails.
     """
-    writers = saved_state.write_tensors, torch.save
+    writers = checkpoint_files.write_tensors, torch.save
     words = (*words, "saving.background=true")
 
     def slowly(write: Callable[..., None]) -> Callable[..., None]:
@@ -180,18 +180,18 @@ def saved_beside(on: Cases, name: str, *words: str, **given: Any) -> tuple[bool,
         raise OSError(28, "No space left on device")
 
     try:
-        saved_state.write_tensors, torch.save = map(slowly, writers)
+        checkpoint_files.write_tensors, torch.save = map(slowly, writers)
         run = on.build(f"{name}-beside", *words, **given)
         fit(run)
         torch.distributed.barrier()
         pairs = [[f"{folder}/saved/step-{step}" for folder in (name, f"{name}-beside")] for step in (4, 8)]
-        states = [[read_state(Path(path)) for path in pair] for pair in pairs]
+        states = [[read_checkpoint(Path(path)) for path in pair] for pair in pairs]
         nests = [[map_tensors(whole, [each.model, each.training]) for each in pair] for pair in states]
         if on.ranks.rank == on.ranks.world_size - 1:
-            saved_state.write_tensors = fail
+            checkpoint_files.write_tensors = fail
         says = on.refusal(f"{name}-full", *words, **given) if run.sharded else ""
     finally:
-        saved_state.write_tensors, torch.save = writers
+        checkpoint_files.write_tensors, torch.save = writers
     return all(same_bits(*pair) for pair in nests), run.saver.in_background, says
 
 
@@ -238,13 +238,9 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
 
 
 def float8_cases(on: Cases) -> dict[str, Any]:
-    """Products in float8, emulated, of weights that are gathered as bfloat16 and as float8."""
+    """Products in float8, emulated."""
     words = (*GPT, "precision.mode=bf16", "precision.float8=true", "ema=ema", "optimizer=adamw")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ptfast.core.devices.check_float8", lambda device: None)
         patch.setattr("ptfast.training.stages.model_stage.apply_float8", partial(apply_float8, emulate=True))
-        found: dict[str, Any] = {"float8": on.train("float8", *words, strategy="fsdp")}
-        words = (*words, "parallel.float8_gather=true")
-        found["float8 resumes"] = on.resumed("float8 gathered", *words, strategy="fsdp")
-        found["float8 gathered"] = on.train("float8 again", *words, strategy="fsdp")
-    return found
+        return {"float8 resumes": on.resumed("float8", *words, strategy="fsdp")}

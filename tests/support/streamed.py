@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.distributed import host_sums
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
@@ -125,7 +125,7 @@ def build(dataset: Any, sums: Any = None, **options: Any) -> Any:
     loading = LoaderOptions(
         torch.device("cpu"), normalize=False, **{name: given.pop(name) for name in how if name in given}
     )
-    sharding = Sharding(BatchPlan(None, constant(6), given.pop("drop_last")), **given)
+    sharding = Sharding(BatchPlan(None, 6, given.pop("drop_last")), **given)
     prepare = Prepare(loading, info, images=source.images)
     with mock.patch.object(stream_loaders, "host_sums", lambda world_size: sums or host_sums(world_size)):
         return stream_loaders.build_stream_batches(source, prepare, sharding, loading)

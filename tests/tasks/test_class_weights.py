@@ -14,9 +14,9 @@ from loss_cases import CASES, masks
 from running import build_run
 
 from ptfast.cli.command_line import run
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo
-from ptfast.core.run_records import read_choices
 from ptfast.data.map_source import TensorSource
 from ptfast.tasks import build_task
 from ptfast.tasks.cross_entropy import balanced_weights, read_weights

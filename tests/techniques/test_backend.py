@@ -17,9 +17,9 @@ from running import WITH_TESTS, build_run
 from torch import nn
 
 from ptfast.__main__ import WAITING, main
+from ptfast.core.auto_choices import AutoChoice, AutoChoices, read_choices
 from ptfast.core.errors import NumericsError
 from ptfast.core.protocols import MicroBatch, StepBatch
-from ptfast.core.run_records import AutoChoice, AutoChoices, read_choices
 from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.profiling.debugging import debugging
 from ptfast.techniques.backend import Backend, torch_settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import NET, RUN, Remembers, captured_only, forgotten  # noqa: F401 - fixtures
-from conftest import RunPtfast
 from nets import Net
 from running import WITH_TESTS, build_run, same_bits, summary, train, training_state, weights
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from ptfast.core.errors import ConfigError, MachineError, PtfastError
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
 from ptfast.run import Run
-from ptfast.techniques.compile.compilation import VARIABLE, Compilation, keep_code
+from ptfast.techniques.compile.compilation import Compilation
 from ptfast.training import fit
 
 MODES = ("blocks", "model", "max_autotune")
@@ -263,40 +261,3 @@ def test_accumulation_gives_up_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ptfast.techniques.compile.compilation.compiler", lambda section, device: None)
     with pytest.raises(ConfigError, match="overwrites the gradients"):
         Compilation("reduce_overhead", "cpu", accumulates=True)
-
-
-def test_code_is_kept_for_each_kind_of_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the cache folder, unless the user has named a place or nothing can be written."""
-    monkeypatch.setenv("PTFAST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, "mine")
-    keep_code()
-    assert os.environ[VARIABLE] == "mine"
-    kept = set()
-    for flags in ("avx2", "avx2 avx512f"):
-        monkeypatch.delenv(VARIABLE)
-        monkeypatch.setattr(
-            "ptfast.techniques.compile.compilation.cpu_facts", lambda *names, f=flags: [f] * 2
-        )
-        keep_code()
-        kept.add(os.environ[VARIABLE])
-    assert len(kept) == 2
-    assert all(Path(folder).parent == tmp_path / "cache" / "compiled" for folder in kept)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PTFAST_CACHE", str(tmp_path / "file"))
-    monkeypatch.delenv(VARIABLE)
-    keep_code()
-    assert VARIABLE not in os.environ
-
-
-@pytest.mark.slow
-def test_a_restart_finds_the_code(in_tmp: Path, run_ptfast: RunPtfast) -> None:
-    words = ("train", *RUN, "data=digits", "steps=2", "compile=model", "compile.keep=true")
-    env = {**WITH_TESTS, "PTFAST_CACHE": str(in_tmp / "cache"), VARIABLE: ""}
-    code = []
-    for folder in ("first", "again"):
-        done = run_ptfast(*words, f"run.dir={folder}", env=env, timeout=500)
-        assert done.code == 0, done.err
-        code.append({path: path.stat().st_mtime_ns for path in Path("cache").rglob("*.so")})
-    assert code[0]
-    assert code[1] == code[0]
-    assert same_bits(weights(Path("first")), weights(Path("again")))

@@ -12,8 +12,8 @@ from torch import nn
 
 from ptfast.config.read import read_config
 from ptfast.core import devices
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.errors import MachineError
-from ptfast.core.run_records import AutoChoices
 from ptfast.techniques.precision import Precision as Section
 from ptfast.techniques.precision import mixed_precision as precision_module
 from ptfast.techniques.precision.mixed_precision import build_precision, kept_conversions

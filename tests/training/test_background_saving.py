@@ -20,9 +20,10 @@ from torch import nn
 from toys import Lines
 
 from ptfast.core.protocols import Callback
-from ptfast.core.tensors import async_host_copy, state_writer
-from ptfast.core.tensors.saved_state import list_states, read_state, step_of
-from ptfast.core.tensors.state_writer import HostCopies
+from ptfast.core.tensors import async_host_copy, checkpoint_writer
+from ptfast.core.tensors.checkpoint_files import read_checkpoint
+from ptfast.core.tensors.checkpoint_folders import list_checkpoints, step_of
+from ptfast.core.tensors.checkpoint_writer import HostCopies
 from ptfast.training.fit import fit
 
 NET = ("model.hidden=[128]", "batch_size=128", "optimizer=adamw", "ema.decay=0.9", "log_every=5")
@@ -82,10 +83,10 @@ def test_a_state_holds_its_step_however_long_it_is_written(in_tmp: Path, slow_di
     slow_disk.clear()
     assert train(*WORDS, "saving.background=false", "run.dir=b") == 0
     assert not any(slow_disk)
-    states = list_states(Path("a/saved"))
+    states = list_checkpoints(Path("a/saved"))
     assert [step_of(folder) for folder in states] == [39, 36, 32, 28, 24, 20, 16, 12, 8]
     for folder in states:
-        own, other = read_state(folder), read_state(Path("b/saved") / folder.name)
+        own, other = read_checkpoint(folder), read_checkpoint(Path("b/saved") / folder.name)
         assert same_bits([own.model, own.training], [other.model, other.training])
         assert own.facts["figures"].get("val") == other.facts["figures"].get("val")
         assert own.facts["progress"]["best_step"] == other.facts["progress"]["best_step"]
@@ -95,7 +96,7 @@ def test_a_state_holds_its_step_however_long_it_is_written(in_tmp: Path, slow_di
     assert saving["in_background"] == saving["states"] - 1, "only the last is waited for"
     assert saving["writing_s"] > saving["states"] * 180e3 / BYTES_PER_S
     assert train(*WORDS, "run.dir=c", "run.resume=a/saved/step-20") == 0
-    assert same_bits(*(read_state(Path(run, "saved/last")).training for run in "ac"))
+    assert same_bits(*(read_checkpoint(Path(run, "saved/last")).training for run in "ac"))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_weights_that_are_not_finite_are_never_published(
     model = ("model=custom", "model._target_=test_background_saving.Spare", *WORDS[1:-1])
     assert train(*model, "callbacks=[{_target_: test_background_saving.Spoilt}]", "run.dir=a") == 5
     assert "weights or buffers are not finite after step 8" in capsys.readouterr().err
-    assert [step_of(folder) for folder in list_states(Path("a/saved"))] == [6, 4]
+    assert [step_of(folder) for folder in list_checkpoints(Path("a/saved"))] == [6, 4]
 
 
 class Ended(Callback):
@@ -169,7 +170,10 @@ def test_a_signal_waits_for_the_state_under_way(in_tmp: Path, slow_disk: list[in
     words = (*WORDS, "callbacks=[{_target_: test_background_saving.Ended}]", "run.dir=a")
     assert train(*words) == 75
     step = int(Path("ended").read_text())
-    assert [step_of(folder) for folder in list_states(Path("a/saved"))][:2] == [step, (step - 1) // 4 * 4]
+    assert [step_of(folder) for folder in list_checkpoints(Path("a/saved"))][:2] == [
+        step,
+        (step - 1) // 4 * 4,
+    ]
     assert not drafts()
     assert train(*words) == 0
     assert train(*WORDS, "saving.background=false", "run.dir=b") == 0
@@ -190,14 +194,14 @@ class Twice(Callback):
 def test_a_second_signal_leaves_the_writer_in_peace(in_tmp: Path, slow_disk: list[int]) -> None:
     """An interpreter that ends while a thread is inside of torch aborts."""
     assert train(*WORDS, "callbacks=[{_target_: test_background_saving.Twice}]", "run.dir=a") == 130
-    assert list_states(Path("a/saved"))[0].name == Path("written").read_text()
+    assert list_checkpoints(Path("a/saved"))[0].name == Path("written").read_text()
     assert not drafts()
 
 
 def test_saving_goes_by_wall_time(in_tmp: Path) -> None:
     """39 steps of at least 4 ms."""
     assert train(*WORDS, "run.dir=a", "saving.every=0.02s", "eval.every=39steps", "saving.keep=99") == 0
-    steps = [step_of(folder) for folder in list_states(Path("a/saved"))][::-1]
+    steps = [step_of(folder) for folder in list_checkpoints(Path("a/saved"))][::-1]
     assert 3 < len(steps) < 20
     assert steps[-1] == 39
 
@@ -223,7 +227,7 @@ def test_a_callback_is_told_once_a_state_is_on_disk(
     background: str, tmp_path: Path, slow_disk: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default at its step."""
-    monkeypatch.setattr(state_writer, "LEAST_BYTES", 0)
+    monkeypatch.setattr(checkpoint_writer, "LEAST_BYTES", 0)
     run = build_run(tmp_path, *NET, "epochs=3", f"saving.background={background}", *OFTEN)
     told = Told()
     run.logger, run.callbacks = Lines(), [told, Steps()]
@@ -232,7 +236,7 @@ def test_a_callback_is_told_once_a_state_is_on_disk(
     assert list(saved) == sorted({*range(5, 40, 5), *(step for step in saved if step % 6 == 0), 39})
     assert (saved == now) == (background == "auto")
     assert all(later > step for step, later in told.saved[:-1]) == (background == "true")
-    assert run.saver.figures()["in_background"] == (len(saved) - 1) * (background == "true")
+    assert run.saver.report()["in_background"] == (len(saved) - 1) * (background == "true")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
@@ -250,8 +254,8 @@ def test_the_writer_gives_way_until_training_waits_for_it(
     (thread, away), (waited_for, back) = set_to
     assert thread == waited_for != os.getpid()
     assert (away, back) == (
-        os.getpriority(os.PRIO_PROCESS, 0) + state_writer.NICENESS,
-        away - state_writer.NICENESS,
+        os.getpriority(os.PRIO_PROCESS, 0) + checkpoint_writer.NICENESS,
+        away - checkpoint_writer.NICENESS,
     )
 
 
@@ -259,7 +263,7 @@ def test_small_states_are_written_at_once(tmp_path: Path) -> None:
     run = build_run(tmp_path, *NET, *RHYTHM)
     run.logger = Lines()
     fit(run)
-    assert run.saver.figures()["in_background"] == 0
+    assert run.saver.report()["in_background"] == 0
 
 
 def test_copies_are_independent_and_reuse_their_memory() -> None:
@@ -296,7 +300,7 @@ def test_a_save_waits_for_the_gpu_once(
     words = (*words, "eval.every=12steps", "backend=deterministic", "ema.decay=0.9", "saving.keep=9")
     waits: list[Any] = []
     monkeypatch.setattr(
-        state_writer, "wait_for", lambda event: (waits.append(event), async_host_copy.wait_for(event))
+        checkpoint_writer, "wait_for", lambda event: (waits.append(event), async_host_copy.wait_for(event))
     )
     for background in ("true", "false"):
         run = build_run(tmp_path / background, *words, f"saving.background={background}")
@@ -311,7 +315,7 @@ def test_a_save_waits_for_the_gpu_once(
         assert len(waits) == run.saver.states == 3
         waits.clear()
     for step in (4, 8, 12):
-        own, other = (read_state(tmp_path / name / f"saved/step-{step}") for name in ("true", "false"))
+        own, other = (read_checkpoint(tmp_path / name / f"saved/step-{step}") for name in ("true", "false"))
         assert same_bits([own.model, own.training], [other.model, other.training])
 
 
@@ -343,8 +347,8 @@ def kills(number: int, seed: int) -> Iterator[bool]:
     words = (*WORDS, *own, "run.dir=a")
     for _ in range(number):
         yield killed_in_a_write(rng, *words)
-        for folder in list_states(Path("a/saved")):
-            read_state(folder)
+        for folder in list_checkpoints(Path("a/saved")):
+            read_checkpoint(folder)
     assert train_in_child(*words) == 0
     assert train(*words, "run.dir=b", "saving.background=false") == 0
 
@@ -357,5 +361,5 @@ def test_kills_while_states_are_written_change_nothing(in_tmp: Path, slow_disk: 
     assert inside > number / 3
     assert_same_run(Path("a"), Path("b"))
     assert summary(Path("a"))["best_states"] == summary(Path("b"))["best_states"]
-    names = [[path.name for path in list_states(Path(run, "saved"))] for run in ("a", "b")]
+    names = [[path.name for path in list_checkpoints(Path(run, "saved"))] for run in ("a", "b")]
     assert names[0] == names[1]

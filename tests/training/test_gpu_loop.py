@@ -33,7 +33,7 @@ SETTINGS = {
     ),
     "mixed and growing": (
         *("model.drop_path=0.1", "augment.mixup=0.2", "augment.cutmix=1", "task.label_smoothing=0.1"),
-        *("curriculum=image_size", "curriculum.batch_size_from=16", "curriculum.over=20steps"),
+        *("curriculum=image_size", "curriculum.over=20steps"),
         "dataloader.drop_last=true",
     ),
     "LAMB": ("optimizer=lamb", "precision=amp_fp16"),

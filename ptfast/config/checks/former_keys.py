@@ -28,6 +28,9 @@ FORMER = {
     "debug.torch_check": Former("none"),
     "dataloader.read_ahead": Former(False),
     "eval.last": Former("keep"),
+    "curriculum.batch_size_from": Former(None),
+    "compile.keep": Former(False),
+    "parallel.float8_gather": Former(False),
 }
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
 """Former defaults of keys that are null by default now."""

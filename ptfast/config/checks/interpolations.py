@@ -19,11 +19,11 @@ from ptfast.core.errors import (
     ConfigError,
     PtfastError,
     did_you_mean,
-    keep_secret,
     nearest,
     not_set,
     together,
 )
+from ptfast.core.sections.secret_values import keep_secret
 from ptfast.core.sections.targets import keywords, locate
 
 ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")

@@ -137,9 +137,7 @@ def check_batch(config: Config, ranks: int, known: int = 0) -> int:
         hint = "Give one of the two"
         raise ConfigError("C011", what, key="micro_batches", value=micro_batches, suggestion=hint)
     of_what = f"{parts} micro-batches" + (f" ({ranks} ranks)" if ranks > 1 else "")
-    sizes = {"batch_size": config.batch_size, "curriculum.batch_size_from": config.curriculum.batch_size_from}
-    for key, size in sizes.items():
-        if isinstance(size, int) and size % parts:
-            what, hint = f"cannot be cut into {of_what} evenly", nearest(size, parts)
-            raise ConfigError("C010", what, key=key, value=size, suggestion=hint)
+    if config.batch_size % parts:
+        what, hint = f"cannot be cut into {of_what} evenly", nearest(config.batch_size, parts)
+        raise ConfigError("C010", what, key="batch_size", value=config.batch_size, suggestion=hint)
     return parts

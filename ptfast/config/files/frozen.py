@@ -21,9 +21,10 @@ from ptfast.config.compose import Composed, apply, finish, place_of
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.hydra_loader import OmegaConfDumper, with_sections
 from ptfast.config.schema import VARIABLES, RunOptions
-from ptfast.core.errors import SECRET, ConfigError, hide_credentials, is_secret
+from ptfast.core.errors import ConfigError
 from ptfast.core.run_directory import DIGESTS, write_json, write_text
 from ptfast.core.run_records import Digests, read_known
+from ptfast.core.sections.secret_values import SECRET, hide_credentials, is_secret
 
 
 class _Dumper(yaml.Dumper if TYPE_CHECKING else getattr(yaml, "CDumper", yaml.Dumper)):

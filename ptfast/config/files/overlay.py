@@ -13,7 +13,8 @@ from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.overrides import parse
 from ptfast.config.schema import lies_in
-from ptfast.core.errors import ConfigError, MachineError, cannot_write, is_secret
+from ptfast.core.errors import ConfigError, MachineError, cannot_write
+from ptfast.core.sections.secret_values import is_secret
 
 OWN = ("run", "recipe")
 """Sections of a single run, which no recipe holds."""

@@ -120,7 +120,7 @@ def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int |
 Kind = Literal["exact", "reordered", "reduced", "training"]
 _DeviceNeed = Literal["cuda", "nvidia_tf32", "float8", "bf16", "fp16", "half", "compiler", "ranks"]
 _RunNeed = Literal["images", "sequences", "convolutions", "batchnorm", "rms_norm", "pack"]
-Need = Literal[_DeviceNeed, "cores", "schedulefree", _RunNeed]
+Need = Literal[_DeviceNeed, "cores", "schedulefree", "peft", _RunNeed]
 
 PROMISES: dict[Kind, str] = {
     "exact": "the same bits",

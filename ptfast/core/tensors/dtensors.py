@@ -20,12 +20,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """This rank's part of `tensor`, in the same memory; of a tensor that is whole, itself."""
-    return own_values(tensor.to_local()) if is_sharded(tensor) else tensor
-
-
-def own_values(tensor: Any) -> Tensor:
-    """The values of a weight that torchao gathers in another type, in the same memory; others themselves."""
-    return tensor._tensor if hasattr(tensor, "fsdp_pre_all_gather") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.machine import available_memory
 from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
 from ptfast.core.tensors.trees import copied
@@ -218,7 +218,7 @@ def build_eval_loader(
         # A held-out split may have fewer shards than the training data, for which workers were counted.
         workers = source.readers_at_most(count_workers(loading.workers), world_size)
         kind = loading.kind if loading.kind == "workers" else "plain"
-        sharding = Sharding(BatchPlan(None, constant(batch_size * world_size)), world_size, rank, world_size)
+        sharding = Sharding(BatchPlan(None, batch_size * world_size), world_size, rank, world_size)
         how = replace(loading, kind=kind, workers=workers)
         return EvaluationLoader(build_stream_batches(source, prepare, sharding, how, once=True), side=side)
     order = InOrder(len(source), batch_size, rank, world_size, unit=batch_size if whole_batches else 1)

@@ -10,7 +10,6 @@ from ptfast.core.sections.section import Count, Family, Section, Unused
 from ptfast.core.sections.targets import Target
 from ptfast.data import MIXTURE, DataSection
 from ptfast.optim import Optimizer
-from ptfast.techniques.curriculum import Curriculum
 
 
 class Sampling(Section):
@@ -34,11 +33,9 @@ class Batching(Section):
     """Documents of a text to model side by side in windows of the context length, each seen by itself."""
 
 
-def one_way_of_batching(
-    batching: Batching, curriculum: Curriculum, optimizer: Optimizer
-) -> PtfastError | None:
-    """Reject token budgets without buckets, and buckets with packing or growing batches."""
-    first, scaling = curriculum.batch_size_from, optimizer.lr_scaling
+def one_way_of_batching(batching: Batching, optimizer: Optimizer) -> PtfastError | None:
+    """Reject token budgets without buckets or with a scaled learning rate, and buckets with packing."""
+    scaling = optimizer.lr_scaling
     if batching.buckets and batching.pack:
         what, hint = "packed windows are all of one length", "Set one of the two to false"
         return ConfigError("C011", what, key="batching.pack", value="true", suggestion=hint)
@@ -46,9 +43,6 @@ def one_way_of_batching(
         what, hint = "needs texts of similar length", "Use batching=tokens, or set batching.buckets=true"
         value = batching.batch_tokens
         return ConfigError("C011", what, key="batching.batch_tokens", value=value, suggestion=hint)
-    if batching.buckets and first is not None:
-        what, hint = "batches by length have one size", "Use curriculum=none or batching=longest"
-        return ConfigError("C011", what, key="curriculum.batch_size_from", value=first, suggestion=hint)
     if batching.batch_tokens is not None and scaling != "none":
         what, hint = "token-budget batches have no batch size to scale by", "Use optimizer.lr_scaling=none"
         return ConfigError("C011", what, key="optimizer.lr_scaling", value=scaling, suggestion=hint)

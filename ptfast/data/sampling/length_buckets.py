@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ptfast.core.batch_plan import BatchPlan, DropLast, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast
 from ptfast.core.durations import Duration
 from ptfast.data.map_source import Padding
 from ptfast.data.sampling import counter_draws
@@ -66,7 +66,7 @@ class LengthPlan(BatchPlan):
                 cuts.append(start + max(1, int(np.searchsorted(padded, batch_tokens, side="right"))))
             self._cuts = np.array(cuts)
             batch_size = max(1, round(size / (len(self._cuts) - 1)))
-        super().__init__(size, constant(batch_size), drop_last)
+        super().__init__(size, batch_size, drop_last)
         if self._cuts is not None:
             self.steps_per_epoch = len(self._cuts) - 1
 
@@ -80,7 +80,7 @@ class LengthPlan(BatchPlan):
         _, cuts, turns = self._epoch(epoch)
         which = int(turns[position])
         start, stop = int(cuts[which]), int(cuts[which + 1])
-        if self._pads and self._cuts is None:
+        if self.drop_last == "pad" and self._cuts is None:
             # The short one takes in its neighbors, which are of like length.
             start = max(0, min(start, len(self._classes) - self.batch_size))
             stop = start + self.batch_size

@@ -20,16 +20,9 @@ from urllib.parse import urlsplit
 from fsspec import Callback
 from fsspec.core import url_to_fs
 
-from ptfast.core.errors import (
-    ConfigError,
-    DataError,
-    PtfastError,
-    cannot_write,
-    hide_credentials,
-    import_extra,
-    summary_of,
-)
+from ptfast.core.errors import ConfigError, DataError, PtfastError, cannot_write, import_extra, summary_of
 from ptfast.core.machine import cache_folder
+from ptfast.core.sections.secret_values import hide_credentials
 from ptfast.core.units import num_bytes
 from ptfast.data.streams.shard_index import Shard, index_shard, kept_index
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from ptfast.core.errors import DataError, hide_credentials
+from ptfast.core.errors import DataError
+from ptfast.core.sections.secret_values import hide_credentials
 from ptfast.core.units import num_bytes
 from ptfast.data.data_fingerprint import describe_part
 from ptfast.data.sampling import counter_draws

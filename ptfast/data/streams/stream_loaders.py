@@ -73,10 +73,6 @@ def build_stream_batches(
         begins = sum_of([source.first[0], source.shared_by])
         check_same(on_all_ranks(begins, sharding.world_size), source.class_name)
     workers, in_parts, reason = share_out(source, sharding, loading)
-    if in_parts and sharding.plan.grows:
-        what = "batches of a dataset that splits itself over readers cannot grow"
-        hint = 'Use curriculum=none, or set its attribute shared_by = "none"'
-        raise ConfigError("C011", what, key="curriculum.batch_size_from", suggestion=hint)
     if in_parts and sharding.plan.drop_last == "pad":
         what = "a dataset that splits itself over readers has parts of unequal length, which cannot be padded"
         hint = "Use dataloader.drop_last=false or true"
@@ -109,7 +105,7 @@ class Marks:
         return {**self.at(max(0, step - 1))._asdict(), "readers": self.readers}
 
     def load(self, state: dict[str, int], step: int) -> str:
-        """Resume from a saved state; return what that takes, for the panel."""
+        """Resume from a checkpoint; return what that takes, for the panel."""
         mark = Mark(state["epoch"], state["first"])
         self._found = [(0, mark)]
         text = f"iterable data is read again from the start of its pass {mark.epoch + 1} up to step {step:,}"

@@ -16,11 +16,11 @@ from torch import Tensor
 from ptfast.config.files.frozen import redact
 from ptfast.config.overrides import parse, quoted
 from ptfast.config.schema import Config
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.errors import COMMAND_LINE, ConfigError, ReportedError, SavedStateError
 from ptfast.core.run_directory import SUMMARY, read_json, write_json
-from ptfast.core.run_records import read_choices
+from ptfast.core.tensors.checkpoint_files import read_checkpoint
 from ptfast.core.tensors.dtensors import whole
-from ptfast.core.tensors.saved_state import read_state
 from ptfast.core.units import clock, counted, duration
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.chaos.kills import MODULE, PLAN, SHAPE, STRIKES, VARIABLE, Kill, RunShape, draw_kills
@@ -156,7 +156,7 @@ class ChaosTest:
 
 def compare_runs(left: Path, right: Path, *, tolerates: bool = False) -> tuple[list[str], list[str]]:
     """Return the differences between two runs, and, with `tolerates`, training losses that nearly agree."""
-    states = [read_state(run / "saved" / "last") for run in (left, right)]
+    states = [read_checkpoint(run / "saved" / "last") for run in (left, right)]
     logs = [read_records(run / METRICS_FILE) for run in (left, right)]
     close: list[str] | None = [] if tolerates else None
     found = list(differences(states[0].model, states[1].model, "model"))

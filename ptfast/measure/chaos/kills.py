@@ -142,8 +142,9 @@ class Strikes(Callback):
 
 def install(strikes: Strikes, folder: Path) -> None:
     """Call `strikes` around building, evaluating and saving in this process."""
-    from ptfast.core.tensors import saved_state
-    from ptfast.core.tensors.saved_state import ShardedDraft, list_states, step_of
+    from ptfast.core.tensors import checkpoint_files
+    from ptfast.core.tensors.checkpoint_files import ShardedDraft
+    from ptfast.core.tensors.checkpoint_folders import list_checkpoints, step_of
     from ptfast.training import build, checkpointer, evaluate
     from ptfast.training.checkpointer import Checkpointer
 
@@ -190,9 +191,9 @@ def install(strikes: Strikes, folder: Path) -> None:
     build.build, evaluate.interruptible = struck_build, struck_batches
     shards.publish = struck_publish
     saving(Checkpointer, "save", "begun", lambda checkpointer, *_: checkpointer.run.progress.step)
-    saving(saved_state, "write_manifest", "files written", lambda draft, step, *_: step)
-    saving(saved_state, "point", "in place", lambda saved, name, folder: step_of(folder))
-    saving(checkpointer, "prune", "marked as last", lambda saved, *_: step_of(list_states(saved)[0]))
+    saving(checkpoint_files, "write_manifest", "files written", lambda draft, step, *_: step)
+    saving(checkpoint_files, "point", "in place", lambda saved, name, folder: step_of(folder))
+    saving(checkpointer, "prune", "marked as last", lambda saved, *_: step_of(list_checkpoints(saved)[0]))
 
 
 def main() -> None:

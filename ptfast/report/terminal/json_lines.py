@@ -11,19 +11,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from ptfast.core.errors import (
-    SECRET,
-    PtfastError,
-    ReportedError,
-    exit_code_of,
-    hide_credentials,
-    is_secret,
-    one_line,
-    text_of,
-    traceback_of,
-)
+from ptfast.core.errors import PtfastError, ReportedError, exit_code_of, one_line, text_of, traceback_of
 from ptfast.core.plain_display import Display, Metrics, Rows
 from ptfast.core.run_directory import plain_json
+from ptfast.core.sections.secret_values import SECRET, hide_credentials, is_secret
 
 VERSION = 1
 """Raised when a field changes its meaning or goes; new fields and events may come at any time."""

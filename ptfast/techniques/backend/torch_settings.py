@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.devices import cannot_run, check_device, device_type
-from ptfast.core.distributed import Ranks
+from ptfast.core.distributed import THREADS_VARIABLE, Ranks, under_torchrun
 from ptfast.core.machine import others_cores, usable_cores
 from ptfast.core.protocols import StepBatch
-from ptfast.core.run_records import AutoChoices
 from ptfast.core.tensors.torch_internals import set_allocator
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.core.world import THREADS_VARIABLE, under_torchrun
 from ptfast.techniques.backend import Backend
 
 MOST_SHAPES = 8

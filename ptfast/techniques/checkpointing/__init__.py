@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.section import Count, Family, Section, Share, Unused
 from ptfast.techniques.compile import Compile
 

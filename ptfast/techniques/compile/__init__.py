@@ -21,8 +21,6 @@ class Compile(Section):
     """For `blocks`: one or more patterns of module names; `auto` for the repeated blocks."""
     dynamic: bool | OrAuto = "auto"
     """Use one graph for batches of any length; `auto` does so for texts of more than a few lengths."""
-    keep: bool = False
-    """Keep the code in the cache folder, which outlives /tmp, so that a restart does not compile again."""
 
 
 def accumulating_in_graphs() -> PtfastError:
@@ -62,11 +60,10 @@ FAMILY = Family(
     unused=(
         Unused.unless("compile.mode", ("blocks",), "compile.blocks"),
         Unused(
-            ("compile.dynamic", "compile.keep"),
+            ("compile.dynamic",),
             lambda compile: compile.mode != "none",
             "without compiling",
             "compile=model",
         ),
     ),
-    free_keys=("compile.keep",),
 )

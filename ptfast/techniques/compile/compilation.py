@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +11,7 @@ import torch
 from torch import nn
 
 from ptfast.core.clock import Clock
-from ptfast.core.devices import cpu_facts
 from ptfast.core.errors import ConfigError
-from ptfast.core.machine import cache_folder
 from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
 from ptfast.techniques.repeated_blocks import find_blocks
@@ -32,8 +28,6 @@ def apply_compile(
     """Compile `model` in place; return None for mode `none`. Raises the errors of `Compilation`."""
     if section.mode == "none":
         return None
-    if section.keep:
-        keep_code()
     compilation = Compilation(section.mode, device.type, dynamic=dynamic, accumulates=accumulates)
     compilation.apply(model, section.blocks)
     return compilation
@@ -181,25 +175,3 @@ def num_compiled() -> int:
     """Return the number of graphs compiled by this process so far, without importing the compiler."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return 0 if dynamo is None else dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch caches compiled code; a value set by the user stays."""
-
-
-def keep_code() -> None:
-    """Let torch cache compiled code in `$PTFAST_CACHE/compiled`, if that is writable.
-
-    Torch's default, `/tmp`, does not outlive a container. Each kind of CPU has its own folder, because torch
-    does not distinguish them. The run directory is not used: a run from elsewhere could bring code in it.
-
-    Cost: a few MB of disk per model; nothing is ever deleted.
-    """
-    flags = "".join(cpu_facts("flags", "Features")[:1])
-    folder = cache_folder() / "compiled" / hashlib.sha256(flags.encode()).hexdigest()[:12]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    if os.access(folder, os.W_OK) and not os.environ.get(VARIABLE):
-        os.environ[VARIABLE] = str(folder)

@@ -1,4 +1,4 @@
-"""Start with small images, sequences or batches, and grow them during training."""
+"""Start with small images or short sequences, and grow them during training."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ class Curriculum(Section):
     """Initial tokens of sequences; `auto` for a quarter of the full length, null for the full length."""
     length_multiple: Count = 64
     """Intermediate lengths are multiples of this."""
-    batch_size_from: Count | OrAuto | None = None
-    """Initial batch size, by which the batch then grows; `auto` for a quarter, null for the full size."""
     over: Annotated[Duration, InUnit("steps"), POSITIVE] = Duration(60, "percent")
     """How long the growth takes, such as `60%` or `5epochs`."""
 
 
 def _grows(curriculum: Curriculum) -> bool:
-    sizes = (curriculum.image_size_from, curriculum.length_from, curriculum.batch_size_from)
-    return sizes != (None, None, None)
+    return (curriculum.image_size_from, curriculum.length_from) != (None, None)
 
 
 def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | None) -> PtfastError | None:
@@ -42,7 +39,7 @@ def growth_within_run(curriculum: Curriculum, epochs: int | None, steps: int | N
 FAMILY = Family(
     rules=(growth_within_run,),
     unused=(
-        Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.batch_size_from=auto"),
+        Unused(("curriculum.over",), _grows, "where nothing grows", "curriculum.image_size_from=auto"),
         Unused.without("curriculum.image_size_from", "auto", "curriculum.image_size_multiple"),
         Unused.without("curriculum.length_from", "auto", "curriculum.length_multiple"),
     ),

@@ -1,19 +1,36 @@
-"""Sizes that start small and grow in training: of images, sequences and batches."""
+"""Images and sequences that start small and grow in training."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptfast.core.batch_plan import Stages, grow
-from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import DataInfo, PackedTokens
+
+
+class Stages(NamedTuple):
+    """A size that grows in stages."""
+
+    values: tuple[int, ...]
+    """Rising."""
+    starts: tuple[int, ...]
+    """The first step, from 0, of each value."""
+
+    def at(self, step: int) -> int:
+        return self.values[bisect_right(self.starts, step) - 1]
+
+
+def grow(first: int, last: int, multiple: int, over_steps: int) -> Stages:
+    """About equal stages from `first` by multiples of `multiple` to `last`, which begins at `over_steps`."""
+    values = (first, *range((first // multiple + 1) * multiple, last, multiple), last)
+    return Stages(values, tuple(index * over_steps // (len(values) - 1) for index in range(len(values))))
 
 
 @dataclass
@@ -89,16 +106,16 @@ def build_resize(
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
-        raise _refused(f"{info.kind} data has no images", key, first)
+        raise _rejected(f"{info.kind} data has no images", key, first)
     channels, *shape = info.input_shape
     full = min(shape)
     first = full // 2 if first == "auto" else first
     if not 0 < first < full:
-        raise _refused(f"not smaller than the images, which have {full} pixels", key, first)
+        raise _rejected(f"not smaller than the images, which have {full} pixels", key, first)
     stages, masks = grow(first, full, multiple, over_steps), info.target_kind in ("mask", "map")
     if info.target_kind == "unknown":
         what = "targets that may be coordinates, such as boxes or points, are not resized with the image"
-        raise _refused(what, key, first)
+        raise _rejected(what, key, first)
     resize = Resize(stages, (shape[0], shape[1]), masks=masks)
     height, width = resize.size(first)
     was_training = model.training
@@ -122,59 +139,14 @@ def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info
     """
     key, full = "curriculum.length_from", info.context_length
     if info.kind != "tokens" or full is None:
-        raise _refused(f"{info.kind} data has no sequences to cut", key, first)
+        raise _rejected(f"{info.kind} data has no sequences to cut", key, first)
     first = full // 4 if first == "auto" else first
     if not 0 < first < full:
-        raise _refused(f"not shorter than the sequences, which have {full} tokens", key, first)
+        raise _rejected(f"not shorter than the sequences, which have {full} tokens", key, first)
     return Cut(grow(first, full, multiple, over_steps))
 
 
-def build_batch_sizes(
-    first: int | Literal["auto"],
-    batch_size: int,
-    over: Duration,
-    *,
-    micro_batches: int,
-    num_samples: int | None,
-    epochs: int | None,
-    steps: int | None,
-) -> Stages:
-    """Return batches that grow to their full size, by `first` at a time; the learning rate is not changed.
-
-    While gradients are large relative to their noise, a small batch makes an equally good step.
-
-    Args:
-        first: samples in the first steps over all ranks, a multiple of `micro_batches`; `auto` for a quarter
-            of the full size.
-        over: how long batches grow, converted to steps by their mean size.
-        num_samples: samples per epoch; None for data of unknown length, which has no epochs (C011).
-
-    Source: Smith, Kindermans, Ying, Le 2018, arXiv:1711.00489; McCandlish et al. 2018, arXiv:1812.06162.
-    """
-    key = "curriculum.batch_size_from"
-    if first == "auto":
-        first = -(-batch_size // (4 * micro_batches)) * micro_batches
-    if first >= batch_size:
-        raise _refused(f"not below the full batch_size={batch_size}", key, first)
-    *growing, _ = grow(first, batch_size, first, batch_size).values
-    mean_size = sum(growing) / len(growing)
-    if over.unit == "steps" or (over.unit == "percent" and steps is not None):
-        over_steps = over.steps(steps)
-    elif over.unit == "samples":
-        over_steps = over.value / mean_size
-    elif num_samples is None:
-        what, hint = "the data has no epochs", "Give curriculum.over in steps"
-        raise ConfigError("C011", what, key="curriculum.over", value=over, suggestion=hint)
-    elif over.unit == "epochs":
-        over_steps = over.value * num_samples / mean_size
-    else:
-        # The length of the run depends in turn on the steps over which batches grow.
-        part = over.value / 100
-        over_steps = part * (epochs or 1) * num_samples / (batch_size - part * (batch_size - mean_size))
-    return grow(first, batch_size, first, max(1, round(over_steps)))
-
-
-def _refused(what: str, key: str, first: int | str) -> ConfigError:
+def _rejected(what: str, key: str, first: int | str) -> ConfigError:
     return ConfigError("C011", what, key=key, value=first, suggestion="Use curriculum=none")
 
 

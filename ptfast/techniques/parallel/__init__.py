@@ -6,15 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+from ptfast.core.auto_choices import AutoChoices
+from ptfast.core.distributed import world
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.coerce import Range
 from ptfast.core.sections.section import Count, Family, OrAuto, Positive, Section, Unused, WallTime
-from ptfast.core.world import world
 from ptfast.techniques.debug import Debug
 from ptfast.techniques.gradients import Gradients
-from ptfast.techniques.precision import Precision
 from ptfast.techniques.rewrites import Rewrites
 
 
@@ -51,25 +50,19 @@ class Parallel(Section):
     """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` for repeated blocks."""
     prefetch: Count = 1
     """fsdp: number of parts gathered while another computes, and kept until their turn."""
-    float8_gather: bool = False
-    """fsdp: gather weights of linear layers as float8, under `precision.float8`."""
 
 
-_OF_ONE_STRATEGY = {
-    "ddp": {"compression": "none", "static_graph": False, "unused_parameters": False},
-    "fsdp": {"float8_gather": False},
-}
-"""Keys that belong to only one strategy, with their values when off."""
+_OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": False}
+"""Keys of ddp alone, with their values when off."""
 
 
 def keys_of_the_strategy(parallel: Parallel) -> Iterator[PtfastError]:
     """Reject keys of another strategy."""
-    for strategy, keys in _OF_ONE_STRATEGY.items():
-        for name, off in keys.items():
-            if parallel.strategy != strategy and (value := getattr(parallel, name)) != off:
-                what = f"belongs to parallel={strategy}, not {parallel.strategy}"
-                hint = f"Use parallel={strategy}"
-                yield ConfigError("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
+    for name, off in _OF_DDP.items():
+        if parallel.strategy != "ddp" and (value := getattr(parallel, name)) != off:
+            what = f"belongs to parallel=ddp, not {parallel.strategy}"
+            hint = "Use parallel=ddp"
+            yield ConfigError("C011", what, key=f"parallel.{name}", value=value, suggestion=hint)
     if parallel.strategy == "single":
         for name in ("nproc", "nnodes", "rdzv"):
             if (value := getattr(parallel, name)) not in (1, "auto", None):
@@ -122,14 +115,11 @@ def ruled_out_by_ranks(parallel: Parallel, *, alone: bool, accumulates: bool) ->
 
 
 def whole_under_fsdp(
-    parallel: Parallel, gradients: Gradients, debug: Debug, rewrites: Rewrites, precision: Precision
+    parallel: Parallel, gradients: Gradients, debug: Debug, rewrites: Rewrites
 ) -> Iterator[PtfastError]:
-    """Reject settings that need whole layers, which fsdp shards, and float8 weights without products."""
+    """Reject settings that need whole layers, which fsdp shards."""
     if parallel.strategy != "fsdp":
         return
-    if parallel.float8_gather and not precision.float8:
-        what, hint = "needs float8 products, which are off", "Set precision.float8=true"
-        yield ConfigError("C011", what, key="parallel.float8_gather", value=True, suggestion=hint)
     if gradients.clip_adaptive is not None:
         what = "needs whole units, but under parallel=fsdp each rank has only a part of each"
         value, hint = gradients.clip_adaptive, "Use gradients.clip_norm, or parallel=ddp"
@@ -191,7 +181,6 @@ def panel(parallel: Parallel, choices: AutoChoices) -> dict[str, object]:
         num_parts = len(choices.get("shards")) + 1
         words = [f"fsdp, weights in {num_parts} part{'s' * (num_parts > 1)}"]
         words += [f"{parallel.prefetch} prefetched"] * (parallel.prefetch > 1)
-        words += ["float8 weights gathered"] * parallel.float8_gather
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
         words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ptfast.core.distributed import Ranks, broadcast_buffers
-from ptfast.core.errors import ConfigError, import_extra, name_some
-from ptfast.core.tensors.dtensors import own_values
+from ptfast.core.errors import ConfigError, name_some
 from ptfast.core.tensors.torch_internals import BatchNorm
 
 
@@ -31,7 +30,6 @@ class Sharded:
         blocks: parts of the model, not nested. The rest of the model is one more block.
         autocast_dtype: the type of autocast; None for float32.
         prefetch: blocks gathered while another one computes; 1 is torch's own order.
-        float8: whether weights of linear layers are those of `apply_float8`, and gathered in float8.
 
     Cost: two seconds to import, once. Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277;
     Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054.
@@ -48,12 +46,10 @@ class Sharded:
         blocks: Iterable[nn.Module],
         autocast_dtype: torch.dtype | None,
         prefetch: int = 1,
-        float8: bool = False,
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import DTensor
-        from torch.utils import swap_tensors
 
         types = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
         if len(types) > 1:
@@ -71,25 +67,15 @@ class Sharded:
                 each for each in (*block.parameters(), *block.buffers()) if not isinstance(each, DTensor)
             ]
             for each in whole:
-                if own_values(each) is each:
-                    each.data = each.data.to(device)
-                else:
-                    # Assigning to `data` would leave the tensors inside it on the old device.
-                    swap_tensors(each, nn.Parameter(each.detach().to(device), each.requires_grad))
+                each.data = each.data.to(device)
             # As in DDP: ranks may differ in weights that the model drew from another source.
-            broadcast_buffers([own_values(each).detach() for each in whole], ranks)
+            broadcast_buffers([each.detach() for each in whole], ranks)
             # An evaluation has no backward pass to release the gathered weights.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         if prefetch > 1:
             _prefetch([model, *blocks], prefetch, "set_modules_to_forward_prefetch")
             _prefetch([model, *reversed(blocks)], prefetch, "set_modules_to_backward_prefetch")
-        if float8:
-            # Before each forward pass, because steps, averages and loading change weights.
-            scale = import_extra("torchao.float8", "float8", "parallel.float8_gather", "true")
-            compute = scale.precompute_float8_dynamic_scale_for_fsdp
-            model.register_forward_pre_hook(lambda module, inputs: compute(module), prepend=True)
         self.module: Any = model
-        self.float8 = float8
         self.train, self.eval = model.train, model.eval
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.devices import cannot_run, check_precision, multiplies_bf16
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
-from ptfast.core.run_records import AutoChoices
 from ptfast.core.tensors.torch_internals import BatchNorm, DispatchMode
 from ptfast.core.tensors.trees import map_tensors, tree_leaves
 from ptfast.techniques.precision import Precision

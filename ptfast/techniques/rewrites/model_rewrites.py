@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import LinearLogits
-from ptfast.core.run_records import AutoChoices
 from ptfast.core.tensors.dtensors import local_part
 from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.torch_internals import DispatchMode

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
+from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, PtfastError
-from ptfast.core.run_records import AutoChoices
 from ptfast.core.sections.coerce import InUnit
 from ptfast.core.sections.section import Family, TargetSection, longer_than_run
 

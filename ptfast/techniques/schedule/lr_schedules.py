@@ -16,7 +16,6 @@ Curve = Callable[[int], float]
 """A number for each step, counted from 0."""
 
 NEARLY_HALF = Duration(45, "percent")
-EIGHTH = Duration(12.5, "percent")
 FIFTH = Duration(20, "percent")
 
 
@@ -244,70 +243,6 @@ class Wsd(LRSchedule):
             return end + (1 - end) * (1 - (math.sqrt(done) if by_root else done))
 
         return curve
-
-
-@dataclass
-class Cyclic(LRSchedule):
-    """Repeat triangles between `start` and the base learning rate, which is the maximum.
-
-    Rising learning rates escape plateaus; momentum moves the other way. With `start` set to torch's
-    `base_lr / max_lr`, the values equal those of its CyclicLR.
-
-    Args:
-        start: lowest learning rate relative to the maximum, in (0, 1].
-        rise: length of a rise; Smith uses 2 to 10 epochs.
-        fall: length of a fall; None for the length of the rise.
-        mode: `triangular`: all equal; `triangular2`: each half as high as the last; `exp_range`: scaled by
-            `gamma` in every step.
-        gamma: factor of `exp_range`, in (0, 1].
-        momentum_max: momentum where the learning rate is lowest; None leaves the optimizer's own.
-        momentum_min: momentum where the learning rate is highest.
-
-    Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186.
-    """
-
-    start: float = 0.1
-    rise: Duration = EIGHTH
-    fall: Duration | None = None
-    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
-    gamma: float = 1.0
-    momentum_max: float | None = 0.9
-    momentum_min: float | None = 0.8
-
-    def __post_init__(self) -> None:
-        self.rise = Duration.parse(self.rise, "steps")
-        self.fall = None if self.fall is None else Duration.parse(self.fall, "steps")
-        for key, value in (("rise", self.rise), ("fall", self.fall)):
-            if value is not None and not value.value > 0:
-                raise ConfigError("C005", "must be above 0", key=f"schedule.{key}", value=value)
-        _require_both(self.momentum_max, self.momentum_min)
-
-    def factor(self, span: Span) -> Curve:
-        start, height = self.start, self._height(span)
-        return lambda step: start + (1 - start) * height(step)
-
-    def momentum(self, span: Span) -> Curve | None:
-        high, low = self.momentum_max, self.momentum_min
-        if high is None or low is None:
-            return None
-        height = self._height(span)
-        return lambda step: high - (high - low) * height(step)
-
-    def _height(self, span: Span) -> Curve:
-        """Return the height of a step on its triangle, 0 to 1, times that of the triangle."""
-        # A run too short for its triangles gets the shortest possible ones.
-        rise_steps = max(span.position(self.rise), 1.0)
-        fall_steps = rise_steps if self.fall is None else max(span.position(self.fall), 1.0)
-        mode, gamma, length = self.mode, self.gamma, rise_steps + fall_steps
-
-        def height(step: int) -> float:
-            cycle, at = divmod(step, length)
-            part = at / rise_steps if at <= rise_steps else (length - at) / fall_steps
-            if mode == "exp_range":
-                return part * gamma**step
-            return part / 2**cycle if mode == "triangular2" else part
-
-        return height
 
 
 def _require_both(momentum_max: float | None, momentum_min: float | None) -> None:

@@ -27,8 +27,15 @@ from ptfast.core.errors import (
 )
 from ptfast.core.protocols import PackedTokens
 from ptfast.core.run_directory import CONFIG, plain_json, versions
+from ptfast.core.tensors.checkpoint_files import (
+    EXPORT_FORMAT,
+    WEIGHTS,
+    CheckpointContent,
+    write_manifest,
+    writing,
+)
+from ptfast.core.tensors.checkpoint_folders import config_of
 from ptfast.core.tensors.dtensors import write_tensors
-from ptfast.core.tensors.saved_state import EXPORT_FORMAT, WEIGHTS, State, config_of, write_manifest, writing
 from ptfast.data.loaders.loading import Prepare
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.streams.iterable import IterableSource
@@ -171,7 +178,7 @@ def _write_weights(saved: PartialRun, folder: Path, facts: dict[str, Any]) -> Pa
         tensors = merged(saved.model, tensors)
     write_tensors(folder / WEIGHTS, tensors)
     plain = copy.copy(saved)
-    plain.state = State(tensors, {}, facts)
+    plain.state = CheckpointContent(tensors, {}, facts)
     build_plain_model(plain)
     plain.model.load_state_dict(load_file(folder / WEIGHTS))
     return plain

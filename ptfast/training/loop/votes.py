@@ -124,7 +124,7 @@ class Votes:
             self._sent = sent
             vote = read_votes(sent if waits else before or sent, run.ranks.world_size)
             self._stragglers.receive(vote.phases_s)
-        run.saver.look(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
+        run.saver.poll(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
         self.max_steps = max(
             1, int(min(EXCHANGE_S, run.saver.every_s or EXCHANGE_S) / max(vote.step_s, 1e-6))
         )

@@ -203,8 +203,7 @@ def place_model(run: PartialRun) -> None:
         with _finding_room(run.config.model.target, run.device.type):
             model.to(run.device)
     if run.config.precision.float8:
-        gathers = {"enable_fsdp_float8_all_gather": True} if run.config.parallel.float8_gather else {}
-        layers = apply_float8(model, **gathers)
+        layers = apply_float8(model)
         run.choices.note("float8", layers, f"products of {len(layers)} layers")
     apply_rewrites(
         model,
@@ -265,7 +264,7 @@ def shape_model(run: PartialRun) -> None:
     )
     shards = find_blocks(model, config.parallel.blocks, key="parallel.blocks") if run.shards_weights else {}
     if run.compilation is not None:
-        choices.rows["compile"] = run.compilation.describe() + "; code is cached" * config.compile.keep
+        choices.rows["compile"] = run.compilation.describe()
     choices.note("checkpointed", list(blocks))
     choices.note("shards", list(shards))
 
@@ -285,7 +284,6 @@ def shape_model(run: PartialRun) -> None:
                 blocks=shards.values(),
                 autocast_dtype=run.precision.autocast_dtype,
                 prefetch=config.parallel.prefetch,
-                float8=config.parallel.float8_gather,
             )
         return GradientAveraging(model, config.parallel)
 

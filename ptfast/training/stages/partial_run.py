@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ptfast.config.schema import Config
-from ptfast.core.tensors.saved_state import State
+from ptfast.core.tensors.checkpoint_files import CheckpointContent
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.loading import LoaderOptions
 from ptfast.optim.parameter_groups import Grouping
@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
 class PartialRun(Run):
     """A run and the inputs of its stages; a trained model is a run with only the first stages done."""
 
-    state: State | None = None
+    state: CheckpointContent | None = None
     """The checkpoint to resume from, or that of a trained model."""
     checkpoint: Checkpoint | None = None
     """Where a trained model comes from."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ptfast.config.schema import Config
-from ptfast.core.batch_plan import BatchPlan, DropLast, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import Data
@@ -24,7 +24,6 @@ from ptfast.data.sampling.sampler import Sampler, Sharding, smallest_micro_batch
 from ptfast.data.sources.ragged_text import Documents, PackedSequences
 from ptfast.models.layers import load_varlen_attention
 from ptfast.techniques.curriculum.growing_sizes import (
-    build_batch_sizes,
     build_cut,
     build_resize,
     describe_growth,
@@ -73,20 +72,11 @@ def build_plan(
     """
     check_sequences(model, data)
     curriculum, info = config.curriculum, data.info
-    sizes = constant(config.batch_size)
-    if curriculum.batch_size_from is not None:
-        sizes = build_batch_sizes(
-            curriculum.batch_size_from,
-            config.batch_size,
-            curriculum.over,
-            micro_batches=micro_batches,
-            num_samples=info.num_train,
-            epochs=config.epochs,
-            steps=config.steps,
-        )
 
     def batches_with(drop_last: DropLast) -> BatchPlan:
-        return build_length_plan(config, data, drop_last) or BatchPlan(info.num_train, sizes, drop_last)
+        return build_length_plan(config, data, drop_last) or BatchPlan(
+            info.num_train, config.batch_size, drop_last
+        )
 
     drop_last = config.dataloader.drop_last
     batches = batches_with(False if drop_last == "auto" else drop_last)
@@ -100,12 +90,8 @@ def build_plan(
         hint = "Iterable data has no epochs: set for example steps=1000"
         raise ConfigError("C016", "the number of steps is unknown", key="steps", suggestion=hint)
     plan = TrainingPlan(batches, config.steps or batches.steps(Duration(config.epochs or 0, "epochs"), None))
-    # All sizes that grow reach their full size at the same step.
-    over_steps = batches.sizes.starts[-1]
-    if batches.grows:
-        plan.notes.append(describe_growth("batches from {} to {} samples", batches.sizes))
-    elif (curriculum.image_size_from, curriculum.length_from) != (None, None):
-        over_steps = plan.steps("curriculum.over", curriculum.over)
+    grows = (curriculum.image_size_from, curriculum.length_from) != (None, None)
+    over_steps = plan.steps("curriculum.over", curriculum.over) if grows else 0
     if curriculum.image_size_from is not None:
         first, multiple = curriculum.image_size_from, curriculum.image_size_multiple
         plan.transforms.append(resize := build_resize(first, multiple, over_steps, info, model))
@@ -209,7 +195,7 @@ def describe_padding(
         share = train.padding_share
         return f"{what}: {share:.1%} of all tokens", round(share, 6)
     lengths, limit = data.train.lengths, data.info.context_length
-    if lengths is None or limit is None or plan.grows:
+    if lengths is None or limit is None:
         return None, None
     sampler = Sampler(Sharding(plan, micro_batches), seed, partial(data.order, seed))
     share = padding_share(sampler, lengths, limit, _padding(batching))

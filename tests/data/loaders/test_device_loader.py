@@ -19,10 +19,10 @@ from running import WITH_TESTS, build_run, train
 from test_augment import EVERYTHING
 from test_loaders import BOTH, NONE, REFLECTED, color, loader, same
 
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.batch_plan import DropLast
 from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
-from ptfast.core.run_records import read_choices
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.data.build_data import Data
 from ptfast.data.loaders import device_loader, step_batches

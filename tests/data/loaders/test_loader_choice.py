@@ -13,8 +13,8 @@ from PIL import Image
 from running import build_run, same_bits, train, weights
 from torch.utils.data import Dataset
 
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.errors import ConfigError, MachineError
-from ptfast.core.run_records import read_choices
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import Choice, SampleCost, choose, count_workers, time_samples
 from ptfast.data.map_source import MapSource, TensorSource

@@ -12,7 +12,7 @@ from resuming import Armed, arm, assert_same_run, train_in_child
 from running import build_run, records, summary, train
 
 from ptfast.config.read import read_config
-from ptfast.core.batch_plan import BatchPlan, DropLast, constant
+from ptfast.core.batch_plan import BatchPlan, DropLast
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.protocols import IGNORE_INDEX
@@ -159,8 +159,8 @@ def test_lengths_of_a_batch_are_alike_and_batches_in_no_order() -> None:
     padded = sum(int(LENGTHS[batch].max()) * len(batch) for batch in batches)
     assert share == pytest.approx(1 - LENGTHS.sum() / padded)
     assert share < 0.05
-    assert padding_share(alone(BatchPlan(1500, constant(16))), LENGTHS, LIMIT, Padding()) > 0.5
-    fixed = padding_share(alone(BatchPlan(1500, constant(16))), LENGTHS, LIMIT, Padding(fixed=True))
+    assert padding_share(alone(BatchPlan(1500, 16)), LENGTHS, LIMIT, Padding()) > 0.5
+    fixed = padding_share(alone(BatchPlan(1500, 16)), LENGTHS, LIMIT, Padding(fixed=True))
     assert fixed == pytest.approx(1 - LENGTHS.mean() / LIMIT)
 
 
@@ -243,10 +243,6 @@ def test_the_panel_says_how_much_is_padding(in_tmp: Path, capsys: pytest.Capture
     [
         (("batching=buckets",), r"batching.buckets=true.*: image data has no samples of unequal length"),
         (("batching.batch_tokens=99",), r"batching.batch_tokens=99.*: needs texts of similar length"),
-        (
-            ("batching=buckets", "curriculum=batch_size"),
-            r"batch_size_from=auto.*: batches by length have",
-        ),
         (
             ("batching=tokens", "optimizer.lr_scaling=linear", "optimizer.reference_batch=64"),
             r"lr_scaling=linear.*: token-budget batches have no batch size",
@@ -356,7 +352,7 @@ def test_characters_are_looked_up_all_at_once(texts: list[str]) -> None:
 
 def test_padding_is_counted_where_a_last_batch_is_filled_up() -> None:
     lengths = np.array([1, 2, 3, 4, 5])
-    plan = BatchPlan(5, constant(4), "pad")
+    plan = BatchPlan(5, 4, "pad")
     share = padding_share(Sampler(Sharding(plan, 4), 0), lengths, 8, Padding(fixed=True))
     order = permutation(0, 0, 5)
     seen = lengths[np.concatenate([order, order[:3]])]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import DataError
 from ptfast.data.sampling.sampler import (
     Sampler,
@@ -28,9 +28,10 @@ def sampler(size: int, **changes: object) -> Sampler:
         "drop_last": False,
     }
     given |= changes
-    sizes = given.get("sizes") or constant(given["batch_size"])
     sharding = {name: given[name] for name in ("micro_batches", "rank", "world_size")}
-    return Sampler(Sharding(BatchPlan(size, sizes, given["drop_last"]), **sharding), given["seed"])
+    return Sampler(
+        Sharding(BatchPlan(size, given["batch_size"], given["drop_last"]), **sharding), given["seed"]
+    )
 
 
 def test_the_known_order_does_not_change():

@@ -19,10 +19,10 @@ from running import same_bits, summary, train, weights
 from test_custom_dataset import loader
 from torch import Tensor
 
+from ptfast.core.auto_choices import read_choices
 from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.core.machine import cache_folder
-from ptfast.core.run_records import read_choices
 from ptfast.data.build_data import build_data
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.sources.webdataset_shards import Members, WebDataset, expand, nearby

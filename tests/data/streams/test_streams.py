@@ -23,7 +23,7 @@ from streamed import (
 )
 from torch.utils.data import get_worker_info
 
-from ptfast.core.batch_plan import BatchPlan, constant
+from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import choose
@@ -131,7 +131,7 @@ def test_a_stream_that_is_not_shared_out_is_the_same_for_any_workers(workers: in
 
 
 def on_two_ranks(workers: int) -> tuple[Sharding, LoaderOptions]:
-    sharding = Sharding(BatchPlan(None, constant(6)), 2, 1, 2)
+    sharding = Sharding(BatchPlan(None, 6), 2, 1, 2)
     return sharding, LoaderOptions(torch.device("cpu"), kind="workers", workers=workers)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from loaders import eval_loader, train_loader
 from refusals import Capture
-from running import build_run, same_bits, summary, train, weights
+from running import same_bits, summary, train, weights
 from streamed import (
     NUMBERS,
     Noisy,
@@ -140,12 +140,7 @@ def test_a_run_trains_evaluates_and_resumes(in_tmp: Path, capsys: Capture) -> No
     assert {"loss", "accuracy"} <= set(summary(Path("whole"))["test"])
 
 
-def test_batches_that_grow_need_a_whole_stream(tmp_path: Path) -> None:
-    words = ("data=custom", "data._target_=streamed.Sharded", "batch_size=8", "steps=10")
-    words = (*words, "curriculum=batch_size", "dataloader=workers", "dataloader.workers=2")
-    with pytest.raises(ConfigError, match="cannot grow") as caught:
-        build_run(tmp_path, *words)
-    assert caught.value.key == "curriculum.batch_size_from"
+def test_parts_of_a_stream_are_not_padded() -> None:
     with pytest.raises(ConfigError, match="drop_last=false or true"):
         build(Sharded(), kind="workers", workers=2, drop_last="pad")
 

@@ -28,7 +28,7 @@ from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, DataError, MachineError, ParallelError, ReportedError
 from ptfast.core.run_directory import write_json
-from ptfast.core.tensors.saved_state import abandon_after, point
+from ptfast.core.tensors.checkpoint_folders import abandon_after, point
 from ptfast.launch import launcher
 from ptfast.launch.agent import Agent, Ended, watch
 from ptfast.launch.launcher import _check_started, _outcome, _run_ranks

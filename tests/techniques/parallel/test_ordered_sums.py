@@ -15,7 +15,7 @@ from toys import Lines
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError
-from ptfast.core.tensors.saved_state import list_states
+from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 from ptfast.techniques.parallel.ordered_sums import OrderedStatistics
 from ptfast.training.fit import fit
 
@@ -115,7 +115,7 @@ def test_killed_on_four_ranks_and_on_two_it_ends_on_one(
         Path("misfortune").write_text(f"{rank} {step} SIGKILL")
         on = ("parallel=ddp", f"parallel.nproc={ranks}")
         assert train(*words, *on, "run.dir=chain", "run.resume=auto") != 0
-        assert list_states(Path("chain/saved"))[0].name == f"step-{step - step % 3}"
+        assert list_checkpoints(Path("chain/saved"))[0].name == f"step-{step - step % 3}"
     Path("misfortune").write_text("0 99 SIGKILL")
     assert train(*words, "run.dir=chain", "run.resume=auto") == 0
     assert same_bits(*(weights(Path(name)) for name in ("whole", "chain")))

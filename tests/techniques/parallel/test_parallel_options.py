@@ -97,7 +97,6 @@ def test_a_model_without_batch_norm_has_none_to_sync() -> None:
         ({"parallel__sync_batchnorm": True}, "parallel.sync_batchnorm"),
         ({"parallel__compression": "bf16"}, "parallel.compression"),
         ({"parallel__static_graph": True}, "parallel.static_graph"),
-        ({"parallel": {**DDP, "float8_gather": True}}, "parallel.float8_gather"),
         ({"parallel__unused_parameters": True}, "parallel.unused_parameters"),
         ({"parallel": {**DDP, "strategy": "fsdp", "compression": "bf16"}}, "parallel.compression"),
         (

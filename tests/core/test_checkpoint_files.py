@@ -1,4 +1,4 @@
-"""State on disk: what is read is what was written, or it is refused."""
+"""A checkpoint on disk: what is read is what was written, or it is refused."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from safetensors import SafetensorError
 
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import ConfigError, MachineError, SavedStateError
-from ptfast.core.tensors import saved_state
-from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
-from ptfast.core.tensors.saved_state import (
-    State,
+from ptfast.core.tensors import checkpoint_files
+from ptfast.core.tensors.checkpoint_files import CheckpointContent, read_checkpoint
+from ptfast.core.tensors.checkpoint_folders import (
     abandon_after,
-    find_state,
-    list_states,
+    find_to_resume,
+    list_checkpoints,
     point,
     prune,
-    read_state,
     restore_links,
 )
+from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 from ptfast.models.warm_start import _read_pt
 
 
-def a_state(value: float = 1.0, step: int = 3) -> State:
+def a_state(value: float = 1.0, step: int = 3) -> CheckpointContent:
     model = {"weight": torch.full((3, 4), value), "count": torch.tensor(7)}
     training = {"optimizer": {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1}]}}
-    return State(model, training, {**whole_facts(step), "names": ["a", "b"]})
+    return CheckpointContent(model, training, {**whole_facts(step), "names": ["a", "b"]})
 
 
-def write_by_ranks(saved: Path, step: int, state: State) -> Path:
+def write_by_ranks(saved: Path, step: int, state: CheckpointContent) -> Path:
     """As ranks write together, of whom this is the only one."""
     return write_shards(saved, step, state, Ranks())
 
@@ -53,7 +52,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("write", [write_state, write_by_ranks])
 def test_what_is_read_is_what_was_written(saved: Path, write: Any) -> None:
     folder = write(saved, 3, a_state())
-    state = read_state(folder)
+    state = read_checkpoint(folder)
     assert same_bits(state.model, a_state().model)
     assert same_bits(state.training, a_state().training)
     assert state.facts == a_state().facts
@@ -78,7 +77,7 @@ def test_a_damaged_file_is_named(saved: Path, write: Any, name: str, damage: str
     if damage == "missing":
         path.unlink()
     with pytest.raises(SavedStateError) as caught:
-        read_state(saved / "step-3")
+        read_checkpoint(saved / "step-3")
     assert caught.value.code == "S001"
     assert name in str(caught.value) or name == "manifest.json"
 
@@ -93,10 +92,10 @@ def test_a_pickled_object_is_refused_without_running_it(saved: Path, tmp_path: P
     for write in (lambda path: torch.save(pickled, path), lambda path: path.write_bytes(plain)):
         write(folder / "model.pt")
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["sha256"]["model.pt"] = saved_state._sha256(folder / "model.pt")
+        manifest["sha256"]["model.pt"] = checkpoint_files._sha256(folder / "model.pt")
         (folder / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(SavedStateError, match=r"model\.pt"):
-            read_state(folder)
+            read_checkpoint(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -143,13 +142,13 @@ def test_a_tree_that_misleads_is_refused(saved: Path) -> None:
     ):
         (folder / "tree.json").write_text(tree)
         with pytest.raises(SavedStateError, match=r"tree\.json: it cannot be read"):
-            read_state(folder, check=False)
+            read_checkpoint(folder, check=False)
 
 
 def test_what_the_manifest_does_not_name_is_not_read(saved: Path) -> None:
     folder, other = (write_by_ranks(saved, step, a_state(float(step), step)) for step in (1, 2))
     shutil.copy(other / "shard-00001-of-00001.safetensors", folder / "shard-00000-of-00002.safetensors")
-    assert same_bits(read_state(folder).model, a_state(1.0).model)
+    assert same_bits(read_checkpoint(folder).model, a_state(1.0).model)
 
 
 def test_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
@@ -159,19 +158,21 @@ def test_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path: Path)
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, packed:
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
-    assert saved_state.load_tensors(tmp_path / "plain.pt")
+    assert checkpoint_files.load_tensors(tmp_path / "plain.pt")
     with pytest.raises(SavedStateError, match="cannot be read"):
-        saved_state.load_tensors(bomb)
+        checkpoint_files.load_tensors(bomb)
     with pytest.raises(SavedStateError, match="is damaged"):
         _read_pt(bomb)
 
 
 def test_a_newer_format_says_so(saved: Path) -> None:
     folder = write_state(saved, 3, a_state())
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"format": saved_state.EXPORT_FORMAT + 1}
+    manifest = json.loads((folder / "manifest.json").read_text()) | {
+        "format": checkpoint_files.EXPORT_FORMAT + 1
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SavedStateError, match="newer"):
-        read_state(folder)
+        read_checkpoint(folder)
 
 
 def test_prune_keeps_the_newest_the_last_and_the_best(saved: Path) -> None:
@@ -180,11 +181,11 @@ def test_prune_keeps_the_newest_the_last_and_the_best(saved: Path) -> None:
         if step == 2:
             point(saved, "best", folder)
         prune(saved, 2)
-    assert [path.name for path in list_states(saved)] == ["step-5", "step-4", "step-2"]
+    assert [path.name for path in list_checkpoints(saved)] == ["step-5", "step-4", "step-2"]
     assert (saved / "best").resolve().name == "step-2"
     write_state(saved, 6, a_state(6, 6))
     prune(saved, 1, best_steps=[2, 4])
-    assert [path.name for path in list_states(saved)] == ["step-6", "step-4", "step-2"]
+    assert [path.name for path in list_checkpoints(saved)] == ["step-6", "step-4", "step-2"]
 
 
 def test_states_of_an_attempt_gone_back_from_are_dropped(saved: Path) -> None:
@@ -192,7 +193,7 @@ def test_states_of_an_attempt_gone_back_from_are_dropped(saved: Path) -> None:
         folder = write_state(saved, step, a_state(step=step))
     point(saved, "best", folder)
     abandon_after(saved, saved / "step-10")
-    assert list_states(saved) == [saved / "step-10"] == [find_state(saved.parent)]
+    assert list_checkpoints(saved) == [saved / "step-10"] == [find_to_resume(saved.parent)]
     # A kill leaves them on disk until the next state is written.
     assert (saved / ".step-30.abandoned").is_dir()
     write_state(saved, 15, a_state(step=15))
@@ -206,7 +207,7 @@ def test_states_saved_as_the_best_alone_do_not_count(saved: Path) -> None:
         state.facts["best_only"] = step not in (2, 4, 7)
         write_state(saved, step, state)
         prune(saved, 3, best_steps=[step])
-    assert [path.name for path in list_states(saved)] == ["step-7", "step-4", "step-2"]
+    assert [path.name for path in list_checkpoints(saved)] == ["step-7", "step-4", "step-2"]
 
 
 @pytest.mark.parametrize("left_out", [[], ["step-3", "step-5"]])
@@ -219,20 +220,23 @@ def test_a_copy_with_folders_for_links_holds_the_same_states(
             point(saved, "best", folder)
     copy = tmp_path / "copy"
     shutil.copytree(saved.parent, copy, ignore=lambda *_: left_out)
-    assert [read_state(each).facts["progress"]["step"] for each in list_states(copy / "saved")] == [5, 3]
+    assert [read_checkpoint(each).facts["progress"]["step"] for each in list_checkpoints(copy / "saved")] == [
+        5,
+        3,
+    ]
     restore_links(copy / "saved")
     assert (copy / "saved/last").readlink() == Path("step-5")
     assert (copy / "saved/best").readlink() == Path("step-3")
     assert sorted(path.name for path in (copy / "saved").iterdir()) == ["best", "last", "step-3", "step-5"]
     write_state(copy / "saved", 6, a_state(6, 6))
-    assert find_state(copy).name == "step-6"
+    assert find_to_resume(copy).name == "step-6"
 
 
 def test_a_state_is_written_over_one_of_the_same_step(saved: Path) -> None:
     folder = write_state(saved, 3, a_state(1.0))
     (folder / "model.pt").write_bytes(b"damaged")
     write_state(saved, 3, a_state(2.0))
-    assert read_state(folder).model["weight"][0, 0] == 2.0
+    assert read_checkpoint(folder).model["weight"][0, 0] == 2.0
 
 
 def test_a_kill_while_a_step_is_saved_again_leaves_one_of_both(
@@ -250,9 +254,9 @@ def test_a_kill_while_a_step_is_saved_again_leaves_one_of_both(
         patch.setattr(Path, "rename", rename_or_die)
         with pytest.raises(KeyboardInterrupt):
             write_state(saved, 3, a_state(2.0, 3))
-    (left,) = list_states(saved)
-    assert find_state(saved.parent) == left
-    assert read_state(left).model["weight"][0, 0] == 1.0
+    (left,) = list_checkpoints(saved)
+    assert find_to_resume(saved.parent) == left
+    assert read_checkpoint(left).model["weight"][0, 0] == 1.0
     write_state(saved, 3, a_state(3.0, 3))
     prune(saved, 1)
     assert sorted(path.name for path in saved.iterdir()) == ["last", "step-3"]
@@ -272,7 +276,7 @@ def test_a_kill_while_saving_leaves_the_state_before(
         pass
 
     write(saved, 1, a_state(1.0, 1))
-    owner: Any = {"save": torch, "rename": Path}.get(moment, saved_state)
+    owner: Any = {"save": torch, "rename": Path}.get(moment, checkpoint_files)
     name = {"flush": "_flush", "seal": "_seal"}.get(moment, moment)
 
     def kill(*args: Any, **kwargs: Any) -> None:
@@ -282,9 +286,9 @@ def test_a_kill_while_saving_leaves_the_state_before(
         patch.setattr(owner, name, kill)
         with pytest.raises(Killed):
             write(saved, 2, a_state(2.0, 2))
-    newest = list_states(saved)[0]
-    assert read_state(newest).model["weight"][0, 0] == (2.0 if moment == "point" else 1.0)
-    assert read_state(find_state(saved.parent)).model["weight"][0, 0] == 1.0
+    newest = list_checkpoints(saved)[0]
+    assert read_checkpoint(newest).model["weight"][0, 0] == (2.0 if moment == "point" else 1.0)
+    assert read_checkpoint(find_to_resume(saved.parent)).model["weight"][0, 0] == 1.0
     # A process of the same id, as in a container, is not stopped by the draft that was left.
     write(saved, 2, a_state(3.0, 2))
     prune(saved, 1)
@@ -297,7 +301,7 @@ def test_torchs_writer_hides_no_full_disk(
     saved: Path, monkeypatch: pytest.MonkeyPatch, num_weights: int
 ) -> None:
     monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))  # noqa: PTH123, SIM115
-    state = State({"weight": torch.zeros(num_weights)}, {}, whole_facts(1))
+    state = CheckpointContent({"weight": torch.zeros(num_weights)}, {}, whole_facts(1))
     with pytest.raises(
         MachineError, match=r"saved: the disk is full\. Free some space and run again from"
     ) as caught:
@@ -353,12 +357,12 @@ def test_a_state_is_found_from_a_run_a_link_and_a_folder(saved: Path, tmp_path: 
     for step in (1, 2):
         write_state(saved, step, a_state(step=step))
     for path in (saved.parent, saved, saved / "last", saved / "step-2"):
-        assert find_state(path).name == "step-2"
-    assert find_state(saved / "step-1").name == "step-1"
+        assert find_to_resume(path).name == "step-2"
+    assert find_to_resume(saved / "step-1").name == "step-1"
     (saved / "last").unlink()
-    assert find_state(saved.parent).name == "step-2"
+    assert find_to_resume(saved.parent).name == "step-2"
     shutil.rmtree(saved)
     for path in (saved.parent, tmp_path / "nowhere"):
         with pytest.raises(SavedStateError) as caught:
-            find_state(path)
+            find_to_resume(path)
         assert caught.value.code == "S004"

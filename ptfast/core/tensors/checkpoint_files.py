@@ -1,4 +1,4 @@
-"""State on disk: written whole or not at all, verified before use, loaded without running code."""
+"""A checkpoint on disk: written whole or not at all, verified before use, loaded without running code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,28 +21,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
-from ptfast.core.errors import ConfigError, SavedStateError, cannot_write, shorten
+from ptfast.core.errors import SavedStateError, cannot_write, shorten
 from ptfast.core.protocols import DataInfo
-from ptfast.core.run_directory import CONFIG, read_json
+from ptfast.core.run_directory import CONFIG
 from ptfast.core.run_records import InputFacts, Manifest, Progress, StateFacts, checked
+from ptfast.core.tensors.checkpoint_folders import MANIFEST, REPLACED, hide, list_checkpoints, point
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
 FORMAT = 1
 SHARDED_FORMAT = 2
-"""Of a state that several ranks have written."""
+"""Of a checkpoint that several ranks have written."""
 EXPORT_FORMAT = 3
 """Of an export: weights alone, in a folder that holds its own config."""
 WEIGHTS = "model.safetensors"
 """The weights of an export."""
-MANIFEST = "manifest.json"
-REPLACED = ".replaced"
-"""Ending of the name of a hidden state whose step is saved once more."""
-LINKS = ("best", "last")
-"""Links to states in `saved`."""
 TREE = "tree.json"
-"""The values of a state of several ranks besides its tensors, and where each tensor goes."""
+"""The values of a checkpoint of several ranks besides its tensors, and where each tensor goes."""
 _PARTS = {FORMAT: ("model.pt", "training.pt"), SHARDED_FORMAT: (TREE,), EXPORT_FORMAT: (WEIGHTS, CONFIG)}
-"""Files of a state of each format besides `state.json`."""
+"""Files of a checkpoint of each format besides `state.json`."""
 _FACTS = {
     "progress": {field.name for field in fields(Progress)},
     "info": {field.name for field in fields(DataInfo)},
@@ -54,8 +50,8 @@ Mark = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
-class State:
-    """The content of one state folder.
+class CheckpointContent:
+    """The content of one checkpoint folder.
 
     Args:
         model: the plain model's state dict; what several ranks have written has a `SavedTensor` for a tensor.
@@ -82,12 +78,14 @@ class WholeDraft:
     together = False
     """Whether every rank writes a part, and all publish it together."""
 
-    def __init__(self, saved: Path, step: int, state: State, mark: Mark = lambda folder: None) -> None:
+    def __init__(
+        self, saved: Path, step: int, content: CheckpointContent, mark: Mark = lambda folder: None
+    ) -> None:
         self._folder, self.step, self._mark = saved / f".step-{step}.{os.getpid()}", step, mark
-        self.content = state
+        self.content = content
         """What `write` takes, or a copy of it."""
 
-    def write(self, content: State) -> Path:
+    def write(self, content: CheckpointContent) -> Path:
         """Write the files and put the folder in place; return it."""
         folder = self._folder
         try:
@@ -122,7 +120,7 @@ class ShardedDraft:
     together = True
 
     def __init__(
-        self, saved: Path, step: int, state: State, ranks: Ranks, mark: Mark = lambda folder: None
+        self, saved: Path, step: int, state: CheckpointContent, ranks: Ranks, mark: Mark = lambda folder: None
     ) -> None:
         self.step, self._ranks, self._facts, self._mark = step, ranks, state.facts, mark
         self._folder = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
@@ -160,12 +158,12 @@ class ShardedDraft:
 def _seal(
     draft: Path, step: int, facts: dict[str, Any], version: int, digests: Mapping[str, str] | None = None
 ) -> Path:
-    """Complete a draft by its facts and its manifest, and make it the state of its step and the last one."""
+    """Complete a draft by its facts and its manifest, and make it the last checkpoint."""
     saved = draft.parent
     write_manifest(draft, step, facts, version, digests)
     final = saved / f"step-{step}"
     # One may be left by an attempt that went further, or by a save of this step. A kill leaves one of both.
-    old = _hide(final, REPLACED) if final.exists() else None
+    old = hide(final, REPLACED) if final.exists() else None
     draft.rename(final)
     _flush(saved)
     point(saved, "last", final)
@@ -189,137 +187,8 @@ def write_manifest(
         _flush(path)
 
 
-def point(saved: Path, name: str, folder: Path) -> None:
-    """Make `saved/name` a relative link to `folder`, in one step."""
-    draft = saved / f".{name}.{os.getpid()}"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(folder.name)
-    draft.replace(saved / name)
-
-
-def restore_links(saved: Path) -> None:
-    """Put back the links `best` and `last`, in whose place a copy of the run (`scp -r`) has folders."""
-    for copied in (path for name in LINKS if _is_folder(path := saved / name)):
-        if (home := saved / f"step-{step_of(copied)}").exists():
-            shutil.rmtree(_hide(copied, ".removed"), ignore_errors=True)
-        else:
-            copied.rename(home)
-        point(saved, copied.name, home)
-
-
-def abandon_after(saved: Path, folder: Path) -> None:
-    """Make `folder` the last state; newer ones are hidden now, and removed when the next is saved."""
-    for newer in (state for state in list_states(saved) if step_of(state) > step_of(folder)):
-        _hide(newer, ".abandoned")
-    point(saved, "last", folder)
-
-
-def prune(saved: Path, keep: int, best_steps: Container[int] = ()) -> None:
-    """Remove drafts, and states that are not among the newest `keep` scheduled, the best or linked ones."""
-    for draft in saved.glob(".step-*"):
-        shutil.rmtree(draft, ignore_errors=True)
-    states, followed = list_states(saved), {(saved / name).resolve() for name in LINKS}
-    scheduled = [folder for folder in states if not read_json(folder / MANIFEST).get("best_only")]
-    for folder in states:
-        is_kept = folder in scheduled[:keep] or step_of(folder) in best_steps
-        if not is_kept and folder.resolve() not in followed:
-            shutil.rmtree(_hide(folder, ".removed"), ignore_errors=True)
-    best = saved / "best"
-    if best.is_symlink() and not best.exists():
-        best.unlink()
-
-
-def list_states(saved: Path) -> list[Path]:
-    """The state folders of a run, newest first."""
-    if not saved.is_dir():
-        return []
-    # A copy may hold a state under the name of a link alone. A replaced one counts only if a kill came before
-    # the new one took its place.
-    copies = [path for name in LINKS if _is_folder(path := saved / name)]
-    found = [*copies, *saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
-    folders = {step: path for path in found if path.is_dir() and (step := step_of(path)) >= 0}
-    return [folders[step] for step in sorted(folders, reverse=True)]
-
-
-def step_of(folder: Path) -> int:
-    """The step of a state folder by its name, or by its manifest in place of a link; -1 for any other."""
-    if folder.name in LINKS:
-        step = read_json(folder / MANIFEST).get("step")
-        return step if type(step) is int else -1
-    found = re.fullmatch(r"step-([0-9]+)", folder.name.removeprefix(".").removesuffix(REPLACED))
-    return int(found[1]) if found else -1
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def config_of(state_folder: Path) -> Path:
-    """The config of the run that a state belongs to; an export holds its own."""
-    own = state_folder / CONFIG
-    return own if own.is_file() else state_folder.parent.parent / CONFIG
-
-
-def find_checkpoint(path: Path, checkpoint: str = "best") -> Path:
-    """The checkpoint of a run to use after training; a folder of one, such as an export, stands for itself.
-
-    Args:
-        checkpoint: `best`, which is the last one where none is kept as the best; `last`; or `step-N`.
-
-    Raises:
-        PtfastError: C005 for another name, C011 if `path` is a checkpoint already, S004 if it is not there.
-    """
-    details: dict[str, Any] = {"key": "--checkpoint", "value": checkpoint}
-    if not re.fullmatch(r"best|last|step-\d+", checkpoint):
-        hint = "Use best, last or step-N"
-        raise ConfigError("C005", "no name of a checkpoint", **details, suggestion=hint)
-    if (path / MANIFEST).is_file():
-        if checkpoint not in ("best", path.resolve().name):
-            what, hint = f"{path} is a checkpoint itself", "Give the run directory"
-            raise ConfigError("C011", what, **details, suggestion=hint)
-        return path.resolve()
-    if (found := _named(path, checkpoint)) is not None:
-        return found
-    last = find_state(path)
-    if checkpoint in ("best", "last"):
-        return last
-    hint = f"There are: {', '.join(folder.name for folder in list_states(last.parent))}"
-    raise SavedStateError("S004", f"not in {path}", **details, suggestion=hint)
-
-
-def _named(path: Path, name: str) -> Path | None:
-    """The checkpoint of this name in a run directory, or in a folder of checkpoints; None without one."""
-    folders = (path / "saved" / name, path / name)
-    return next((folder.resolve() for folder in folders if (folder / MANIFEST).is_file()), None)
-
-
-def name_checkpoint(folder: Path, facts: Mapping[str, Any]) -> str:
-    """A checkpoint in words, such as `best by val accuracy, step 312`; its `facts` are those of its state."""
-    step = f"step {facts['progress']['step']:,}"
-    if "export" in facts:
-        return str(facts["export"].get("checkpoint", step))
-    by = f" by {facts['best_metric'].replace('.', ' ', 1)}" if "best_metric" in facts else ""
-    for name, why in (("best", by), ("last", "")):
-        if (folder.parent / name).resolve() == folder.resolve():
-            return f"{name}{why}, {step}"
-    return step
-
-
-def find_state(path: Path) -> Path:
-    """The checkpoint to resume: `path` itself, or the last one of the run there; S004 if there is none."""
-    if (path / MANIFEST).is_file():
-        return path.resolve()
-    if (last := _named(path, "last")) is not None:
-        return last
-    if newest := list_states(path / "saved"):
-        return newest[0]
-    what = "no saved state there" if path.exists() else "no such folder"
-    hint = "Give a run directory or one of its saved/step-N folders"
-    raise SavedStateError("S004", what, key=str(path), suggestion=hint)
-
-
 def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
-    """The JSON part of a state, after `check_files`; raises as that, and S001 for another version's facts."""
+    """The JSON part of a checkpoint, after `check_files`; S001 for the facts of another version."""
     step, file = check_files(folder, check=check)["step"], folder / "state.json"
     try:
         text = file.read_text()
@@ -341,7 +210,7 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
 
 
 def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
-    """The manifest of a state, after checking every file of the state against it.
+    """The manifest of a checkpoint, after checking every file of the checkpoint against it.
 
     Args:
         check: False if the files have been hashed already for this load.
@@ -368,14 +237,14 @@ def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
     return manifest
 
 
-def read_state(folder: Path, *, check: bool = True) -> State:
+def read_checkpoint(folder: Path, *, check: bool = True) -> CheckpointContent:
     """As `read_facts`, with tensors on the CPU, those of several ranks read when needed; runs no code."""
     facts = read_facts(folder, check=check)
-    return State(*read_parts(folder), facts)
+    return CheckpointContent(*read_parts(folder), facts)
 
 
 def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's and the training's part of a state, of any version, whose files have been checked."""
+    """The model's and the training's part of a checkpoint, of any version, whose files have been checked."""
     if (folder / "model.pt").is_file() and not (folder / TREE).is_file():
         return load_tensors(folder / "model.pt"), load_tensors(folder / "training.pt")
     source = folder / TREE
@@ -411,20 +280,8 @@ def load_tensors(path: Path) -> dict[str, Any]:
         raise damaged(path, what) from error
 
 
-def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
-    """Refuse (S003) a length that `step`, or a schedule not `extendable` (the same so far), rules out."""
-    if new_steps != old_steps and not extendable:
-        lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"
-        what = f"{lengths}, and up to step {step:,} its schedule or curriculum depends on the length"
-        hint = "Keep the length as it was, use schedule=constant, or start afresh with model.weights=RUN"
-        raise SavedStateError("S003", what, key="run.resume", suggestion=hint)
-    if step > new_steps:
-        what = f"the saved run is at step {step:,} already, beyond the {new_steps:,} asked for"
-        raise SavedStateError("S003", what, key="run.resume")
-
-
 def damaged(path: Path, what: str, suggestion: str | None = None) -> SavedStateError:
-    """The error for a state that must not be used."""
+    """The error for a checkpoint that must not be used."""
     hint = suggestion or "Resume from another saved/step-N folder, or start afresh with run.resume=never"
     return SavedStateError("S001", what, key=str(path), suggestion=hint)
 
@@ -435,13 +292,6 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
         return digest.hexdigest()
-
-
-def _hide(folder: Path, ending: str) -> Path:
-    """Rename a state that is to go: a kill while its files go must not leave one that is half there."""
-    doomed = folder.with_name(f".{folder.name}{ending}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    return folder.rename(doomed)
 
 
 def _flush(path: Path) -> None:
@@ -466,8 +316,8 @@ def writing(saved: Path) -> Iterator[None]:
             cause = OSError(number, os.strerror(number)) if number else cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        states = list_states(saved)
-        after = f"with run.resume=auto; {states[0].name} is intact" if states else "from the start"
+        found = list_checkpoints(saved)
+        after = f"with run.resume=auto; {found[0].name} is intact" if found else "from the start"
         failure = cannot_write(cause, str(saved))
         remedy = "Free some space" if failure.code == "E002" else "Mend that"
         raise failure.changed(suggestion=f"{remedy} and run again {after}") from error

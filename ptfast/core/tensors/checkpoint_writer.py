@@ -27,7 +27,7 @@ from ptfast.core.tensors.trees import tensors_in
 T = TypeVar("T")
 
 LEAST_BYTES = 4 << 20
-"""`saving.background=auto` writes smaller states at once: there is little to gain."""
+"""`saving.background=auto` writes smaller checkpoints at once: there is little to gain."""
 
 PIECE_BYTES = 8 << 20
 """What two threads that copy take at a time."""
@@ -91,17 +91,17 @@ class Draft(Protocol):
     def publish(self, written: Callable[[], Any]) -> Path: ...
 
 
-class StateWriter:
-    """Writes the states of a run, at once or from a thread, one at a time.
+class CheckpointWriter:
+    """Writes the checkpoints of a run, at once or from a thread, one at a time.
 
-    Training goes on once a state is copied. A state that is due while another is being written waits for it.
+    Training goes on once the copy is made. A checkpoint that is due while another is written waits for it.
 
     Args:
-        background: write from a thread; `auto` does so for states of at least `LEAST_BYTES` whose copy takes
-            less than half of the memory that is free.
+        background: write from a thread; `auto` does so for at least `LEAST_BYTES` whose copy takes less than
+            half of the free memory.
         every_s: wall time between two saves; None if they come by steps.
 
-    Cost: nothing between saves but a look at the thread whenever the host looks up from training.
+    Cost: nothing between saves except a check of the thread at each log line.
     """
 
     def __init__(
@@ -113,20 +113,20 @@ class StateWriter:
     ) -> None:
         self.background, self.every_s, self._ranks, self._clock = background, every_s, ranks, clock
         self.due = False
-        """The ranks have agreed that it is time for a state."""
+        """The ranks have agreed that it is time for a checkpoint."""
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
         self._written: Future[Any] | None = None
         self._thread_id: int | None = None
         self._together = False
         self._publish: Callable[[], None] = lambda: None
         self.states = self.in_background = 0
-        """States written so far, and those of them that a thread has written."""
+        """Checkpoints written so far, and those of them that a thread has written."""
         self.writing_s = self.longest_stall_s = 0.0
-        """Time spent writing, whether training went on meanwhile or not; the longest pause for one state."""
+        """Time spent writing, also while training went on; the longest pause for one checkpoint."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next state, by this rank's clock."""
+        """Whether it is time for the next checkpoint, by this rank's clock."""
         return self.every_s is not None and self._clock.elapsed_s() - self._saved_s >= self.every_s
 
     @property
@@ -134,8 +134,8 @@ class StateWriter:
         """Whether this rank's thread has written all it has to."""
         return self._written is not None and self._written.done()
 
-    def look(self, *, due: bool, all_written: bool) -> None:
-        """Publish the state under way if it is written, and note if the next one is `due`.
+    def poll(self, *, due: bool, all_written: bool) -> None:
+        """Publish the checkpoint under way if it is written, and note if the next one is `due`.
 
         Args:
             due: what the first rank's `is_due` said, the same on all ranks; and `all_written`, whether
@@ -149,7 +149,7 @@ class StateWriter:
         self.due, self._is_stale = due and not self._is_stale, False
 
     def begin(self) -> None:
-        """Begin a save, on all ranks: wait for the state before it."""
+        """Begin a save, on all ranks: wait for the checkpoint before it."""
         self.finish()
         self.due, self._is_stale, self._saved_s = False, True, self._clock.elapsed_s()
 
@@ -206,14 +206,14 @@ class StateWriter:
             publish(run)
             return
         # Its thread is no daemon: one that the interpreter stops inside of torch aborts the process.
-        pool = ThreadPoolExecutor(1, "ptfast-state-writer")
+        pool = ThreadPoolExecutor(1, "ptfast-checkpoint-writer")
         written = pool.submit(run)
         pool.shutdown(wait=False)
         self._together, self._written = draft.together, written
         self._publish = lambda: publish(written.result)
 
     def finish(self) -> None:
-        """Wait until the state under way is written, and publish it; raise the error of its writing."""
+        """Wait until the checkpoint under way is written, and publish it; raise the error of its writing."""
         if self._written is None:
             return
         cause = self._clock.cause
@@ -225,12 +225,12 @@ class StateWriter:
             self._publish()
         finally:
             self._publish = lambda: None
-            # Callbacks that were told of the state have marks of their own.
+            # Callbacks that were told of the checkpoint have marks of their own.
             if self._clock.cause != cause:
                 self._clock.to(cause)
 
     def leave(self) -> None:
-        """Wait for the writing of a run that has failed. A state of several ranks stays unpublished."""
+        """Wait for the writing of a run that has failed. A checkpoint of several ranks stays unpublished."""
         if self._written is not None:
             self._clock.to("saving")
             self._wait()
@@ -241,7 +241,7 @@ class StateWriter:
             _set_niceness(self._thread_id, 0)
         wait([self._written])
 
-    def figures(self) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         """What saving took, for `summary.json`; how long training stood still for it is in the ledger."""
         return {
             "states": self.states,
