@@ -22,6 +22,9 @@ ROOMS = (
 """A file imports only from its own room and from those before it."""
 MODULES = {"run", "api"}
 """Rooms that are a module; the others are folders."""
+MOST_LINES = 400
+LONGER = {"data/sources/custom_dataset.py": 410, "report/html/run_report.py": 440}
+"""Modules that are still to be split, and the length that they may not exceed."""
 MOST_ENTRIES = 15
 
 WHOLE_CONFIG = {
@@ -130,6 +133,14 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if not ends:
             return [sorted(left)] if left else []
         left = {module: others - ends for module, others in left.items() if module not in ends}
+
+
+def test_modules_are_short() -> None:
+    lengths = {
+        path.relative_to(PACKAGE).as_posix(): len(path.read_text("utf-8").splitlines())
+        for path in PACKAGE.rglob("*.py")
+    }
+    assert {name: n for name, n in lengths.items() if n > LONGER.get(name, MOST_LINES)} == {}
 
 
 def test_the_package_keeps_its_rooms() -> None:
