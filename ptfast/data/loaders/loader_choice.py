@@ -80,24 +80,20 @@ def choose(
     """
     if isinstance(train, IterableSource):
         return _of_stream(train, kind, workers, world_size, before)
-    sizes = [
-        train.original_bytes if crops else train.decoded_bytes,
-        *(source.decoded_bytes for source in others),
-    ]
+    own_bytes = train.original_bytes if crops else train.decoded_bytes
+    sizes = [own_bytes, *(source.decoded_bytes for source in others)]
     needed = None if None in sizes else sum(filter(None, sizes))
     too_large = kind in DECODED_ONCE and needed is not None and needed > available_memory()
     if before is not None and too_large:
         kind, before = "auto", None
     if kind == "auto":
         choice = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
-        decoded_bytes = train.decoded_bytes
         moves = choice.kind == "memory" and augments and not crops and train.images
-        if not moves or decoded_bytes is None or device is None or device.type != "cuda":
-            return choice
+        size = train.decoded_bytes if moves and device is not None and device.type == "cuda" else None
         # Images to augment lie on a GPU that has room for them with their padding.
-        if 2 * decoded_bytes > free_bytes(device) // 4:
+        if device is None or size is None or 2 * size > free_bytes(device) // 4:
             return choice
-        return choice._replace(kind="device", reason=f"{num_bytes(decoded_bytes)}, room on the GPU")
+        return choice._replace(kind="device", reason=f"{num_bytes(size)}, room on the GPU")
     _check_kind(train, kind, crops)
     if needed is not None and too_large and train.storage != "memory":
         what = f"the data takes {num_bytes(needed)} of memory, and {num_bytes(available_memory())} are free"
