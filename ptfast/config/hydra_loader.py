@@ -208,7 +208,7 @@ class TracingLoader(ConfigLoaderImpl):
         return super()._compose_config_from_defaults_list(defaults, repo)
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra refuses for keys
+        # Sweepers with a search space of their own hand in plain `key=value`, which Hydra rejects for keys
         # that no option file lists.
         return super().load_sweep_config(master_config, [a.text for a in parse(sweep_overrides)])
 

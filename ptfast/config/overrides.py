@@ -96,7 +96,7 @@ def sift(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[Argumen
 
 
 def _check_single(argument: Argument, written: str, before: Argument | None, sweep: bool) -> None:
-    """Refuse a sweep where there is none, and a key that `before` gives another value."""
+    """Reject a sweep where there is none, and a key that `before` gives another value."""
     if argument.is_sweep and not sweep:
         value = written.partition("=")[2]
         otherwise = f", write [{value}] for a list, or quote it twice for a text"
@@ -127,12 +127,12 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
     override = _read(written, parser)
     key = override.key_or_group
     if override.package is not None:
-        raise _refused(written, "packages (`@`) are not supported")
+        raise _rejected(written, "packages (`@`) are not supported")
     if override.is_hydra_override():
         for theirs, ours in _SET_BY_US.items():
             if lies_in(key, [theirs]):
                 what = "ptfast decides where runs are kept and what is written there"
-                raise _refused(written, what, ours.format(written.partition("=")[2]), code="C011")
+                raise _rejected(written, what, ours.format(written.partition("=")[2]), code="C011")
         return Argument("hydra", key, (written,), override.is_sweep_override(), written)
     values = _points(override, written)
     text = override.input_line or written
@@ -158,7 +158,7 @@ def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argu
 
 
 def _check_shape(written: str, groups: list[str]) -> None:
-    """Refuse what is not `key=value` in a way that shows what was meant."""
+    """Reject what is not `key=value` in a way that shows what was meant."""
     key, equals, _ = written.partition("=")
     if not equals and not written.startswith("~"):
         recipes = paths.options(paths.RECIPES)
@@ -175,7 +175,7 @@ def _check_shape(written: str, groups: list[str]) -> None:
         raise ConfigError("C001", what, key=written, place=COMMAND_LINE, suggestion=hint)
     if equals and (not key.lstrip("+~") or key != key.strip()):
         what = "no spaces around the equals sign" if key.strip() else "no key before the ="
-        raise _refused(written, what)
+        raise _rejected(written, what)
 
 
 def _read(written: str, parser: OverridesParser) -> Override:
@@ -188,9 +188,9 @@ def _read(written: str, parser: OverridesParser) -> Override:
             return parser.parse_override(f"{key}={quoted(value)}")
     if re.match(r"(choice|range|glob|interval|shuffle|sort|tag)\(", value):
         hint = "Write key=a,b or key=choice(a,b) or key=range(1,4)"
-        raise _refused(written, "not a sweep that can be read", hint, code="C014")
+        raise _rejected(written, "not a sweep that can be read", hint, code="C014")
     hint = "Check quotes and brackets; quote a text twice: 'key=\"a,b\"'"
-    raise _refused(written, "not a value that can be read", hint)
+    raise _rejected(written, "not a value that can be read", hint)
 
 
 def _points(override: Override, written: str) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def _points(override: Override, written: str) -> tuple[str, ...]:
         names = glob(list(paths.options(override.key_or_group))) if glob else override.sweep_string_iterator()
         points = tuple(names)
     if not points:
-        raise _refused(written, "a sweep over no values", "Give at least one", code="C014")
+        raise _rejected(written, "a sweep over no values", "Give at least one", code="C014")
     return points
 
 
@@ -216,7 +216,7 @@ def _plain(value: str) -> str:
     return re.sub(r"\\(\W)", r"\1", value)
 
 
-def _refused(written: str, what: str, hint: str | None = None, *, code: str = "C001") -> ConfigError:
+def _rejected(written: str, what: str, hint: str | None = None, *, code: str = "C001") -> ConfigError:
     key, _, value = written.partition("=")
     key = key.lstrip("+~")
     return ConfigError(code, what, key=key, value=value, place=COMMAND_LINE, suggestion=hint)

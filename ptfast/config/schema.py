@@ -223,7 +223,7 @@ def defaults() -> dict[str, Any]:
                 tree[name] = TaskSection().name
             elif section:
                 tree[name] = of(section)
-            # Over a list Hydra would refuse a single entry, which validation explains.
+            # Over a list Hydra would reject a single entry, which validation explains.
             elif name not in GATHERED and not field.is_required() and entry_of(field.annotation) is None:
                 tree[name] = plain(field.get_default(call_default_factory=True))
         return tree

@@ -83,9 +83,9 @@ def check_device(name: str) -> Unsupported | None:
 def check_precision(mode: str, device: str) -> Unsupported | None:
     """Return what such a device lacks for a precision's `mode`; None if it supports it natively."""
     if mode == "tf32":
-        return _lack_on_gpu("TF32", device, (8, 0), "Use precision=fp32, or precision=amp")
+        return _check_gpu("TF32", device, (8, 0), "Use precision=fp32, or precision=amp")
     if mode in ("bf16", "bf16_true"):
-        return _lack_of_bf16(device)
+        return _check_bf16(device)
     if mode == "amp_fp16" and device not in ("cuda", "cpu"):
         return Unsupported(
             f"gradient scaling runs on CUDA and on the CPU, not on {device}", "Use precision=amp"
@@ -110,7 +110,7 @@ def check_compiler(device: str) -> Unsupported | None:
 
 def check_float8(device: str) -> Unsupported | None:
     """Return the reason why a device of that type cannot multiply float8."""
-    return _lack_on_gpu("float8", device, (8, 9), "Use precision=bf16 alone", on_amd=True)
+    return _check_gpu("float8", device, (8, 9), "Use precision=bf16 alone", on_amd=True)
 
 
 def multiplies_bf16(device: str) -> bool:
@@ -143,7 +143,7 @@ def cpu_facts(*names: str) -> list[str]:
     )
 
 
-def _lack_on_gpu(
+def _check_gpu(
     what: str, device: str, capability: tuple[int, int], hint: str, *, on_amd: bool = False
 ) -> Unsupported | None:
     """Return the reason why a device has no number format that came with a capability of NVIDIA's GPUs."""
@@ -159,7 +159,7 @@ def _lack_on_gpu(
     return None
 
 
-def _lack_of_bf16(device: str) -> Unsupported | None:
+def _check_bf16(device: str) -> Unsupported | None:
     if multiplies_bf16(device):
         return None
     if device == "mps":

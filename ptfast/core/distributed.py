@@ -84,7 +84,7 @@ def world(*, meets: bool = False) -> Ranks | None:
     """
     if not under_torchrun() and not all(map(os.environ.get, WORLD)):
         if not (meets or nodes_from_environment()):
-            _refuse_several()
+            _reject_several()
         return None
     rank, size, local_rank = map(_number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if rank >= size:
@@ -106,8 +106,8 @@ def nodes_from_environment() -> bool:
     return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
 
 
-def _refuse_several() -> None:
-    """Refuse to be one of several processes that do not know of each other."""
+def _reject_several() -> None:
+    """Reject to be one of several processes that do not know of each other."""
     for size_variable, rank_variable in STARTERS.items():
         rank, size = os.environ.get(rank_variable), os.environ.get(size_variable, "1")
         if rank is None or size == "1":

@@ -199,7 +199,7 @@ def rebuilt(parts: Mapping[str, Any]) -> PtfastError:
 
 
 def not_set(key: str) -> ConfigError:
-    """Refuse a config without a value that it needs."""
+    """Reject a config without a value that it needs."""
     return ConfigError("C016", "required, but not set", key=key, suggestion=f"Give {key}=VALUE")
 
 

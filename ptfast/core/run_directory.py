@@ -80,7 +80,7 @@ def open_inside(path: Path, mode: str, **options: Any) -> Any:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse (C013) a run directory with a link that leads out of it, through which a run would write."""
+    """Reject (C013) a run directory with a link that leads out of it, through which a run would write."""
     for path in (each for part in (folder, folder / "saved") if part.is_dir() for each in part.iterdir()):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             what = f"a link that leads out of somebody else's run directory, to {path.readlink()}"
@@ -88,7 +88,7 @@ def check_links(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Refuse (C011) a folder with files that no run has made: a run would overwrite a project's."""
+    """Reject (C011) a folder with files that no run has made: a run would overwrite a project's."""
     if not folder.is_dir() or (folder / ".lock").exists() or (folder / ENVIRONMENT).exists():
         return
     files = [path for path in sorted(folder.iterdir()) if path.is_file() or path.is_symlink()]

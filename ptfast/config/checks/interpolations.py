@@ -39,7 +39,7 @@ _RESOLVERS = (
 
 
 def resolve(tree: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
-    """A copy of `tree` with every interpolation replaced by its value; refuses all that cannot be."""
+    """A copy of `tree` with every interpolation replaced by its value; rejects all that cannot be."""
     config = OmegaConf.create(tree)
     if (key := _too_large(tree)) is not None:
         what = f"its interpolations expand to more than {_MOST_CHARS:,} characters"
@@ -98,7 +98,7 @@ def _why_broken(error: BaseException, config: DictConfig | ListConfig) -> tuple[
 
 
 def check_grammar(key: str, text: str, place: str) -> None:
-    """Refuse (C008) a value in which a `${...}` is no interpolation."""
+    """Reject (C008) a value in which a `${...}` is no interpolation."""
     try:
         parse(text)
     except GrammarParseError as error:
@@ -177,7 +177,7 @@ def variable_sections() -> set[str]:
 
 
 def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
-    """Refuse what was typed for a variable that no key of `tree` refers to; warn of such groups."""
+    """Reject what was typed for a variable that no key of `tree` refers to; warn of such groups."""
     sections = variable_sections()
     typed = [key for key, place in places.items() if place == COMMAND_LINE]
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]

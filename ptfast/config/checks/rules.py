@@ -120,7 +120,7 @@ def evenly_cut(config: Config) -> list[ConfigError]:
 
 
 def check_batch(config: Config, ranks: int, known: int = 0) -> int:
-    """The number of micro-batches of a batch (`known` if it is resumed); refuses one that does not divide."""
+    """The number of micro-batches of a batch (`known` if it is resumed); rejects one that does not divide."""
 
     def nearest(value: int, of: int) -> str:
         below = value // of * of

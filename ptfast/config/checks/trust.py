@@ -39,7 +39,7 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
     covered = (*ROOTS, *packages)
 
     def visit(found: Any, path: str) -> None:
-        """Refuse a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
+        """Reject a step that leads outside, as the alias `torchvision.datasets.utils.os` does."""
         is_module = isinstance(found, ModuleType)
         home = found.__name__ if is_module else getattr(found, "__module__", None)
         inside = isinstance(home, str) and lies_in(home, covered)
@@ -73,7 +73,7 @@ def locate_trusted(path: str, packages: tuple[str, ...] = ()) -> Any:
 
 
 def check_reach(tree: dict[str, Any], place: Callable[[str], str], *, trains: bool = True) -> None:
-    """Refuse values of a config from elsewhere that read the environment or name a server; typed ones may.
+    """Reject values of a config from elsewhere that read the environment or name a server; typed ones may.
 
     Somebody else's file could otherwise have a variable's value sent to a host of its choice.
     """

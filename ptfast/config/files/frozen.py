@@ -79,7 +79,7 @@ def changed_secrets(folder: Path, tree: dict[str, Any]) -> list[str]:
 
 
 def check_no_secrets(composed: Composed) -> None:
-    """Refuse (C011) a secret given in clear where other processes read the frozen config without it."""
+    """Reject (C011) a secret given in clear where other processes read the frozen config without it."""
     for key in frozen_tree(composed)[1]:
         what = "the ranks read the run's config.yaml, and a secret is not written there"
         hint = f"Give it as {key}='${{oc.env:NAME}}'"

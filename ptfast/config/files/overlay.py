@@ -21,7 +21,7 @@ OWN = ("run", "recipe")
 
 
 def check_overlay(file: Path, flag: str = "--write") -> None:
-    """Refuse a file, given by `flag`, that `write_overlay` could not write; before a command's long part."""
+    """Reject a file, given by `flag`, that `write_overlay` could not write; before a command's long part."""
     if file.suffix != ".yaml":
         hint = f"Write {flag} {file.with_suffix('.yaml')}"
         raise ConfigError("C001", "a recipe's file ends in .yaml", key=flag, value=file, suggestion=hint)
@@ -32,7 +32,7 @@ def check_overlay(file: Path, flag: str = "--write") -> None:
 
 
 def check_out(folder: Path | None) -> None:
-    """Refuse (E001) a folder for `--out` that cannot be written to, before a command's long part."""
+    """Reject (E001) a folder for `--out` that cannot be written to, before a command's long part."""
     if folder is not None:
         _check_writable(folder.absolute(), "--out", folder)
 

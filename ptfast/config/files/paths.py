@@ -126,7 +126,7 @@ _TORCHVISION = (
 
 
 def check_option(group: str, option: Any, groups: Iterable[str], place: str | None) -> None:
-    """Refuse (C003) an option that its group does not have, or a group that does not exist.
+    """Reject (C003) an option that its group does not have, or a group that does not exist.
 
     A group that may take several options has a list of them, or as typed: `[csv,tensorboard]`.
     """

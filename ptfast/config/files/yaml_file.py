@@ -144,7 +144,7 @@ def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
 def _walk(
     node: yaml.Node, prefix: str, text: _Text, budget: list[int]
 ) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield (dotted key, key node, value node) of all below `node`; refuse what a mapping would hide."""
+    """Yield (dotted key, key node, value node) of all below `node`; reject what a mapping would hide."""
     budget[0] -= 1
     if budget[0] < 0:
         raise ConfigError("C007", "too large, or anchors that multiply it", place=text.name)

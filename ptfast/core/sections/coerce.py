@@ -111,7 +111,7 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
         member = arguments[1] if len(arguments) == 2 else Any
         result = {key: coerce(item, member, in_unit) for key, item in value.items()}
     else:
-        _refuse_not_finite(value)
+        _reject_not_finite(value)
     for bounds in metadata:
         if isinstance(bounds, Range) and not bounds.holds(result):
             low = f"{'above' if bounds.open_low else 'at least'} {bounds.low:g}"
@@ -156,10 +156,10 @@ def _expected(what: str, value: Any, suggestion: str | None = None) -> PtfastErr
     return ConfigError("C004", f"expected {what}{got}", suggestion=suggestion)
 
 
-def _refuse_not_finite(value: Any) -> None:
+def _reject_not_finite(value: Any) -> None:
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(item, (list, tuple)):
-            _refuse_not_finite(item)
+            _reject_not_finite(item)
         elif isinstance(item, (int, float)) and not is_finite(item):
             raise ConfigError("C005", "must be a finite number")
 
@@ -197,7 +197,7 @@ def _to_plain(value: Any, kind: Any) -> Any:
         octal = isinstance(value, str) and re.fullmatch("0o[0-7]+", value)
         hint = f"Write {int(octal[0], 8)} for the octal {value}" if octal else None
         raise _expected(_PLAIN[kind][0][0], value, hint)
-    _refuse_not_finite(number)
+    _reject_not_finite(number)
     if kind is int and isinstance(number, float) and not number.is_integer():
         raise _expected("a whole number", value)
     return kind(number)
@@ -218,7 +218,7 @@ def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
                 problem = found
     is_plain = value is None or isinstance(value, (bool, int, float, str, list, dict))
     if has_opaque and not (known and is_plain):
-        _refuse_not_finite(value)
+        _reject_not_finite(value)
         return value
     if problem is not None and (problem.code == "C005" or len(known) == 1):
         raise problem

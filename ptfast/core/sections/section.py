@@ -110,7 +110,7 @@ def call_with(function: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
 
 
 def longer_than_run(key: str, length: Duration, epochs: int | None, steps: int | None) -> PtfastError | None:
-    """Refuse a part of the run that is longer than all of it."""
+    """Reject a part of the run that is longer than all of it."""
     total = {"steps": steps, "epochs": epochs}.get(length.unit)
     if total is None or length.value <= total:
         return None

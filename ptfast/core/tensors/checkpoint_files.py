@@ -262,7 +262,7 @@ def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_stored(path: Path) -> None:
-    """Refuse (BadZipFile) compressed entries, which torch never writes: a small file could fill memory."""
+    """Reject (BadZipFile) compressed entries, which torch never writes: a small file could fill memory."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):

@@ -156,7 +156,7 @@ def hide(folder: Path, ending: str) -> Path:
 
 
 def check_length(step: int, old_steps: int, new_steps: int, extendable: bool) -> None:
-    """Refuse (S003) a length that `step`, or a schedule not `extendable` (the same so far), rules out."""
+    """Reject (S003) a length that `step`, or a schedule not `extendable` (the same so far), rules out."""
     if new_steps != old_steps and not extendable:
         lengths = f"the saved run has {old_steps:,} steps, not {new_steps:,}"
         what = f"{lengths}, and up to step {step:,} its schedule or curriculum depends on the length"

@@ -130,11 +130,11 @@ class UserFunction(LRSchedule):
             try:
                 value = function(step)
             except Exception as error:
-                _refuse(self.target, f"at step {step} it raises {summary_of(error)}", error)
+                _reject(self.target, f"at step {step} it raises {summary_of(error)}", error)
             value = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
             if not isinstance(value, Real) or not 0 <= (number := float(value)) < math.inf:
                 given = f"{float(value):g}" if isinstance(value, Real) else described(value)
-                _refuse(self.target, f"at step {step} it gives {given}, where a factor of at least 0 is due")
+                _reject(self.target, f"at step {step} it gives {given}, where a factor of at least 0 is due")
             factors.append(number)
         return _curve(factors)
 
@@ -190,7 +190,7 @@ class TorchScheduler(LRSchedule):
                     figures.append((float(group["lr"]), float(group["momentum"])))
             except Exception as error:
                 when = f"at step {len(figures)} it " if figures else ""
-                _refuse(self.target, f"{when}raises {summary_of(error)}", error)
+                _reject(self.target, f"{when}raises {summary_of(error)}", error)
         self._known[num_steps] = figures
         return figures
 
@@ -214,7 +214,7 @@ class MetricScheduler(LRSchedule):
         try:
             self._scheduler = built(target, optimizer=optimizer)
         except Exception as error:
-            _refuse(target, f"raises {summary_of(error)}", error)
+            _reject(target, f"raises {summary_of(error)}", error)
 
     def factor(self, span: Span) -> Curve:
         return lambda step: self._group["lr"] / self._lr
@@ -240,5 +240,5 @@ def _curve(table: list[float]) -> Curve:
     return lambda step: table[min(step, len(table) - 1)]
 
 
-def _refuse(target: Target, what: str, cause: Exception | None = None) -> NoReturn:
+def _reject(target: Target, what: str, cause: Exception | None = None) -> NoReturn:
     raise ConfigError("C017", what, key="schedule._target_", value=target.path) from cause
