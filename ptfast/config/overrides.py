@@ -67,7 +67,7 @@ class Argument:
 def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
     """Read the arguments of a command; choices of options and recipes are checked against the files.
 
-    Any other `key=value`, with or without `+`, becomes `++key=value`: Hydra takes it, and validation refuses
+    Any other `key=value`, with or without `+`, becomes `++key=value`: Hydra takes it, and validation rejects
     unknown keys. Several values (`key=a,b`) are for a `sweep`.
     """
     given, errors = sift(arguments, sweep=sweep)

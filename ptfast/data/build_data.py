@@ -301,9 +301,9 @@ def _with_warning(splits: Splits, task: str) -> Splits:
     labels = splits.train.known_labels() if labels is None and isinstance(splits.train, MapSource) else labels
     if info.task != "classification" or info.class_names or splits.classes_from is None or labels is None:
         return splits
-    warning = odd_classes(labels, info.num_classes or 0, splits.classes_from)
-    amounts = warning is not None and "task=regression" in warning
-    return replace(splits, warning=None if amounts and task == info.task else warning)
+    is_stated = task == info.task
+    warning = odd_classes(labels, info.num_classes or 0, splits.classes_from, is_stated=is_stated)
+    return replace(splits, warning=warning)
 
 
 def _with_masks(splits: Splits, ignore_index: int) -> Splits:

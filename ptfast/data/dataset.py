@@ -156,7 +156,7 @@ def read_info(facts: dict[str, Any]) -> DataInfo:
 
 
 def check_same_data(saved: DataInfo, found: DataInfo, *, trains: bool = True) -> str:
-    """Refuse to resume with other data than before, which the model would silently misread.
+    """Reject resuming with other data than before, which the model would silently misread.
 
     Args:
         trains: whether the run trains, so that the training samples must be the same, too.

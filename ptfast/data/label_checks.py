@@ -111,10 +111,12 @@ def missing_classes(trained: Tensor, held: Tensor, names: Sequence[str] | None) 
     return [str(number) if names is None else names[int(number)] for number in sorted(missing)]
 
 
-def odd_classes(labels: Tensor, num_classes: int, key: str) -> str | None:
+def odd_classes(labels: Tensor, num_classes: int, key: str, *, is_stated: bool = False) -> str | None:
     """Why whole numbers may be no classes counted from 0, for a warning; None if nothing is odd.
 
-    `key` is where the number of classes can be stated.
+    Args:
+        key: where the number of classes can be stated.
+        is_stated: whether the config says that the labels are classes, so they are no amounts.
     """
     occurring = labels[labels >= 0].unique()
     if not len(occurring):
@@ -122,6 +124,8 @@ def odd_classes(labels: Tensor, num_classes: int, key: str) -> str | None:
     lowest, highest = int(occurring[0]), int(occurring[-1])
     span = f"labels run from {lowest:,} to {highest:,}"
     if num_classes > _MANY and 2 * len(occurring) < num_classes:
+        if is_stated:
+            return None
         what = f"{span}, and only {len(occurring):,} of {num_classes:,} classes occur"
         return f"{what}. For amounts set task=regression; if they are classes, number those that occur from 0"
     if lowest:

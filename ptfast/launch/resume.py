@@ -20,7 +20,7 @@ from ptfast.core.run_records import Environment, Summary, read_known
 from ptfast.core.sections.given import PREFIX
 
 Tree = dict[str, Any]
-"""Return a whole config as plain values."""
+"""A whole config as plain values."""
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rejected_by(service: str, option: str, error: Exception, hint: str) -> MachineError:
-    """The error for a service that refuses the run."""
+    """The error for a service that rejects the run."""
     reason = shorten(one_line(f"{type(error).__name__}: {error}").rstrip(". "), 200)
     what = f"{service} does not take the run ({reason})"
     return MachineError("E006", what, key="logger", value=option, suggestion=hint)

@@ -109,7 +109,8 @@ class Checkpointer:
     def begin(self, state: CheckpointContent | None) -> None:
         """Collect the stateful parts, and restore them from `state` if the run is resumed.
 
-        Saved buffers that are finite now have to stay so; masks may not be.
+        Buffers that are finite now must be finite in every checkpoint; others, such as masks of -inf, are not
+        checked.
         """
         run = self.run
         run.stateful = stateful_parts(run)
@@ -141,7 +142,7 @@ class Checkpointer:
         model = run.model.state_dict()
         for name in self.left_out:
             del model[name]
-        check = self._to_check(model)
+        must_be_finite = self._to_check(model)
         parts = {name: part.state_dict() for name, part in run.stateful.items()}
         state = CheckpointContent(model, parts, copy.deepcopy(self._facts(best_only)))
         best_steps = [kept for _, kept in run.progress.best_states]
@@ -155,7 +156,7 @@ class Checkpointer:
             draft = ShardedDraft(self._saved, step, state, run.ranks, mark)
         else:
             draft = WholeDraft(self._saved, step, state, mark)
-        run.saver.write(draft, check=check, tell=tell, background=background)
+        run.saver.write(draft, check=must_be_finite, tell=tell, background=background)
 
     def restore_model(self, state: CheckpointContent) -> None:
         """Load the weights: all of them, or this rank's shard if they are sharded."""
@@ -197,7 +198,7 @@ class Checkpointer:
         check_length(step, steps_before, run.total_steps, extendable)
         if run.ranks.is_first:
             self._restore_links()
-        # Every rank decides by itself which checkpoints to keep.
+        # Every rank ranks evaluations by this list.
         run.progress.best_states = broadcast_object(run.progress.best_states, run.ranks)
 
     def _facts(self, best_only: bool) -> dict[str, Any]:

@@ -49,9 +49,9 @@ def _fit_or_stop(run: Run) -> StopReason:
     try:
         return _fit(run)
     except Stopped:
-        # It hung outside of a step.
+        # A signal ended an evaluation or a callback that did not return.
         reason = agree_to_stop(run)
-        _save(run, finalizes=False, ends=True)
+        _save(run, finalize_averages=False, ends=True)
         return reason or StopReason.LAST_STEP
     except Exception:
         if not run.ranks.distributed:
@@ -87,7 +87,7 @@ def _fit(run: Run) -> StopReason:
         ends = progress.step >= run.total_steps or stop is not None
         is_scheduled = ends or run.saver.due or progress.step in run.plan.intervals.save_steps
         if is_kept or is_scheduled:
-            _save(run, finalizes=data_comes, ends=ends, best_only=not is_scheduled)
+            _save(run, finalize_averages=data_comes, ends=ends, best_only=not is_scheduled)
     stop = _test(run, stop or StopReason.LAST_STEP)
     run.call_back("on_end", stop.value)
     return stop
@@ -106,7 +106,7 @@ def _test(run: Run, stop: StopReason) -> StopReason:
 
 def _apply_freezing(run: Run, trainer: Trainer, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
     """Freeze and thaw parameters that are due before the next step."""
-    if not trainer.switch():
+    if not trainer.freeze_and_thaw():
         return batches
     with run.clock.gathering("warm_up"):
         return trainer.warm_up(batches)
@@ -142,17 +142,17 @@ class Segment(NamedTuple):
 def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], max_steps: int) -> Segment:
     """Train until the next log, evaluation or save is due, for at most `max_steps` steps."""
     progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
-    start, start_s, samples, begin = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
-    stop = min(run.plan.intervals.next_stop(start, run.total_steps), start + max_steps)
+    start, start_s, samples, began = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
+    end = min(run.plan.intervals.next_stop(start, run.total_steps), start + max_steps)
     # The first step of a process and counted steps do not represent the training speed.
     is_first, aside = start == trainer.first_step, None
     if is_first:
         aside = clock.gathering("warm_up")
     elif counter.due(start):
-        stop, aside = start + 1, counter.counting(batches)
+        end, aside = start + 1, counter.counting(batches)
     with aside or nullcontext() as given:
         try:
-            trainer.train(given or batches, stop)
+            trainer.train(given or batches, end)
         except Stopped:
             data_comes = False
         log, steps = window.begin_log(), progress.step - start
@@ -164,7 +164,7 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], max
             trainer.first_checks.check_evaluation()
     trainer.first_checks.switches.check()
     if aside is None:
-        log.timed = steps, progress.samples - samples, begin, clock.moment()
+        log.timed = steps, progress.samples - samples, began, clock.moment()
     step_s = (clock.elapsed_s() - start_s) / max(1, steps)
     # A host that does not wait may be ahead of the device.
     return Segment(steps, log, max(step_s, window.step_s if window.defers else 0.0), data_comes)
@@ -185,13 +185,13 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
             run.display.warn(advice)
 
 
-def _save(run: Run, *, finalizes: bool, ends: bool, best_only: bool = False) -> None:
-    """Save a checkpoint; `finalizes` finalizes averages first, and a run that `ends` waits for the disk."""
+def _save(run: Run, *, finalize_averages: bool, ends: bool, best_only: bool = False) -> None:
+    """Save a checkpoint; averages may be finalized first, and a run that `ends` waits for the disk."""
     run.flush()
     booked = run.clock.seconds
     run.clock.to("saving")
     before_s, step = booked["saving"], run.progress.step
-    if run.ema is not None and finalizes:
+    if run.ema is not None and finalize_averages:
         with run.uncompiled(), suppress(Stopped):
             run.ema.finalize(partial(interruptible, run))
 
@@ -200,8 +200,8 @@ def _save(run: Run, *, finalizes: bool, ends: bool, best_only: bool = False) -> 
             run.call_back("on_save", step, folder)
 
     # A callback expects the checkpoint of the step at which it is called, unless the config says otherwise.
-    called = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
-    run.checkpointer.save(background=not (ends or called), best_only=best_only, tell=tell)
+    callback_waits = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
+    run.checkpointer.save(background=not (ends or callback_waits), best_only=best_only, tell=tell)
     run.clock.to(None)
     if not ends:
         run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)

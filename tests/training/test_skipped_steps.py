@@ -23,7 +23,7 @@ from ptfast.run import Run
 from ptfast.training.build import build
 from ptfast.training.fit import fit
 from ptfast.training.loop import updates
-from ptfast.training.loop.accumulation import OneRank
+from ptfast.training.loop.accumulation import GradientExchange
 from ptfast.training.loop.step import Trainer
 
 DATA = ("data=custom", "data._target_=toys.Holed", "data.val=0", "batch_size=10", "dataloader=plain")
@@ -121,7 +121,7 @@ def checked_update(optimizer: torch.optim.Optimizer, ranks: Ranks) -> updates.Ch
     run.progress, run.display, run.model = Progress(), Display(), torch.nn.Module()
     run.plan = SimpleNamespace(numerics=SimpleNamespace(limit=10))
     window: Any = SimpleNamespace(loss_sum=torch.ones(()))
-    return updates.CheckedUpdate(run, window, OneRank())
+    return updates.CheckedUpdate(run, window, GradientExchange())
 
 
 @pytest.mark.parametrize("decides", ["host", "device"])

@@ -1,4 +1,4 @@
-"""Folders of option files and recipes, the user's own first, and refusing names that none of them has."""
+"""Folders of option files and recipes, the user's own first, and rejecting names that none of them has."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def pack(nest: Any, *, is_first: bool) -> tuple[Any, dict[str, Tensor]]:
     tensors, from a copy. Each object in the JSON has one key for what it stands for: the items of a `dict`, a
     `tuple`, `bytes` in hexadecimal, a whole `tensor` or the `rows` of one, by name.
 
-    All ranks call this, with nests that differ at most in what is not sharded. C017 refuses a value that is
+    All ranks call this, with nests that differ at most in what is not sharded. C017 rejects a value that is
     neither a tensor nor plain.
     """
     tensors: dict[str, Tensor] = {}

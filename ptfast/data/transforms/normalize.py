@@ -73,8 +73,8 @@ class Normalizer:
     def fused(self, inputs: Tensor) -> Tensor:
         """As a call, with the same bits, in two kernels: one reads bytes, one writes the result."""
         out = torch.empty(inputs.shape, dtype=self._dtype, device=inputs.device, memory_format=self._layout)
-        centerd = torch.sub(inputs, self._mean, out=out if self._dtype == torch.float32 else None)
-        return torch.mul(centerd, self._factor, out=out)
+        centered = torch.sub(inputs, self._mean, out=out if self._dtype == torch.float32 else None)
+        return torch.mul(centered, self._factor, out=out)
 
 
 def statistics(

@@ -38,7 +38,9 @@ class Accumulator:
     _counts: list[Any]
     """The items of this step's micro-batches, as their losses count them."""
 
-    def __init__(self, run: Run, exchange: OneRank, window: LossAccumulator, first_checks: FirstStep) -> None:
+    def __init__(
+        self, run: Run, exchange: GradientExchange, window: LossAccumulator, first_checks: FirstStep
+    ) -> None:
         self.run, self.exchange, self.window = run, exchange, window
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         is_double = any(p.dtype == torch.float64 for p in self.parameters)
@@ -65,7 +67,9 @@ class Accumulator:
         if self.counts_late:
             self._divide_by(sum(self._counts), batch.num_samples)
 
-    def micro_batch(self, batch: StepBatch, index: int, hook: Callable[[Tensor], None] | None = None) -> None:
+    def run_micro_batch(
+        self, batch: StepBatch, index: int, hook: Callable[[Tensor], None] | None = None
+    ) -> None:
         """Run forward and backward of micro-batch `index`; its gradients are 0 if it has no samples.
 
         `hook` is called as the backward pass begins.
@@ -163,8 +167,8 @@ class Accumulator:
         torch._foreach_mul_(local_parts(grads), factor)
 
 
-class OneRank:
-    """The gradients of a run on one rank, which needs no exchange."""
+class GradientExchange:
+    """How the gradients of a step are combined over ranks; this class is for one rank, and combines none."""
 
     is_local = True
     """Whether the samples of this rank are all samples of the step."""
@@ -175,7 +179,7 @@ class OneRank:
         """Let `to` accumulate the gradients of each micro-batch, and combine them over the ranks."""
         for index, (_, num_samples) in enumerate(batch.micro_batches):
             if num_samples:
-                to.micro_batch(batch, index)
+                to.run_micro_batch(batch, index)
 
     def merge_statistics(self) -> None:
         """Merge BatchNorm's running statistics over the ranks, after the backward passes of a step."""
@@ -184,7 +188,7 @@ class OneRank:
         """Accept the model's statistics as the merged ones, after a skipped step has restored them."""
 
 
-class AveragedRanks(OneRank):
+class AveragedRanks(GradientExchange):
     """Gradients averaged by DDP or FSDP, once per step, during its last backward pass."""
 
     is_local = False
@@ -205,7 +209,7 @@ class AveragedRanks(OneRank):
                 _nothing if index == last else self._run.forward.no_sync(),
                 _nothing if num_samples else self._statistics.untouched(),
             ):
-                to.micro_batch(batch, index, self._time_waiting if index == last else None)
+                to.run_micro_batch(batch, index, self._time_waiting if index == last else None)
 
     def _time_waiting(self, grad: Tensor) -> None:
         """Book the wait for other ranks, which DDP and FSDP queue after this callback, as gradient sync.
@@ -222,7 +226,7 @@ class AveragedRanks(OneRank):
         self._statistics.reread()
 
 
-class OrderedRanks(OneRank):
+class OrderedRanks(GradientExchange):
     """Gradients summed in one order over all micro-batches, for the same bits on any number of ranks."""
 
     is_local = False
@@ -236,14 +240,14 @@ class OrderedRanks(OneRank):
         with sums.step():
             for index, (_, num_samples) in enumerate(batch.micro_batches):
                 if num_samples:
-                    to.micro_batch(batch, index)
+                    to.run_micro_batch(batch, index)
                 sums.keep(to.first_micro_batch + index)
             to.join_count(batch)
             self._run.clock.to("gradient_sync")
 
 
-def build_exchange(run: Run) -> OneRank:
+def build_exchange(run: Run) -> GradientExchange:
     """Build the exchange that combines the gradients of `run` over its ranks."""
     if isinstance(run.forward, OrderedSums):
         return OrderedRanks(run)
-    return AveragedRanks(run) if run.ranks.distributed else OneRank()
+    return AveragedRanks(run) if run.ranks.distributed else GradientExchange()

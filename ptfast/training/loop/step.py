@@ -31,7 +31,7 @@ class Trainer:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.switch()
+        self.freeze_and_thaw()
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.first_step, self.first_checks = run.progress.step, FirstStep(run)
         self.exchange = build_exchange(run)
@@ -73,12 +73,12 @@ class Trainer:
         self.accumulate(batch)  # forward and backward of each micro-batch
         self.exchange.merge_statistics()  # of BatchNorm, over the ranks
         self.run.clock.to("optimizer")
-        self.window.inspect_gradients()  # their norm, in the last step before a log line
+        self.window.inspect_gradients()  # their norm, in the last step of a segment
         self.learning_rates.apply(progress.step - update.schedule_lag)
-        update.step(batch)  # unscale, check, clip, optimizer
+        update.step(batch)  # clip and take the optimizer's step, or skip it
         self.zero_grad()
         progress.advance(batch.num_samples)
-        update.restore_skipped(batch)
+        update.undo_if_skipped(batch)
         self.update_average(progress.step, update.skipped)
         self.call_back()
 
@@ -100,7 +100,7 @@ class Trainer:
         if self.run.plan.freezes_statistics:
             keep_frozen_statistics(self.run.model)
 
-    def switch(self) -> bool:
+    def freeze_and_thaw(self) -> bool:
         """Freeze and thaw parameters that are due before the next step; return True if any were."""
         run = self.run
         if run.freezing is None or not run.freezing.apply(run.progress.step):

@@ -19,7 +19,7 @@ from ptfast.core.tensors.dtensors import is_sharded, local_part
 from ptfast.core.tensors.kept_buffers import KeptBuffers
 from ptfast.optim.build_optimizer import build_step
 from ptfast.run import Run
-from ptfast.training.loop.accumulation import OneRank
+from ptfast.training.loop.accumulation import GradientExchange
 from ptfast.training.loop.loss_accumulator import LossAccumulator
 from ptfast.training.user_code import UserPart
 
@@ -55,7 +55,7 @@ class PlainUpdate:
             self._run.clip()
         self._step()
 
-    def restore_skipped(self, batch: StepBatch) -> None:
+    def undo_if_skipped(self, batch: StepBatch) -> None:
         """Undo the losses and statistics of the last step if it was skipped."""
 
     def unscaled(self, norm: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class SkippingUpdate(PlainUpdate):
     """The base class of updates that may skip a step and then restore buffers and losses."""
 
     def __init__(
-        self, run: Run, window: LossAccumulator, exchange: OneRank, step: Callable[[], object]
+        self, run: Run, window: LossAccumulator, exchange: GradientExchange, step: Callable[[], object]
     ) -> None:
         super().__init__(run, step)
         self._window, self._exchange, self._buffers = window, exchange, KeptBuffers(run.model)
@@ -75,7 +75,7 @@ class SkippingUpdate(PlainUpdate):
     def prepare(self) -> None:
         self._buffers.keep()
 
-    def restore_skipped(self, batch: StepBatch) -> None:
+    def undo_if_skipped(self, batch: StepBatch) -> None:
         if self.skipped is not None:
             self._window.leave_out(self.skipped)
             self._buffers.put_back(self.skipped)
@@ -96,7 +96,7 @@ class ScaledUpdate(SkippingUpdate):
     """Number of consecutive skipped steps, each halving the scale, after which no scale will help."""
     cause = "fp16 gradients overflowed"
 
-    def __init__(self, run: Run, window: LossAccumulator, exchange: OneRank) -> None:
+    def __init__(self, run: Run, window: LossAccumulator, exchange: GradientExchange) -> None:
         super().__init__(run, window, exchange, run.optimizer.step)
         assert run.precision.scaler is not None
         self.scaler, progress, device = run.precision.scaler, run.progress, run.device
@@ -157,7 +157,7 @@ class CheckedUpdate(SkippingUpdate):
     cause = "loss or gradients were not finite"
     explains_skips = True
 
-    def __init__(self, run: Run, window: LossAccumulator, exchange: OneRank) -> None:
+    def __init__(self, run: Run, window: LossAccumulator, exchange: GradientExchange) -> None:
         optimizer, device = run.optimizer, run.device
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._ranks, self.limit = run.ranks, run.plan.numerics.limit
@@ -197,8 +197,8 @@ class CheckedUpdate(SkippingUpdate):
             self._run.clip()
         self._take()
 
-    def restore_skipped(self, batch: StepBatch) -> None:
-        super().restore_skipped(batch)
+    def undo_if_skipped(self, batch: StepBatch) -> None:
+        super().undo_if_skipped(batch)
         if self.skipped is not None and not self._on_device:
             self._window.explain(self._run.progress.step, batch)
 
@@ -256,7 +256,7 @@ class TaskUpdate(PlainUpdate):
         self._window.add(given[0].detach(), given[1])
 
 
-def build_update(run: Run, window: LossAccumulator, exchange: OneRank) -> PlainUpdate:
+def build_update(run: Run, window: LossAccumulator, exchange: GradientExchange) -> PlainUpdate:
     """Build the update of a run from its task, its precision, and its handling of numbers not finite."""
     if takes_own_steps(run.task):
         return TaskUpdate(run, window)
