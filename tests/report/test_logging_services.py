@@ -80,12 +80,7 @@ def test_tensorboard_tags_by_split_hides_what_a_resumed_run_repeats_and_ends_wit
 
 
 def test_what_may_change_in_a_run_is_no_setting_of_it() -> None:
-    config = {
-        "seed": 1,
-        "log_every": 5,
-        "dataloader": {"workers": 2, "drop_last": True},
-        "compile": {"keep": True},
-    }
+    config = {"seed": 1, "log_every": 5, "dataloader": {"workers": 2, "drop_last": True}}
     assert settings_of(config | {"debug": {"mode": "none"}}) == {"seed": 1, "dataloader.drop_last": True}
 
 
