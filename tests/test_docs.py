@@ -76,6 +76,10 @@ def anchors(page: Path) -> set[str]:
     return {slug(title) for title in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)}
 
 
+def test_no_page_shows_a_folder_of_the_machine_it_was_written_on() -> None:
+    assert [page for page, text in PAGES.items() if re.search(r"/(tmp|root|work)/", text)] == []
+
+
 def test_links_lead_somewhere() -> None:
     assert failures(check_links, LINKING) == []
 
