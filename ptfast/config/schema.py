@@ -57,14 +57,14 @@ class Eval(Section):
     flip: bool = False
     """Average the outputs for an image and its mirror image; predictions too."""
     shift: Natural = 0
-    """Average also over images moved by so many pixels up and left, and down and right; 0 for none."""
+    """Also average over images shifted by this many pixels up-left and down-right; 0 for none."""
 
 
 class Stop(Section):
     """When training ends before its last step."""
 
     patience: Count | None = None
-    """Stop after so many evaluations without a better one; null never stops early."""
+    """Stop after this many evaluations without improvement; null never stops early."""
     metric: str | None = None
     """The metric that `best` and `patience` follow; null for the task's own."""
     mode: Literal["auto", "min", "max"] = "auto"
@@ -94,7 +94,7 @@ class Sweep(Section):
     metric: str = "auto"
     """The metric that ranks the runs, for example `val.loss`; `auto` for the metric of `best`."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Which way it is better; `auto` goes by its name."""
+    """Direction in which the metric is better; `auto` goes by its name."""
     parallel: Count | OrAuto = 1
     """Runs at a time, each on a GPU of its own where there are several; `auto` for one per GPU."""
 

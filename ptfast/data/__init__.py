@@ -31,15 +31,15 @@ class DataSection(TargetSection):
     fold: Natural | None = None
     """The part that is held out, counted from 0."""
     fraction: Annotated[Amount, POSITIVE] | None = None
-    """The share of the training samples that is used, of each class the same: `10%` or `500samples`."""
+    """Training samples to use, the same share of each class: `10%` or `500samples`."""
     overfit: Count | None = None
-    """Batches that are trained on and evaluated, to see the loss fall: neither shuffled nor augmented."""
+    """Train and evaluate on only this many batches, not shuffled or augmented, to see the loss fall."""
     normalize: bool = True
     """Bring inputs to mean 0 and standard deviation 1 of the training data."""
     collate: Target | None = None
-    """Import path of a function of a list of samples that makes a batch; null for the dataset's own."""
+    """Import path of a function that makes a batch of a list of samples; null for the dataset's own."""
     shuffle_buffer: Count | None = None
-    """Samples among which the next one of a stream is drawn; null to keep their order."""
+    """Buffered samples of a stream, from which the next is drawn at random; null keeps their order."""
 
 
 def panel(data: DataSection) -> dict[str, object]:

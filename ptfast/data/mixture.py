@@ -28,7 +28,7 @@ class Mixture(ReadsAsKnown):
     Args:
         parts: datasets by name, each with its `weight`. The first names the classes, prepares the columns of
             a table and gives the tokenizer; another may lack classes, which are matched by name.
-        weights: those of the parts, by name.
+        weights: weights of the parts, by name.
     """
 
     name = "mix"

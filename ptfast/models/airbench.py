@@ -25,7 +25,7 @@ class Airbench(nn.Module):
         num_classes: outputs, filled from the data.
         in_channels: channels of an image, filled from the data.
         widths: channels of each group; its first convolution is followed by a pooling of 2x2.
-        convolutions: of a group, 2 or 3; of three, the last is added to the output of the first.
+        convolutions: convolutions per group, 2 or 3; a third is added to the output of the first.
         whitening: side in pixels of the patches by which the fixed first layer is computed from the data.
         norm_momentum: share of a batch in the running statistics of the norms.
         logit_scale: factor of the logits.

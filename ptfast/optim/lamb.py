@@ -25,11 +25,11 @@ class Lamb(LayerwiseOptimizer):
         lr: relative length of a step, dimensionless, >= 0; about 1e-3 to 1e-2.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
-        weight_decay: >= 0, within the trust ratio as above.
-        max_grad_norm: longest norm of the gradients of all groups as one vector, > 0, to which they are
-            clipped for the moments: large early ones would shorten thousands of later steps. NVLAMB takes 1.
-        norm_range: bounds that phi clamps a layer's norm to, e.g. [0, 10]; none by default: phi(x) = x.
-        exclude_1d: take 1-d parameters (biases, norm weights) as Adam would, without scaling or decay.
+        weight_decay: >= 0; part of the step that the trust ratio scales.
+        max_grad_norm: clip the gradients of all groups together to this norm, > 0, before the moments: large
+            early gradients would shorten thousands of later steps. NVLAMB takes 1.
+        norm_range: clamp a layer's norm to these bounds, such as [0, 10]; null for no bounds.
+        exclude_1d: treat 1-d parameters (biases, norm weights) as Adam does, without scaling or decay.
 
     Cost: 2.3 of AdamW's fused steps on the CPU, since a layer's update is written before its norm is known,
     and a pass over the gradients for `max_grad_norm`; Adam's two moments, and room for the update of the

@@ -22,14 +22,14 @@ class Lars(LayerwiseOptimizer):
     after the momentum, as there; the paper applies it before, which is the same while it is constant.
 
     Args:
-        lr: >= 0; times `trust`, the relative length of a step. 1-d parameters know only `lr`: rather than
-            above 1, where biases diverge, raise `trust`.
+        lr: >= 0; times `trust`, the relative length of a step. 1-d parameters use `lr` alone
+            and diverge above 1: raise `trust` instead.
         momentum: decay of the velocity, in [0, 1).
         nesterov: step along the gradient after the momentum.
         weight_decay: L2 coefficient, >= 0.
-        trust: the coefficient above, > 0, about 1e-3 to 2e-2.
+        trust: trust coefficient, > 0, about 1e-3 to 2e-2.
         eps: added to the denominator, >= 0.
-        exclude_1d: take 1-d parameters (biases, norm weights) as SGD would, without scaling or decay.
+        exclude_1d: treat 1-d parameters (biases, norm weights) as SGD does, without scaling or decay.
 
     Cost: 1.3 to 1.5 of AdamW's fused steps on the CPU, with half its state. Written from You, Gitman,
     Ginsburg 2017, arXiv:1708.03888, Algorithm 1.

@@ -46,11 +46,11 @@ class Muon(Optimizer):
             about as long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
         normalize: set every matrix to the norm of an orthogonal one, the root of its number of rows, before
             its step, in place of weight decay; for layers with a norm behind them, which cancels the scale.
-        cautious: decay only those entries of a matrix that the step moves towards zero.
+        cautious: decay only the entries of a matrix that the step moves towards zero.
         rest: the optimizer of all other parameters, `adamw` or `sgd`.
         rest_lr: its learning rate; null: `lr`.
         rest_names: patterns such as `*.gate.weight` of further names that it takes.
-        ends: let Muon take the first and the last matrix of the model too.
+        ends: let Muon also train the first and the last matrix of the model.
         betas: of AdamW.
         eps: of AdamW.
         sgd_momentum: of SGD, in [0, 1).

@@ -26,7 +26,7 @@ class Novograd(LayerwiseOptimizer):
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
         weight_decay: >= 0, as above.
-        grad_averaging: weigh what enters the momentum by 1 - beta1, as Adam does.
+        grad_averaging: scale each new gradient in the momentum by 1 - beta1, as Adam does.
         exclude_1d: no weight decay on 1-d parameters (biases, norm weights).
 
     Cost: 1.2 of AdamW's fused steps on the CPU, with half its state. Written from Ginsburg et al. 2019,

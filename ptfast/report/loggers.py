@@ -123,8 +123,8 @@ class Tensorboard:
     its last metrics under HParams.
 
     Args:
-        folder: where they go, relative to the run directory.
-        images: how many training images are shown; 0 for none.
+        folder: folder of the event files, relative to the run directory.
+        images: number of training images to show; 0 for none.
     """
 
     def __init__(self, folder: str = "tensorboard", images: int = 16) -> None:
@@ -178,7 +178,7 @@ class Wandb:
         entity: user or team; the account's default if not given.
         name: name of the run; default: the last two parts of the run directory's path.
         tags: labels to find it by.
-        mode: `online`, `offline` or `disabled`; what WANDB_MODE says if not given.
+        mode: `online`, `offline` or `disabled`; null for WANDB_MODE.
     """
 
     def __init__(

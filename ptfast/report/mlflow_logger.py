@@ -21,8 +21,8 @@ class Mlflow:
 
     Args:
         experiment: experiment of the run; created if it does not exist.
-        uri: a tracking server, or a database such as `sqlite:///mlflow.db`; what MLFLOW_TRACKING_URI says, or
-            MLflow's own default, if not given.
+        uri: a tracking server, or a database such as `sqlite:///mlflow.db`; null for
+            MLFLOW_TRACKING_URI, or else MLflow's own default.
         name: name of the run; default: the last two parts of the run directory's path.
         tags: labels to find it by.
     """

@@ -49,11 +49,11 @@ class CrossEntropyTask(SupervisedTask):
             loss: replaces the cross entropy, see `SupervisedTask`.
             label_smoothing: share of the target spread evenly over all classes, in [0, 1); in training only.
             class_weights: weight of each class: a list, a mapping by name, or `balanced` by training samples.
-            focal_gamma: the loss of a target of probability p counts (1 - p) ** gamma times.
-            teacher: run directory of a trained model, from whose outputs the model learns as well.
-            distill_weight: share of the loss against the teacher's outputs (default 0.5); the rest is against
-                the targets.
-            temperature: outputs of teacher and student are divided by it in that loss (default 4).
+            focal_gamma: focal loss: a target of probability p has weight (1 - p) ** gamma.
+            teacher: run directory of a trained model whose outputs the model also learns from.
+            distill_weight: weight of the loss against the teacher's outputs (default 0.5); the loss
+                against the targets has the rest.
+            temperature: divides the outputs of teacher and student in that loss (default 4).
         """
         super().__init__(info, loss)
         check_own_loss(loss, class_weights=class_weights, focal_gamma=focal_gamma, teacher=teacher)

@@ -1,4 +1,4 @@
-"""Models that compute their own loss, as those of transformers do when they are given labels."""
+"""Models that compute their own loss, as those of transformers do when given labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelLossTask(SupervisedTask):
     per token. Labels of -100 do not count. For language modelling the model shifts them by one.
 
     Args:
-        by_position: inputs are the model's first argument, not keywords that transformers' models have.
+        by_position: pass inputs as the first argument, not by the keywords of transformers' models.
     """
 
     counts_samples = False

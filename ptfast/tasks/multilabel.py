@@ -26,7 +26,7 @@ class MultiLabel(SupervisedTask):
     Args:
         loss: replaces the binary cross entropy, see `SupervisedTask`.
         pos_weight: weight of each class where a sample has it: a list, or a mapping by name.
-        focal_gamma: the loss of a target of probability p counts (1 - p) ** gamma times.
+        focal_gamma: focal loss: a target of probability p has weight (1 - p) ** gamma.
     """
 
     metric = "f1"

@@ -33,9 +33,9 @@ class SemanticSegmentation(CrossEntropyTask):
 
     Args:
         loss: replaces the cross entropy, see `SupervisedTask`; gets logits as above and int64 masks.
-        ignore_index: the label of pixels that do not count; 255 in many datasets.
+        ignore_index: label of pixels to ignore; 255 in many datasets.
         class_weights: weight of each class: a list, a mapping by name, or `balanced` by its training pixels.
-        focal_gamma: the loss of a pixel whose class has probability p counts (1 - p) ** gamma times.
+        focal_gamma: focal loss: a pixel whose class has probability p has weight (1 - p) ** gamma.
     """
 
     metric = "mean_iou"

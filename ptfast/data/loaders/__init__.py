@@ -18,7 +18,7 @@ class Dataloader(Section):
     """How samples reach the training loop."""
 
     kind: Literal["auto", "plain", "workers", "memory", "device", "packed"] = "auto"
-    """Who reads: this process, workers, memory or device once, or a pack; `auto` takes the quickest."""
+    """Loader: in-process, workers, cached in RAM or on the device, or a pack; `auto` takes the fastest."""
     workers: Natural | OrAuto = "auto"
     """Worker processes of each rank."""
     prefetch: Count = 2
@@ -28,7 +28,7 @@ class Dataloader(Section):
     side_stream: bool = True
     """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
     fused: bool = True
-    """Gather, change and normalize images on a CUDA device in one kernel, by Triton."""
+    """Gather, augment and normalize images on a CUDA device in one Triton kernel."""
     drop_last: bool | Literal["auto", "pad"] = "auto"
     """Leave out an epoch's last, smaller batch; `pad` fills it from the epoch's start; `auto` keeps it,
     unless BatchNorm would get a single sample."""

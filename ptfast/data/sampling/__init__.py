@@ -22,15 +22,15 @@ class Batching(Section):
     """How texts are batched and padded to one length."""
 
     padding: Literal["longest", "fixed"] = "longest"
-    """Up to the longest text of the batch, or in every batch up to the longest that the data keeps."""
+    """Pad to the longest text of the batch, or to the same fixed length in all batches."""
     multiple: Literal[1, 8, 64] = 1
-    """Pad to a multiple of so many tokens: 8 suits tensor cores, 64 keeps the shapes few."""
+    """Pad to a multiple of this many tokens: 8 suits tensor cores, 64 keeps the number of shapes small."""
     buckets: bool = False
-    """Batches of texts of like length, in a random order; every text once in an epoch."""
+    """Batch texts of similar length, in random order; every text comes once per epoch."""
     batch_tokens: Count | None = None
     """Tokens of one optimizer step over all ranks, padding included, in place of `batch_size` samples."""
     pack: bool = False
-    """Documents of a text to model side by side in windows of the context length, each seen by itself."""
+    """Pack documents into windows of the context length; attention stays within each document."""
 
 
 def one_way_of_batching(batching: Batching, optimizer: Optimizer) -> PtfastError | None:

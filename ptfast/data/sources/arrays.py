@@ -45,7 +45,7 @@ class Arrays(ReadsAsKnown):
         path: `.npz` with `train_x` and `train_y` (or `x` and `y`), and perhaps `val_x`, `val_y`, `test_x`,
             `test_y`; or the inputs as `.npy`, with `targets`.
         targets: the `.npy` of targets that goes with inputs in a `.npy`.
-        num_classes: where the labels that occur do not show it.
+        num_classes: number of classes, if the labels that occur do not show it.
 
     Raises:
         DataError: D001, D002, D004 or D005 by `load`, naming the file and the array.

@@ -68,8 +68,8 @@ class Cifar:
 
     Args:
         name: `cifar10` or `cifar100`.
-        root: the extracted folder (`cifar-10-batches-py`), or one that holds it or its archive; where there
-            is nothing it is downloaded to. Default: `$PTFAST_DATA`, or the cache folder.
+        root: the extracted folder (`cifar-10-batches-py`), or a folder with it or its archive; also where
+            a download goes. Default: `$PTFAST_DATA`, or the cache folder.
         download: whether to download it.
 
     Raises:

@@ -39,12 +39,12 @@ class HfDataset(ReadsAsKnown):
 
     Args:
         path: name on the hub, or a folder: written by `save_to_disk`, or of data files.
-        name: configuration of the dataset, where it has several.
-        text, image, label: columns; found by their usual names if not given.
-        tokenizer: of texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
-        max_length: tokens that are kept of a text.
-        image_size: side that images are brought to; None where all have one size.
-        streaming: read rows as training asks for them, in their order.
+        name: configuration of the dataset, if it has several.
+        text, image, label: name of the column; null to find it by its usual names.
+        tokenizer: for texts: `words`, `characters`, a `tokenizer.json`, or a name on the hub.
+        max_length: longest text in tokens; the rest is cut off.
+        image_size: side that images are brought to; null if all have one size.
+        streaming: read rows in order during training.
         classes: for a stream: names or number of the classes, unless the label column has them.
 
     Raises:

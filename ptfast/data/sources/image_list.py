@@ -51,10 +51,10 @@ class ImageList(ReadsAsKnown):
 
     Args:
         path: `.csv` or `.tsv` whose first line names the columns, or `.parquet`.
-        root: the folder that the names are relative to; None for the folder of `path`.
-        image: the column of the image's name; None to find it.
-        label: the column of the label, or several of 0 and 1 (labels that hold together) or of numbers (which
-            are predicted together); None to find it.
+        root: the folder that the names are relative to; null for the folder of `path`.
+        image: the column of the image's name; null to find it.
+        label: column of the label, or several columns: of 0 and 1 for multi-label, or of numbers to predict
+            together; null to find it.
         extension: appended to names that have none, such as `.jpg`.
         image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
             where all have one size.

@@ -22,8 +22,8 @@ class ImageFolder(ReadsAsKnown):
     """A tree of class folders of images; the loader decides when they are decoded.
 
     Args:
-        root: the folder: with `train/` (and `val/`, `test/`) of class folders, with class folders, or with a
-            pack of these, made by `ptfast pack`.
+        root: folder of `train/` (and `val/`, `test/`) with class folders, of class folders alone, or a pack
+            of these made by `ptfast pack`.
         image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
             where all have one size.
         on_corrupt: `error` stops at the first file that cannot be decoded; `skip` leaves such files out, and

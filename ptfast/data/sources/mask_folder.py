@@ -28,11 +28,11 @@ class MaskFolder(ReadsAsKnown):
     """Images in `images/` and their masks in `masks/` under the same names, whatever the suffix.
 
     Args:
-        root: the folder: with `train/` (and `val/`, `test/`) that hold the two folders each, or with these.
+        root: folder of `train/` (and `val/`, `test/`), each with `images/` and `masks/`, or of these two.
         image_size: side in pixels that images and masks are brought to: shorter side resized, center
-            cropped. None where all have one size.
-        num_classes: if the labels that occur do not show it. Labels are the grey values of a mask, or the
-            indices into its palette.
+            cropped. null if all have one size.
+        num_classes: number of classes, if the labels that occur do not show it. Labels are the grey values of
+            a mask, or the indices into its palette.
 
     Raises:
         DataError: D001 to D003 by `load` when the tree does not fit, D005 for a file that cannot be read or a

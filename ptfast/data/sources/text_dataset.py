@@ -47,12 +47,11 @@ class TextTsv(ReadsAsKnown):
     Args:
         root: folder of these files.
         path: one file instead, from which validation samples are held out.
-        text, label: columns by their names in the first line: of the text one or several, which are joined by
-            a space. None to find them.
+        text, label: names of columns; several text columns are joined by a space; null to find them.
         tokenizer: `words` (at white space), `characters`, a `tokenizer.json`, or a name on the Hugging Face
             hub.
-        max_length: tokens that are kept of a text.
-        min_count: occurrences in the training texts below which a word is unknown.
+        max_length: longest text in tokens; the rest is cut off.
+        min_count: words with fewer occurrences in the training texts are unknown.
 
     Raises:
         DataError: D001, D002 or D005 by `load`, naming file and line.

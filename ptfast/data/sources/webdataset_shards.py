@@ -43,12 +43,12 @@ class WebDataset:
     Args:
         shards: of the training data: a pattern such as `DIR/train-{000..146}.tar` or `DIR/*.tar`, a folder,
             a pattern of URLs such as `https://HOST/train-{000..146}.tar`, or a list of these.
-        val_shards, test_shards: likewise, of held-out data.
+        val_shards, test_shards: shards of held-out data, in the same forms.
         image_size: side in pixels that images are brought to: shorter side resized, center cropped. None
             where all have one size.
         on_corrupt: `error`, or `skip` to leave out images that cannot be decoded.
-        classes: how many there are, or the list of their names; for shards at URLs.
-        cache: the most disk that copies of shards at URLs may take, such as `20GB`.
+        classes: number or names of the classes; for shards at URLs.
+        cache: largest disk space for copies of shards at URLs, such as `20GB`.
 
     Raises:
         ConfigError: C005 for a cache that is no size; C011 for one that is too small, C016 without `classes`,

@@ -30,17 +30,17 @@ class AugmentSection(Section):
     crop_padding_mode: Literal["constant", "reflect"] = "constant"
     """`constant` pads with black, `reflect` with the pixels inside, mirrored at the edge."""
     flip: bool | Literal["alternating"] = False
-    """Mirror half of the images, drawn anew every epoch; `alternating` turns each over every epoch."""
+    """Mirror a random half of the images each epoch; `alternating` mirrors each one every second epoch."""
     resized_crop: tuple[Part, Part] | None = None
-    """Least and largest part of an image's area that is cut out and scaled to full size; null for none."""
+    """Smallest and largest fraction of an image's area to crop and scale to full size; null for none."""
     resized_ratio: tuple[Positive, Positive] = (0.75, 1.3333)
-    """Least and largest width of such a part over its height."""
+    """Smallest and largest aspect ratio (width / height) of that crop."""
     cutout: Natural = 0
     """Side in pixels of a square that is hidden; 0 for none."""
     erasing: Chance = 0.0
-    """Part of the images in which a random box is hidden."""
+    """Fraction of the images in which a random box is hidden."""
     color_jitter: Strength = 0.0
-    """Largest change of brightness, contrast and saturation, as a part of them."""
+    """Largest relative change of brightness, contrast and saturation."""
     brightness: Strength | None = None
     """Largest change of brightness; null for that of `color_jitter`."""
     contrast: Strength | None = None
@@ -48,33 +48,33 @@ class AugmentSection(Section):
     saturation: Strength | None = None
     """Largest change of saturation; null for that of `color_jitter`."""
     hue: Annotated[float, Range(0, 0.5)] = 0.0
-    """Largest turn of the color wheel either way, as a part of it."""
+    """Largest hue shift either way, as a fraction of the color wheel."""
     grayscale: Chance = 0.0
-    """Part of the images that lose their colors."""
+    """Fraction of the images that lose their colors."""
     blur: Chance = 0.0
-    """Part of the images that are blurred."""
+    """Fraction of the images that are blurred."""
     policy: Literal["trivial", "rand", "auto", "augmix"] | None = None
     """Published choice of random operations: TrivialAugment, RandAugment, AutoAugment or AugMix."""
     rand_ops: Count = 2
-    """Operations of RandAugment for each image."""
+    """Number of operations that RandAugment applies to each image."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9
-    """Strength of RandAugment's operations, of 30."""
+    """Strength of RandAugment's operations, from 0 to 30."""
     auto_table: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     """Data for which AutoAugment's operations were found."""
     augmix_severity: Annotated[int, Range(1, 10)] = 3
-    """Largest strength of AugMix's operations, of 10."""
+    """Largest strength of AugMix's operations, from 1 to 10."""
     rotation_degrees: Annotated[float, Range(0, 180)] = 0.0
-    """Largest turn either way."""
+    """Largest rotation either way."""
     translation: Annotated[float, Range(0, 1)] = 0.0
-    """Largest shift each way, as a part of height and width."""
+    """Largest shift each way, as a fraction of height and width."""
     scaling: Fraction = 0.0
-    """Largest change of size, as a part of it."""
+    """Largest relative change of size."""
     mixup: NotNegative = 0.0
     """Blend each sample with another: parameter of its Beta distribution; 0 for none."""
     cutmix: NotNegative = 0.0
     """Paste a patch of another image into each: parameter of its Beta distribution; 0 for none."""
     targets: Literal["auto", "keep"] = "auto"
-    """`auto` moves masks with their images, and rejects targets that may be places; `keep` moves none."""
+    """`auto` moves masks with their images and rejects targets that may be coordinates; `keep` moves none."""
 
     @property
     def jitter(self) -> dict[str, float]:

@@ -149,10 +149,10 @@ class OneCycle(LRSchedule):
         start: learning rate of the first step relative to the maximum, in (0, 1].
         end: learning rate of the last step relative to the maximum, >= 0.
         rise: length of the rise.
-        fall: length of the fall back to `start`; None for a fall to `end` over the rest of the run, without a
+        fall: length of the fall back to `start`; null for a fall to `end` over the rest of the run, without a
             tail, as in torch's OneCycleLR (the option `onecycle_torch`).
         anneal: how learning rate and momentum change within a phase.
-        momentum_max: momentum of the first step and of the tail; None leaves the optimizer's own.
+        momentum_max: momentum of the first step and of the tail; null leaves the optimizer's own.
         momentum_min: momentum where the learning rate is highest.
 
     Source: Smith, Topin 2018, arXiv:1708.07120; Smith 2018, arXiv:1803.09820.
@@ -215,7 +215,7 @@ class Wsd(LRSchedule):
 
     Args:
         decay: length of the fall at the end of the run; 10 to 20 % works as well as a cosine.
-        anneal: `1-sqrt` is one minus the root of the part done of the decay; `linear` is a straight line.
+        anneal: `1-sqrt` is one minus the root of the completed fraction; `linear` is a straight line.
         end: learning rate after the last step relative to the base, >= 0.
 
     Sources: Hu et al. 2024, "MiniCPM", arXiv:2404.06395 (the schedule); Hägele et al. 2024, "Scaling Laws and
