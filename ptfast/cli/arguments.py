@@ -108,7 +108,7 @@ def write_out(out: Path, text: str) -> None:
 
 COMMON = (
     Flag("--config-dir FOLDER", "your own GROUP/OPTION.yaml and recipes/, searched first", read=path),
-    switch("--json", "print one JSON object a line, for programs"),
+    switch("--json", "print one JSON object per line, for programs"),
     switch("--traceback", "show the Python traceback of an error"),
     switch("--help -h", "show this help"),
 )

@@ -204,7 +204,7 @@ COMMANDS: dict[str, Command] = {
         (
             Flag("--budget TIME", "time to measure for; default 2m, 0 for no costs", None, _budget, 120.0),
             Flag("--fix FILE", "recipe to write with the overrides that fix findings", read=path),
-            switch("--strict", "exit with 8 if anything is found"),
+            switch("--strict", "exit with 8 if a finding is left for you to fix"),
             _FOLDER,
         ),
         ("audit recipe=resnet_cifar --fix mended.yaml", "audit recipe=resnet_cifar --strict"),

@@ -53,7 +53,7 @@ class Eval(Section):
     every: Every = Duration(1, "epochs")
     """How often `val` is evaluated, such as `1epochs` or `500steps`."""
     batch_size: Count | None = None
-    """Samples of an evaluation's batch on each rank; null for at least 256."""
+    """Evaluation batch size of each rank; null for at least 256."""
     flip: bool = False
     """Average the outputs for an image and its mirror image; predictions too."""
     shift: Natural = 0
@@ -96,7 +96,7 @@ class Sweep(Section):
     mode: Literal["auto", "min", "max"] = "auto"
     """Direction in which the metric is better; `auto` goes by its name."""
     parallel: Count | OrAuto = 1
-    """Runs at a time, each on a GPU of its own where there are several; `auto` for one per GPU."""
+    """Runs at the same time, each on its own GPU if there are several; `auto` for one per GPU."""
 
 
 class Saving(Section):
@@ -144,28 +144,28 @@ class Config(Section):
 
     recipe: str | None = None
     preset: str = "safe"
-    """A named set of choices under the recipe's own."""
+    """A named set of defaults, which the recipe overrides."""
     vars: dict[str, Any] = Field(default_factory=dict)
     """Variables of your own, which other keys refer to as `${vars.NAME}`."""
     task: TaskSection = Field(default_factory=TaskSection)
     epochs: Count | None = None
-    """Passes over the training data; null where `steps` says the length."""
+    """Passes over the training data; null if `steps` sets the length."""
     steps: Count | None = None
-    """Optimizer steps; null where `epochs` says the length."""
+    """Optimizer steps; null if `epochs` sets the length."""
     batch_size: Count
     """Samples of one optimizer step, over all ranks and micro-batches."""
     micro_batches: Count | None = None
-    """Parts that a batch is cut into; null for ranks x `gradients.accumulate`."""
+    """Parts that a batch is split into; null for ranks x `gradients.accumulate`."""
     determinism: Literal["same_ranks", "elastic"] = "same_ranks"
     """`elastic` gives the same bits on any number of ranks that divides `micro_batches`."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of everything random."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """`auto` takes a GPU where there is one."""
+    """`auto` uses a GPU if there is one."""
     log_every: OrAuto | Annotated[Duration, InUnit("steps"), POSITIVE] = "auto"
     """Interval between logged metrics, for example `50steps`; `auto` logs a hundred times a run."""
     trust: list[str] = Field(default_factory=list)
-    """Packages that import paths in a file from elsewhere may name."""
+    """Packages that a config from elsewhere may import."""
     callbacks: list[Target] = Field(default_factory=list)
     """Classes called during training: an import path, or a mapping with `_target_`."""
     metrics: dict[str, Target] = Field(default_factory=dict)

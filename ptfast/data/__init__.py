@@ -19,7 +19,7 @@ class DataSection(TargetSection):
     """The dataset, and the share of it that is held out."""
 
     val: Amount = Duration(10, "percent")
-    """The share held out for validation where the data has no such split: `10%`, `500samples` or 0."""
+    """The share held out for validation if the data has no such split: `10%`, `500samples` or 0."""
     test: Amount | None = None
     """The share held out for a test at the end of the run: `10%` or `500samples`. Folds leave it out."""
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"

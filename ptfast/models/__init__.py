@@ -24,9 +24,9 @@ class Model(TargetSection):
     """The model and the weights it starts from."""
 
     weights: str | None = None
-    """The start: `pretrained`, a file or a run folder; null for random weights."""
+    """Initial weights: `pretrained`, a file or a run folder; null for random weights."""
     replace_head: bool = False
-    """Keep random weights where those of the last layer do not fit."""
+    """Keep random weights in the last layer if the stored ones do not fit."""
     lora: Lora = Field(default_factory=Lora)
     """Small factors that train in place of the model."""
 

@@ -38,16 +38,16 @@ class ParameterGroup(Section):
     name: str | None = None
     """Name of their optimizer for a task that takes its own steps, such as `critic`."""
     trains_from: Annotated[Duration, InUnit("epochs")] | None = None
-    """Length of training after which they begin to train."""
+    """Point of the run at which they begin to train."""
     trains_until: Annotated[Duration, InUnit("epochs")] | None = None
-    """Length of training after which they stop; 0 keeps them frozen throughout."""
+    """Point of the run at which they stop; 0 keeps them frozen throughout."""
 
 
 class Optimizer(TargetSection):
     """The optimizer, and settings of single parameters."""
 
     decay_1d: bool = True
-    """Norms and biases (parameters of at most one dimension) have weight decay."""
+    """Apply weight decay also to norms and biases (parameters of at most one dimension)."""
     layer_decay: Part | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
     freeze_backbone: Annotated[Duration, InUnit("epochs")] | None = None
@@ -57,7 +57,7 @@ class Optimizer(TargetSection):
     groups: list[ParameterGroup] = Field(default_factory=list)
     """Settings of parameters by name: a list such as `[{match: "*.bias", lr_scale: 64}]`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with the batch size from that at `reference_batch`."""
+    """How the learning rate grows with the batch size, relative to `reference_batch`."""
     reference_batch: Count | None = None
     """The batch size that learning rate and weight decay are given for."""
 

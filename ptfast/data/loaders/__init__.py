@@ -26,7 +26,7 @@ class Dataloader(Section):
     pin: bool | OrAuto = "auto"
     """Page-locked memory, from which copies to the GPU run while it trains."""
     side_stream: bool = True
-    """Copy the next batch to a CUDA device while this one trains, on a stream of its own."""
+    """Copy the next batch to a CUDA device while this one trains, on a separate stream."""
     fused: bool = True
     """Gather, augment and normalize images on a CUDA device in one Triton kernel."""
     drop_last: bool | Literal["auto", "pad"] = "auto"

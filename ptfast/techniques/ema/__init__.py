@@ -20,7 +20,7 @@ class Ema(Section):
     swa_start: Annotated[Duration, InUnit("epochs")] | None = None
     """Start of an average with equal weights (SWA), such as `75%`; null for no such average."""
     swa_every: Every = Duration(1, "epochs")
-    """Distance between the weights that SWA averages, such as `1epochs` or `100steps`."""
+    """Interval between the weights that SWA averages, such as `1epochs` or `100steps`."""
 
 
 def one_average(ema: Ema) -> PtfastError | None:
