@@ -37,24 +37,24 @@ class Muon(Optimizer):
     Args:
         params: parameters in the model's order, named or not, or groups of them; a group may choose its
             optimizer by `muon: true` or `muon: false`.
-        lr: learning rate of both, >= 0.
-        momentum: of Muon, in [0, 1).
-        nesterov: of Muon, and of SGD.
-        weight_decay: of both; decoupled with Muon and AdamW; >= 0.
+        lr: learning rate of Muon and the other optimizer, >= 0.
+        momentum: Muon's momentum, in [0, 1).
+        nesterov: use Nesterov momentum in Muon and SGD.
+        weight_decay: weight decay of both, >= 0; decoupled in Muon and AdamW.
         ns_steps: Newton-Schulz iterations, 1 to 99.
         adjust_lr_fn: how Muon's learning rate depends on a matrix's shape. `match_rms_adamw` makes a step
             about as long as AdamW's, so that one rate serves both; `original` needs a higher one, about 0.02.
-        normalize: set every matrix to the norm of an orthogonal one, the root of its number of rows, before
-            its step, in place of weight decay; for layers with a norm behind them, which cancels the scale.
+        normalize: before each step, scale every matrix to the norm of an orthogonal one (the root of its
+            number of rows), instead of weight decay; for layers whose scale a following norm cancels.
         cautious: decay only the entries of a matrix that the step moves towards zero.
         rest: the optimizer of all other parameters, `adamw` or `sgd`.
-        rest_lr: its learning rate; null: `lr`.
-        rest_names: patterns such as `*.gate.weight` of further names that it takes.
+        rest_lr: learning rate of `rest`; null for `lr`.
+        rest_names: patterns of more names that `rest` trains, such as `*.gate.weight`.
         ends: let Muon also train the first and the last matrix of the model.
-        betas: of AdamW.
-        eps: of AdamW.
-        sgd_momentum: of SGD, in [0, 1).
-        fused: of AdamW or SGD.
+        betas: AdamW's decay of the first and second moment.
+        eps: AdamW's term in the denominator.
+        sgd_momentum: SGD's momentum, in [0, 1).
+        fused: use the fused step of AdamW or SGD.
         model: gives parameters their names and modules.
 
     Cost: `ns_steps * (4 * n * n * m + 2 * n * n * n)` floating-point operations per matrix of n <= m; half

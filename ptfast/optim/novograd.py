@@ -25,7 +25,7 @@ class Novograd(LayerwiseOptimizer):
         lr: >= 0; about the norm of a layer's step, times 1 / (1 - beta1); about 1e-3 to 1e-2.
         betas: decay of the first and second moment, in [0, 1).
         eps: added to the root of the second moment, >= 0.
-        weight_decay: >= 0, as above.
+        weight_decay: weight decay, >= 0.
         grad_averaging: scale each new gradient in the momentum by 1 - beta1, as Adam does.
         exclude_1d: no weight decay on 1-d parameters (biases, norm weights).
 
