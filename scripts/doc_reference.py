@@ -98,7 +98,8 @@ def composed() -> dict[str, Any]:
 
 def shown_default(name: str, field: Any) -> str:
     own = EMPTY if field.is_required() else plain(field.get_default(call_default_factory=True))
-    value = composed().get(name, own)
+    # The digits, which are the data without a recipe, set keys for themselves.
+    value = own if name.startswith("data.") and own is not EMPTY else composed().get(name, own)
     return "" if value is EMPTY or value == "" else as_typed(value)
 
 

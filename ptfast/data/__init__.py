@@ -23,7 +23,7 @@ class DataSection(TargetSection):
     test: Amount | None = None
     """The share held out for a test at the end of the run: `10%` or `500samples`. Folds leave it out."""
     split: Literal["auto", "stratified", "random", "grouped"] = "auto"
-    """Hold out a share of each class, random samples or whole groups; `auto` (usual) goes by the data."""
+    """Hold out a share of each class, random samples or whole groups; `auto` goes by the data."""
     group: str | None = None
     """Groups that stay in one split: a column, an attribute of the dataset, or a pattern in file paths."""
     folds: Annotated[int, Range(2)] | None = None
