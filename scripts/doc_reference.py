@@ -157,7 +157,7 @@ def option_rows(group: str, option: str, known: Mapping[str, Any]) -> Iterator[t
 def first_sentence(text: str) -> str:
     """The first sentence, which is enough beside a name; those of torch go on for a page."""
     text = re.sub(r" ?\(default:? [^()]*(\([^()]*\))?[^()]*\)", "", " ".join(text.split()))
-    return re.split(r"(?<=[a-z)`])\. (?=[A-Za-z])", text)[0].removesuffix(".")
+    return re.split(r"(?<=[a-z)`])(?<!i\.e)(?<!e\.g)\. (?=[A-Za-z])", text)[0].removesuffix(".")
 
 
 def config_keys() -> str:

@@ -52,7 +52,7 @@ def _fit_or_stop(run: Run) -> StopReason:
         # A signal ended an evaluation or a callback that did not return.
         reason = agree_to_stop(run)
         _save(run, finalize_averages=False, ends=True)
-        return reason or StopReason.LAST_STEP
+        return reason or StopReason.SIGNAL
     except Exception:
         if not run.ranks.distributed:
             # Log the last line before the error; if its loss is not finite, that is the cause.
