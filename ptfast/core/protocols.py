@@ -236,5 +236,8 @@ class Logger:
     def log(self, record: dict[str, Any]) -> None:
         """Write one record."""
 
+    def flush(self) -> None:
+        """Write the records so far, before a checkpoint."""
+
     def close(self) -> None:
         """Write what is still held back and let go of files and connections."""

@@ -231,7 +231,7 @@ class Wandb:
         self._run.finish()
 
 
-CLOSE_S = 30.0
+CLOSE_S, FLUSH_S = 30.0, 5.0
 """How long loggers may take for what is left to write, once a run is over."""
 
 
@@ -251,7 +251,9 @@ class BackgroundLogger(Logger):
         self.shows_images = any(hasattr(logger, "log_images") for logger in loggers)
         """True if one of the loggers takes images."""
         self._warn = warn
-        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._error: MachineError | None = None
@@ -266,6 +268,13 @@ class BackgroundLogger(Logger):
     def log_images(self, step: int, images: Any) -> None:
         """Hand images (number, channels, height, width) on the host to the loggers that take images."""
         self._put("log_images", step, images)
+
+    def flush(self) -> None:
+        """Wait until the records so far are written, but not for a service that does not answer."""
+        if self._thread is not None and not self._closed:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait(FLUSH_S)
 
     def close(self) -> None:
         """Write all that is queued and close every logger; safe to call twice.
@@ -295,7 +304,10 @@ class BackgroundLogger(Logger):
 
     def _work(self) -> None:
         while (due := self._queue.get()) is not None:
-            self._call_all(*due)
+            if isinstance(due, threading.Event):
+                due.set()
+            else:
+                self._call_all(*due)
         self._queue.put(None)  # for whoever continues in place of a thread that hangs
         self._call_all("close", ())
 

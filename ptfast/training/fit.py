@@ -190,6 +190,8 @@ def _save(run: Run, *, finalize_averages: bool, ends: bool, best_only: bool = Fa
     run.flush()
     booked = run.clock.seconds
     run.clock.to("saving")
+    # A run that is killed after this checkpoint has logged all that came before it.
+    run.logger.flush()
     before_s, step = booked["saving"], run.progress.step
     if run.ema is not None and finalize_averages:
         with run.uncompiled(), suppress(Stopped):

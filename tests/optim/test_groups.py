@@ -17,6 +17,7 @@ from torch import nn
 from ptfast.config.read import load_config, read_config
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
+from ptfast.core.protocols import Logger
 from ptfast.core.sections.targets import Target
 from ptfast.models.gpt import Gpt
 from ptfast.models.resnet_cifar import ResNetCifar
@@ -297,7 +298,7 @@ def test_scaled_gradients_are_unscaled_once_for_all_groups(in_tmp: Path, optimiz
     torch.testing.assert_close(run.model.state_dict(), plain.model.state_dict())
 
 
-class Lines:
+class Lines(Logger):
     """A logger that keeps the gradients' norms."""
 
     def __init__(self, norms: list[float]) -> None:

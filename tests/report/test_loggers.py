@@ -154,6 +154,30 @@ def test_a_failing_logger_is_dropped_with_one_warning() -> None:
     ]
 
 
+def test_a_flush_waits_for_the_records_but_not_for_a_logger_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+
+    class Slow(Recorder):
+        def log(self, record: dict[str, Any]) -> None:
+            gate.wait(0.05)
+            super().log(record)
+
+    slow = Slow()
+    logger = BackgroundLogger([slow])
+    logger.flush()
+    logger.log(train(1))
+    logger.flush()
+    assert len(slow.records) == 1
+    monkeypatch.setattr("ptfast.report.loggers.FLUSH_S", 0.01)
+    logger.log(train(2))
+    logger.flush()
+    assert len(slow.records) == 1
+    logger.close()
+    assert len(slow.records) == 2
+
+
 def test_a_logger_that_waits_does_not_hold_up_the_step() -> None:
     gate = threading.Event()
 

@@ -227,6 +227,9 @@ class Lines(list[dict[str, Any]]):
 
     log = list.append
 
+    def flush(self) -> None:
+        """Nothing is queued."""
+
 
 class DoubleNormed(nn.Module):
     """Two BatchNorms in float64, one of them over positions as well."""

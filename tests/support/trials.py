@@ -30,7 +30,7 @@ from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
-from ptfast.core.protocols import Callback
+from ptfast.core.protocols import Callback, Logger
 from ptfast.core.sections.section import Need, Technique
 from ptfast.data.packs.pack_image_tree import plan_images
 from ptfast.data.packs.pack_writer import make
@@ -243,7 +243,7 @@ def _loaded_and_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, T
     return dict(model.state_dict())
 
 
-class _Losses:
+class _Losses(Logger):
     """Takes the figures of a run in the logger's place."""
 
     def __init__(self, trial: Trial) -> None:
