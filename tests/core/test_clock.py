@@ -338,7 +338,7 @@ def test_a_throughput_leaves_the_warm_up_out(tmp_path: Path, monkeypatch: pytest
     model = ("model=custom", "model._target_=test_clock.SlowToStart")
     run = build_run(tmp_path, *model, "batch_size=4", "steps=8", "log_every=4", "dataloader=plain")
     lines: list[dict[str, Any]] = []
-    run.logger = SimpleNamespace(log=lines.append)
+    run.logger = SimpleNamespace(log=lines.append, flush=lambda: None)
     fit(run)
     windows = [line for line in lines if line["split"] == "train"]
     # 4 samples in 20 ms; with the first step it would be 16 in 580 ms.
