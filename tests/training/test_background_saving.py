@@ -259,6 +259,24 @@ def test_the_writer_gives_way_until_training_waits_for_it(
     )
 
 
+def test_the_metrics_before_a_checkpoint_are_written_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_run(tmp_path, *NET, *RHYTHM)
+    lines, seen = Lines(), list[tuple[int, int]]()
+    queued, save = list[dict[str, Any]](), run.checkpointer.save
+    monkeypatch.setattr(lines, "log", queued.append, raising=False)
+    monkeypatch.setattr(lines, "flush", lambda: (lines.extend(queued), queued.clear()), raising=False)
+    monkeypatch.setattr(
+        run.checkpointer, "save", lambda **given: (seen.append((len(queued), len(lines))), save(**given))
+    )
+    run.logger = lines
+    fit(run)
+    assert len(seen) > 1
+    assert {waiting for waiting, _ in seen} == {0}
+    assert seen[-1][1] > seen[0][1]
+
+
 def test_small_states_are_written_at_once(tmp_path: Path) -> None:
     run = build_run(tmp_path, *NET, *RHYTHM)
     run.logger = Lines()
