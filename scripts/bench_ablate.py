@@ -40,7 +40,7 @@ PROMISE = 0.05
 
 
 def session(words: list[str], budget: str, again_s: float, folder: Path) -> list[dict[str, Any]]:
-    """The record of a session, with what was measured again as `again`; none if its budget is refused."""
+    """The record of a session, with what was measured again as `again`; None if its budget is rejected."""
     command = [sys.executable, "-m", "ptfast", "ablate", *words, "--budget", budget, "--out", str(folder)]
     screen, environment = folder.parent / f"{folder.name}.txt", {**os.environ, "COLUMNS": "120"}
     with screen.open("w") as output:

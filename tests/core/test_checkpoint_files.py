@@ -1,4 +1,4 @@
-"""A checkpoint on disk: what is read is what was written, or it is refused."""
+"""A checkpoint on disk: what is read is what was written, or it is rejected."""
 
 from __future__ import annotations
 
