@@ -80,7 +80,8 @@ class Run:
     """Everything the loop needs: parts, the plan, and how far training is.
 
     The stages that `ptfast.training.build.build` walks set the attributes without a default. Callbacks may
-    read and set all of them: setting `stop_signal`, for one, ends training after the step.
+    read all of them and set those that are no part of `plan`. For example, `stop_signal` ends training after
+    the step.
     """
 
     folder: Path

@@ -167,7 +167,7 @@ def dry_run(config: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="ptfast-") as name:
         folder = Path(name)
         run = build(config, ranks=Ranks(), folder=folder, display=display)
-        # Batches and images that grow are measured at full size, in the last steps.
+        # Inputs that grow are measured at full size, in the last steps.
         first = max(run.total_steps - TIMED_STEPS - 1, 0) if run.choices.get("curriculum") else 0
         run.progress.step = first
         batches = run.train_loader.steps(first, run.total_steps)

@@ -107,7 +107,7 @@ def nodes_from_environment() -> bool:
 
 
 def _reject_several() -> None:
-    """Reject to be one of several processes that do not know of each other."""
+    """Reject being one of several processes that do not know of each other."""
     for size_variable, rank_variable in STARTERS.items():
         rank, size = os.environ.get(rank_variable), os.environ.get(size_variable, "1")
         if rank is None or size == "1":

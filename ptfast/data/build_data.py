@@ -170,9 +170,8 @@ def _read(source: Any, wanted: DataOptions) -> Splits:
 def _hold_out(splits: Splits, source: Any, wanted: DataOptions) -> tuple[Splits, Indices | None]:
     """The splits that the run uses, and the training samples among those of the dataset; None for all."""
     known, seed = wanted.known, wanted.seed
-    if not wanted.whole or known is None:
-        return cut_splits(splits, source, wanted.val, seed, wanted.rules)
-    if same_training_data(known.extra.get("contents", {}), splits.fingerprint()):
+    contents = {} if known is None else known.extra.get("contents", {})
+    if not wanted.whole or known is None or same_training_data(contents, splits.fingerprint()):
         return cut_splits(splits, source, wanted.val, seed, wanted.rules)
     if getattr(source, "cuts_itself", False):
         source.rules = NO_RULES

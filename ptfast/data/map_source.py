@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -86,9 +87,14 @@ class MapSource(BaseSource):
     """Names of the attributes with an entry for each sample: arrays, tensors and lists; all but the first may
     be None."""
     joins = False
-    """Sources of this class and these columns are one by `joined`."""
+    """Sources with these columns become one by `joined`."""
     cuts = True
     """Random crops are cut out of each original image; else out of images that were fetched."""
+
+    @property
+    def parts(self) -> Sequence[MapSource]:
+        """The sources that fetch the samples: this one, unless it joins several."""
+        return [self]
 
     def __len__(self) -> int:
         return len(getattr(self, self.columns[0]))
@@ -239,7 +245,11 @@ class JoinedSource(MapSource):
         self.images, kinds = sources[0].images, {each.storage for each in sources}
         self.storage = "files" if "files" in kinds else "pack" if "pack" in kinds else "memory"
         self.repeatable = all(each.repeatable for each in sources)
-        self.ignores_labels = any(each.ignores_labels or getattr(each, "skips", False) for each in sources)
+        self.ignores_labels = any(each.ignores_labels for each in sources)
+
+    @property
+    def parts(self) -> Sequence[MapSource]:
+        return self._sources
 
     def fetch(self, indices: Indices, epoch: int = 0) -> tuple[Tensor, ...]:
         parts, numbers = self._parts[indices], self._numbers[indices]

@@ -91,8 +91,15 @@ def _joined(sources: Sequence[Any]) -> MapSource:
     if stream := next((each for each in sources if not isinstance(each, MapSource)), None):
         what, hint = f"a part is read as a stream, {type(stream).__name__}", "Mix data that has a length"
         raise DataError("D008", what, key="data.parts", suggestion=hint)
+    if len({each.images for each in sources}) > 1:
+        what, hint = "some parts are images and others are not", "Mix data of one kind"
+        raise DataError("D008", what, key="data.parts", suggestion=hint)
     if first.joins and all(each.joins and each.columns == first.columns for each in others):
         return first.joined(others)
+    if any(getattr(each, "skips", False) for each in sources):
+        what = "files are skipped in images alone, and these parts are of several kinds"
+        hint = "Leave out on_corrupt=skip"
+        raise DataError("D008", what, key="data.parts", suggestion=hint)
     return JoinedSource([*sources])
 
 

@@ -309,7 +309,8 @@ class Ablation:
         """Return True if switches interact more than chance explains."""
         if self.confirmed is None or self.confirmed.over_plain.dof <= 1:
             return False
-        return self.fitted.residual_sd > POOR_FIT * self.confirmed.process_sd
+        residual_sd = self.fitted.residual_sd
+        return math.isfinite(residual_sd) and residual_sd > POOR_FIT * self.confirmed.process_sd
 
     def _choose(self, members: Sequence[Worth]) -> Worth | None:
         """Return the alternatives the config as given uses, unless another one is clearly faster."""

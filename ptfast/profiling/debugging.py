@@ -163,8 +163,18 @@ def check_gradients(run: Run) -> None:
     (loss, names, parameters), where = _float64_loss(run), ""
     for eps in STEPS:
         try:
-            # The loss reads the parameters where gradcheck changes them.
-            gradcheck(lambda *_: loss(), parameters, eps=eps, atol=1e-4, rtol=1e-2, fast_mode=True)
+            # The loss reads the parameters where gradcheck changes them. Fast mode multiplies `atol` by the
+            # root of a parameter's size. Backward passes need not be bit-equal, nor take undefined gradients.
+            gradcheck(
+                lambda *_: loss(),
+                parameters,
+                eps=eps,
+                atol=1e-6,
+                rtol=1e-2,
+                nondet_tol=1e-3,
+                check_undefined_grad=False,
+                fast_mode=True,
+            )
             return
         except GradcheckError as error:
             found = re.search(r"respect to input (\d+)", str(error))

@@ -121,7 +121,7 @@ class StepCounter:
         self._last = self.first_counted + (MANY_LENGTHS if is_padded else 1)
         self._graphs = num_compiled()
         if run.choices.get("curriculum"):
-            self.why_not = "its batches grow"
+            self.why_not = "its inputs grow"
 
     def due(self, step: int) -> bool:
         """Return True if the step after `step` is to be counted; the same on all ranks."""

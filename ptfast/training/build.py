@@ -147,15 +147,13 @@ def plan_run(run: PartialRun) -> RunPlan:
     mode = task.mode if metric == task.metric else better_mode(metric)
     best_mode = mode if stop.mode == "auto" else stop.mode
     return RunPlan(
-        *(
-            config.seed,
-            plan.total_steps,
-            intervals,
-            best_metric,
-            (split, metric),
-            best_mode,
-            config.batch_size,
-        ),
+        seed=config.seed,
+        total_steps=plan.total_steps,
+        intervals=intervals,
+        best_metric=best_metric,
+        followed=(split, metric),
+        best_mode=best_mode,
+        batch_size=config.batch_size,
         max_time_s=config.run.max_time.seconds if config.run.max_time is not None else None,
         stop=stop,
         saving=config.saving,

@@ -316,8 +316,8 @@ def test_torchs_writer_hides_no_full_disk(
     [
         (errno.ENOSPC, "E002", "the disk is full. Free some space and run again"),
         (errno.EDQUOT, "E002", "the disk quota is used up. Free some space and run again"),
-        (errno.EIO, "E001", "cannot be written: Input/output error. Mend that and run again"),
-        (errno.EROFS, "E001", "cannot be written: Read-only file system. Mend that and run again"),
+        (errno.EIO, "E001", "cannot be written: Input/output error. Fix that and run again"),
+        (errno.EROFS, "E001", "cannot be written: Read-only file system. Fix that and run again"),
     ],
 )
 def test_a_disk_that_fails_is_told_by_its_own_error(

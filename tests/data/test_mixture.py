@@ -18,9 +18,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.durations import Duration
-from ptfast.core.errors import DataError
+from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import build_data
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
+from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.mixture import Mixture
 from ptfast.data.sampling.sampler import Sampler, Sharding
 from ptfast.data.sources.arrays import Arrays
@@ -208,6 +209,27 @@ def test_a_part_that_is_a_stream_is_rejected(in_tmp: Path) -> None:
     with pytest.raises(DataError, match="a part is read as a stream") as caught:
         read(Mixture({"a": range_of(9), "b": Stream()}, {"a": 1.0, "b": 1.0}))
     assert (caught.value.code, caught.value.key) == ("D008", "data.parts")
+
+
+def test_parts_of_several_kinds_are_no_images_beside_numbers_and_skip_no_file(in_tmp: Path) -> None:
+    folder_of("a", cat=3, dog=3)
+    numbers = TensorDataset(torch.rand(9, 3, 8, 8), torch.arange(9) % 2)
+    for other, words in (
+        (numbers, "some parts are images and others are not"),
+        (TensorDataset(torch.zeros(9, 3, 8, 8, dtype=torch.uint8), torch.arange(9) % 2), "on_corrupt=skip"),
+    ):
+        parts = {"a": ImageFolder("a", on_corrupt="skip"), "b": other}
+        with pytest.raises(DataError, match=words) as caught:
+            read(Mixture(parts, {"a": 1.0, "b": 1.0}))
+        assert (caught.value.code, caught.value.key) == ("D008", "data.parts")
+
+
+def test_a_loader_in_memory_is_rejected_for_a_part_whose_samples_change(in_tmp: Path) -> None:
+    lazy, fixed = range_of(9), range_of(6)
+    lazy.set_epoch = lambda epoch: None  # pyright: ignore[reportAttributeAccessIssue]
+    data = read(Mixture({"a": fixed, "b": lazy}, {"a": 1.0, "b": 1.0}), normalize=False)
+    with pytest.raises(ConfigError, match="the dataset has set_epoch"):
+        choose(data.train, kind="memory")
 
 
 def test_datasets_of_a_user_and_files_are_fetched_each_by_its_own(in_tmp: Path) -> None:

@@ -319,5 +319,5 @@ def writing(saved: Path) -> Iterator[None]:
         found = list_checkpoints(saved)
         after = f"with run.resume=auto; {found[0].name} is intact" if found else "from the start"
         failure = cannot_write(cause, str(saved))
-        remedy = "Free some space" if failure.code == "E002" else "Mend that"
+        remedy = "Free some space" if failure.code == "E002" else "Fix that"
         raise failure.changed(suggestion=f"{remedy} and run again {after}") from error

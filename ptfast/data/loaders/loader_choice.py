@@ -84,7 +84,7 @@ def choose(
     sizes = [own_bytes, *(source.decoded_bytes for source in others)]
     needed = None if None in sizes else sum(filter(None, sizes))
     too_large = kind in DECODED_ONCE and needed is not None and needed > available_memory()
-    if before is not None and too_large:
+    if before is not None and (too_large or (kind == "device" and crops)):
         kind, before = "auto", None
     if kind == "auto":
         choice = _quickest(train, needed, workers, micro_batch_size, num_samples, prefetch)
@@ -114,11 +114,12 @@ def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
     if kind == "device" and crops:
         what, hint = "augment.resized_crop cuts images before they go to the device", "Use dataloader=memory"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if kind in DECODED_ONCE and isinstance(train, DatasetSource) and train.collate.is_own:
+    theirs = [each for each in train.parts if isinstance(each, DatasetSource)] if kind in DECODED_ONCE else []
+    if any(each.collate.is_own for each in theirs):
         what = "a collate function of your own makes batches only when they are needed"
         hint = "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
-    if kind in DECODED_ONCE and isinstance(train, DatasetSource) and hasattr(train.dataset, "set_epoch"):
+    if any(hasattr(each.dataset, "set_epoch") for each in theirs):
         what = "samples in memory stay those of the first epoch, and the dataset has set_epoch"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion="Use dataloader=auto")
     if kind == "packed" and train.storage != "pack":

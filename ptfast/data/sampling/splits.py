@@ -44,7 +44,7 @@ class SplitRules:
         `val` is None where the data has such a split; `classes` and `groups` are of the samples, if known.
         Raises C011 for keys that do not fit, D005 without a group, D006 for an empty split or class.
         """
-        if self.test is not None and self.test.value:
+        if self.test is not None:
             return self._with_test(size, self.test, val, seed, classes, groups)
         if val is None:
             self.reject("this data has a val split of its own, so none is cut out of train", "folds", "group")

@@ -160,30 +160,32 @@ class ShardCache:
 
     def _claimed(self, claim: Path, needed: int) -> bool:
         """Claim `needed` bytes by a file of that size without content; the copies not read for longest go."""
-        if claim.exists() and claim.stat().st_size >= needed:
-            os.utime(claim)
-            return True
+        with contextlib.suppress(FileNotFoundError):
+            if claim.stat().st_size >= needed:
+                os.utime(claim)
+                return True
         with locked(claim.parents[1]):
             used, removable = needed, list[tuple[int, int, Path]]()
             for path in claim.parents[1].glob("*/*"):
                 with contextlib.suppress(FileNotFoundError):
                     found = path.stat()
                     is_abandoned = time.time() - found.st_mtime > _ABANDONED_S
-                    # An unfinished copy lies within its claim, as long as someone writes it.
-                    is_claimed = path == claim or (path.suffix == ".partial" and not is_abandoned)
+                    # An unfinished copy lies within its claim.
+                    is_claimed = path == claim or (path.suffix == ".partial" and _claim(path).exists())
                     size = 0 if is_claimed else found.st_size
                     used += size
                     if is_abandoned or path.suffix not in (".partial", ".claim"):
                         removable.append((found.st_atime_ns, size, path))
+            if used - sum(size for _, size, _ in removable) > self.bound:
+                return False
             for _time, freed, path in sorted(removable):
                 if used <= self.bound:
                     break
                 path.unlink(missing_ok=True)
                 used -= freed
-            if used <= self.bound:
-                claim.touch()
-                os.truncate(claim, needed)
-            return used <= self.bound
+            claim.touch()
+            os.truncate(claim, needed)
+            return True
 
 
 def _claim(target: Path) -> Path:

@@ -222,7 +222,7 @@ class LoaderSearch:
     def choose(self) -> LoaderSetup:
         """Among the fastest, return the loader with the fewest processes, then the least memory."""
         ratios = self.ratios(self.best)
-        close = [loader for loader in self.seen if ratios[loader] >= 1 - CLOSE]
+        close = [loader for loader in self.seen if ratios.get(loader, 0.0) >= 1 - CLOSE]
         return min(close, key=lambda one: (one.workers, self.median(one, "memory_bytes")))
 
     def median(self, loader: LoaderSetup, name: str) -> float:
@@ -254,14 +254,15 @@ class LoaderSearch:
             pair = [count for count in counts[start : start + 2] if self._has_room(count)]
             quickest = self.ratios(PLAIN)[self.best]
             self.measure(*map(self.workers, pair))
-            if len(pair) < 2 and start + 2 < len(counts):
+            if not pair or (len(pair) < 2 and start + 2 < len(counts)):
                 return
             ratios = self.ratios(PLAIN)
             for loader in map(self.workers, pair):
                 if loader in self.failed:
                     return
-                useless = 0 if ratios[loader] > quickest * math.exp(CLOSE) else useless + 1
-                quickest = max(quickest, ratios[loader])
+                ratio = ratios.get(loader, 0.0)
+                useless = 0 if ratio > quickest * math.exp(CLOSE) else useless + 1
+                quickest = max(quickest, ratio)
             if useless >= 2 and max(pair) >= min(RULE, most):
                 return
 

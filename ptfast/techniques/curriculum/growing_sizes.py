@@ -69,8 +69,8 @@ class Resize:
         if self.masks:
             for side, length in ((-2, size[0]), (-1, size[1])):
                 # Take the pixels under the centers of the fewer new ones.
-                centres = 2 * torch.arange(length, device=targets.device) + 1
-                targets = targets.index_select(side, centres * targets.shape[side] // (2 * length))
+                centers = 2 * torch.arange(length, device=targets.device) + 1
+                targets = targets.index_select(side, centers * targets.shape[side] // (2 * length))
         return images.contiguous(memory_format=layout if is_last else torch.contiguous_format), targets
 
 

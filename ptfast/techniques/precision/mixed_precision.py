@@ -79,7 +79,7 @@ def build_precision(
         slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
         warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
     matmul = section.matmul_precision
-    text += f", matrix products at `{matmul}`" * (matmul != "highest" and mode != "tf32")
+    text += f", matrix products at `{matmul}`" * (matmul != ("high" if mode == "tf32" else "highest"))
     return MixedPrecision(context, half, scaler, text, mode == "bf16_true", matmul, warning)
 
 

@@ -82,6 +82,8 @@ def load_data(
     elif (of_task := collate_of(config.task.name)) is not None:
         collate = Collate(of_task, key="task", value=config.task.name)
     rules = SplitRules(**{key: getattr(section, key) for key in SPLIT_KEYS})
+    if rules.test is not None and not rules.test.value:
+        rules = replace(rules, test=None)
     if rules.overfit is not None:
         rules = replace(rules, overfit=rules.overfit * config.batch_size)
     data = build_data(
@@ -339,7 +341,9 @@ def build_loaders(run: PartialRun) -> None:
     choices.choose("dataloader.kind", choice.kind, choice.reason if loader.kind == "auto" else "")
     choices.choose("dataloader.workers", run.train_loader.workers)
     # Their code may make many Python objects for each sample; ours makes few.
-    theirs = not run.train_loader.workers and isinstance(data.train, (DatasetSource, IterableSource))
+    sources = data.train.parts if isinstance(data.train, MapSource) else [data.train]
+    of_users = any(isinstance(each, (DatasetSource, IterableSource)) for each in sources)
+    theirs = of_users and not run.train_loader.workers
     reason = "the dataset's own code makes Python objects" if theirs else ""
     run.collector = Collector(
         choices.resolve("backend.gc", config.backend.gc, bool, lambda: (theirs, reason))

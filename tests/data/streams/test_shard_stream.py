@@ -125,6 +125,22 @@ def test_the_cache_stays_within_its_bound_and_changes_no_bit(server: ShardServer
     assert server.count("train-001.tar") > 2
 
 
+def test_a_download_that_waits_for_room_removes_no_copy(tmp_path: Path) -> None:
+    files = {name: tmp_path / name / f"{name}.tar" for name in ("whole", "coming", "next")}
+    for file in files.values():
+        file.parent.mkdir()
+    files["whole"].write_bytes(bytes(60))
+    other = files["coming"].with_suffix(".claim")
+    other.write_bytes(bytes(80))
+    cache, claim = ShardCache(150), files["next"].with_suffix(".claim")
+    assert not cache._claimed(claim, 100)
+    assert files["whole"].exists()
+    other.unlink()
+    assert cache._claimed(claim, 100)
+    assert not files["whole"].exists()
+    assert claim.stat().st_size == 100
+
+
 def test_a_buffer_that_spans_more_shards_than_the_cache_holds_is_warned_of(server: ShardServer) -> None:
     cache = str(SHARD_BYTES + 100)
     warning = stream(server.url + PATTERN, cache=cache, shuffle_buffer=12).warning

@@ -104,9 +104,7 @@ def is_alive(pid: int) -> bool:
         # 1,617 samples leave a last batch of one: the first rank's share is empty.
         pytest.param((), ("parallel.nproc=2", "batch_size=202"), marks=pytest.mark.slow),
         # One sample to validate on: the first rank has none.
-        pytest.param(
-            ("--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples"), marks=pytest.mark.slow
-        ),
+        (("--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
         pytest.param(None, ("batch_size=256", "data.val=1samples"), marks=pytest.mark.slow),
     ],
     ids=["ptfast", "torchrun", "another engine"],
@@ -267,9 +265,8 @@ def test_a_killed_rank_is_named_once(in_tmp: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(
     ("name", "code", "status"),
-    [("SIGTERM", 75, "preempted"), ("SIGINT", 130, "interrupted")],
+    [("SIGTERM", 75, "preempted"), pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow)],
 )
-@pytest.mark.slow
 def test_a_signal_to_the_launcher_saves_and_ends_all(in_tmp: Path, name: str, code: int, status: str) -> None:
     """And the first rank prints objects if the launcher is to."""
     with running("run.dir=a", "--json") as process:
