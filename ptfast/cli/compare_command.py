@@ -24,7 +24,7 @@ from ptfast.cli.run_ranking import (
 )
 from ptfast.cli.time_to_target import HEADERS, Target, compare_to_target
 from ptfast.core.errors import EXIT_OK, ConfigError, shorten
-from ptfast.core.units import TOO_SHORT, duration, figure
+from ptfast.core.units import TOO_SHORT, duration, format_metric
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import RunFiles, is_finite
 from ptfast.report.html.run_report import REPORT_FILE, best_point, chart_order, made_of, versions_of
@@ -149,7 +149,9 @@ def _cell(run: RunFiles, name: str, value: float | None) -> str:
         too_short = name == "train_samples_per_s" and name in run.summary
         return TOO_SHORT if too_short else "-"
     name = name.rpartition(".")[2]
-    return duration(value) if name.endswith("_s") and not name.endswith("_per_s") else figure(name, value)
+    return (
+        duration(value) if name.endswith("_s") and not name.endswith("_per_s") else format_metric(name, value)
+    )
 
 
 def _report(run: RunFiles) -> Path:

@@ -22,7 +22,7 @@ from ptfast.core.units import (
     clock,
     counted,
     duration,
-    figure,
+    format_metric,
     grouped,
     labelled,
     listed,
@@ -231,7 +231,7 @@ def ledger(budget: Mapping[str, float]) -> Rows:
 
 def spike(found: Mapping[str, float]) -> str:
     """A spike of the loss in words."""
-    what = f"{figure('loss', found['loss'])}, where {figure('loss', found['usual'])} was usual"
+    what = f"{format_metric('loss', found['loss'])}, where {format_metric('loss', found['usual'])} was usual"
     return f"at step {grouped(found['step'])}: {what}"
 
 
@@ -240,7 +240,7 @@ def closing(summary: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], lis
     rows: list[tuple[str, str]] = []
     pace = [counted(summary["steps"], "step")] if summary.get("steps") is not None else []
     if (rate := summary.get("train_samples_per_s")) is not None:
-        pace.append(f"{figure('samples_per_s', rate)} samples/s")
+        pace.append(f"{format_metric('samples_per_s', rate)} samples/s")
     elif "train_samples_per_s" in summary:
         pace.append(f"{TOO_SHORT} to measure samples/s")
     if summary.get("peak_memory_bytes"):

@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, seconds, bytes and the figures of a run."""
+"""Numbers as people read them: counts, seconds, bytes and the metrics of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NUMBER = re.compile(
 """Pattern of numbers in a table: with a unit, or a stand-in for one that is missing."""
 
 FRACTIONS = ("accuracy", "precision", "recall", "f1", "use")
-"""Figures between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
+"""Metrics between 0 and 1 that read best as a percentage, alone or as the last word of a longer name."""
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits", "error", "mae", "mse", "rmse", "bytes", "s", "padding")
-"""Words in the names of figures that are better when smaller, but for rates (`samples_per_s`)."""
+"""Words in the names of metrics that are better when smaller, except rates (`samples_per_s`)."""
 
 
 def better_mode(metric: str) -> str:
-    """Return the direction in which a figure of this name is better: `min` or `max`."""
+    """Return the direction in which a metric of this name is better: `min` or `max`."""
     words = re.split(r"[._/]", metric)
     is_lower = any(word in LOWER_IS_BETTER or word.endswith(("loss", "error")) for word in words)
     return "min" if is_lower and not metric.endswith("_per_s") else "max"
@@ -94,12 +94,12 @@ def num_bytes(number: float) -> str:
 
 
 def is_fraction(name: str) -> bool:
-    """Return True if a figure of this name is shown as a percentage."""
+    """Return True if a metric of this name is shown as a percentage."""
     return name.replace("/", "_").replace(".", "_").split("_")[-1] in FRACTIONS
 
 
-def figure(name: str, value: Any) -> str:
-    """The value of one figure, written in the way its name calls for, at a width that changes little."""
+def format_metric(name: str, value: Any) -> str:
+    """The value of a metric, formatted by its name at a width that changes little."""
     if value is None:
         return "not finite"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -122,10 +122,10 @@ def figure(name: str, value: Any) -> str:
 
 
 def labelled(name: str, value: Any) -> str:
-    """One figure with its name or unit: `loss 0.2310`, `3,412 samples/s`."""
+    """One metric with its name or unit: `loss 0.2310`, `3,412 samples/s`."""
     if name.endswith("_per_s"):
-        return f"{figure(name, value)} {name.removesuffix('_per_s').replace('_', ' ')}/s"
-    return f"{name} {figure(name, value)}"
+        return f"{format_metric(name, value)} {name.removesuffix('_per_s').replace('_', ' ')}/s"
+    return f"{name} {format_metric(name, value)}"
 
 
 def are_numbers(cells: Sequence[str]) -> bool:
@@ -134,8 +134,8 @@ def are_numbers(cells: Sequence[str]) -> bool:
     return bool(known) and all(NUMBER.fullmatch(cell) for cell in known)
 
 
-def listed(figures: Mapping[str, Any], weights: str = "") -> str:
-    """Figures in a row, the loss first: `loss 0.0712  accuracy 98.33%`; `weights` says whose they are."""
-    names = sorted(figures, key=lambda name: name != "loss")
-    shown = [labelled(name, figures[name]) for name in names]
+def listed(metrics: Mapping[str, Any], weights: str = "") -> str:
+    """Metrics in a row, the loss first: `loss 0.0712  accuracy 98.33%`; `weights` says whose they are."""
+    names = sorted(metrics, key=lambda name: name != "loss")
+    shown = [labelled(name, metrics[name]) for name in names]
     return "  ".join([*shown, *([f"({weights} weights)"] if weights else [])])

@@ -27,7 +27,7 @@ POSITION = ("step", "epoch", "split", "weights")
 USAGE = ("memory_bytes", "cpu_cores", "gpu_use")
 """Use of the machine, drawn in the report."""
 RESOURCES = ("step_s", "peak_memory_bytes", "padding_share", *USAGE)
-"""Figures that are logged but not shown during training."""
+"""Metrics that are logged but not shown during training."""
 
 
 class JsonlLogger:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 Verdict = Literal["faster", "slower", "no difference", "cannot tell", "not applicable"]
 EQUAL = 0.02
@@ -46,15 +45,6 @@ class Effect:
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio, "interval": self.interval()}
 
-    @property
-    def p_value(self) -> float:
-        """Return the probability that two equal variants come out as far apart, by Student's t."""
-        if not self.se:
-            return float(self.log_ratio == 0)
-        first = math.atan(abs(self.log_ratio) / self.se / math.sqrt(self.dof))
-        areas, whole = _areas(np.linspace(first, math.pi / 2, _GRID), self.dof)
-        return 2 * (float(areas[-1]) / whole)
-
 
 def estimate(log_ratios: Sequence[float]) -> Effect:
     """Estimate the effect from pairs of runs: their mean and its standard error."""
@@ -65,21 +55,21 @@ def estimate(log_ratios: Sequence[float]) -> Effect:
 def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
     """Return the verdict on each comparison of a family; None marks one with too few rounds.
 
-    The chance of calling any two equal variants different is `ALPHA` (Holm 1979): the smallest of m p-values
-    is compared with ALPHA / m, the next with ALPHA / (m - 1), up to the first one that is larger.
+    The chance of calling any two equal variants different is `ALPHA` (Holm 1979): of m effects, those whose
+    interval at level 1 - ALPHA / m excludes 1 differ; this is repeated with the effects left.
     """
-    p_values = {index: effect.p_value for index, effect in enumerate(effects) if effect is not None}
-    differ: set[int] = set()
-    for rank, index in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        if p_values[index] > ALPHA / (len(p_values) - rank):
-            break
-        differ.add(index)
+    unsure = {index: effect for index, effect in enumerate(effects) if effect is not None}
+    count = 0
+    while len(unsure) != count:
+        count = len(unsure)
+        intervals = {index: effect.interval(1 - ALPHA / count) for index, effect in unsure.items()}
+        unsure = {index: unsure[index] for index, (low, high) in intervals.items() if low <= 1 <= high}
     verdicts: list[Verdict] = []
     for index, effect in enumerate(effects):
         low, high = effect.interval() if effect is not None else (0.0, math.inf)
         if low >= 1 - EQUAL and high <= 1 + EQUAL:
             verdicts.append("no difference")
-        elif effect is None or index not in differ:
+        elif effect is None or index in unsure:
             verdicts.append("cannot tell")
         else:
             verdicts.append("faster" if effect.log_ratio > 0 else "slower")
@@ -88,17 +78,12 @@ def judge(effects: Sequence[Effect | None]) -> list[Verdict]:
 
 @functools.cache
 def t_quantile(p: float, dof: float) -> float:
-    """Return the value that Student's t exceeds with probability 1 - p, for p >= 0.5."""
-    angles = np.linspace(0.0, math.pi / 2, _GRID)
-    areas, whole = _areas(angles, dof)
-    return math.sqrt(dof) * math.tan(float(np.interp((p - 0.5) * whole, areas, angles)))
-
-
-def _areas(angles: NDArray[np.float64], dof: float) -> tuple[NDArray[np.float64], float]:
-    """Return the integral of Student's density from the first angle to each, and over the whole range.
+    """Return the value that Student's t exceeds with probability 1 - p, for p >= 0.5.
 
     With t = sqrt(dof) tan(angle) the density is a power of the cosine, integrated by trapezoids.
     """
+    angles = np.linspace(0.0, math.pi / 2, _GRID)
     density = np.cos(angles).clip(0.0) ** (dof - 1)
     areas = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])
-    return areas, math.sqrt(math.pi) * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
+    whole = math.sqrt(math.pi) * math.exp(math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2))
+    return math.sqrt(dof) * math.tan(float(np.interp((p - 0.5) * whole, areas, angles)))

@@ -62,7 +62,7 @@ class RunFiles:
         return curves
 
     def metrics(self, split: str) -> dict[str, Any]:
-        """Figures of `best`, a split or an evaluation set: the summary's, or else the last ones logged."""
+        """Metrics of `best`, a split or an evaluation set: the summary's, or else the last ones logged."""
         in_summary = {**self.summary, **self.summary.get("evals", {})}.get(split)
         if isinstance(in_summary, dict) and in_summary:
             return in_summary

@@ -14,7 +14,7 @@ from ptfast.core.clock import CAUSES, label
 from ptfast.core.plain_display import spike
 from ptfast.core.run_directory import METRICS, read_json, write_text
 from ptfast.core.run_records import Lines, Tables, checked
-from ptfast.core.units import TOO_SHORT, duration, figure, grouped, num_bytes
+from ptfast.core.units import TOO_SHORT, duration, format_metric, grouped, num_bytes
 from ptfast.report.goodput import CATEGORIES
 from ptfast.report.html.html_page import header, html_table, page
 from ptfast.report.html.run_files import Points, RunFiles, is_finite, training_times
@@ -157,12 +157,12 @@ def _tiles(run: RunFiles) -> str:
         if name is not None:
             followed = "val" if run.metrics("val") else "train"
             label = {"best": f"best {followed}", "val": "last val"}.get(split, split)
-            shown.append((f"{label} {name.replace('_', ' ')}", figure(name, run.metrics(split)[name])))
+            shown.append((f"{label} {name.replace('_', ' ')}", format_metric(name, run.metrics(split)[name])))
     if summary.get("wall_s") is not None:
         shown.append(("wall time", duration(summary["wall_s"])))
     if "train_samples_per_s" in summary:
         rate = summary["train_samples_per_s"]
-        shown.append(("samples/s", TOO_SHORT if rate is None else figure("samples_per_s", rate)))
+        shown.append(("samples/s", TOO_SHORT if rate is None else format_metric("samples_per_s", rate)))
     if summary.get("steps") is not None:
         shown.append(("steps", grouped(summary["steps"])))
     if summary.get("peak_memory_bytes"):
@@ -192,7 +192,9 @@ def _metric_table(run: RunFiles) -> str:
     for split, metrics in shown.items():
         label = f"best (step {grouped(metrics['step'])})" if metrics.get("step") is not None else split
         label += "" if split == "train" else weights
-        rows.append([label, *(figure(name, metrics[name]) if name in metrics else "" for name in names)])
+        rows.append(
+            [label, *(format_metric(name, metrics[name]) if name in metrics else "" for name in names)]
+        )
     return html_table(["", *(name.replace("_", " ") for name in names)], rows)
 
 
@@ -242,7 +244,9 @@ def _examples(run: RunFiles, *, matrix: bool) -> str:
 def _sample(sample: dict[str, Any]) -> str:
     target, prediction = sample["target"], sample["prediction"]
     is_number = not isinstance(prediction, str)
-    words = [f"{value:.4g}" if is_finite(value) else figure("", value) for value in (target, prediction)]
+    words = [
+        f"{value:.4g}" if is_finite(value) else format_metric("", value) for value in (target, prediction)
+    ]
     sure = f" ({sample['probability']:.0%})" if is_finite(sample.get("probability")) else ""
     verdict = "" if is_number else "hit" if target == prediction else "miss"
     # The file may come from others: show only embedded pictures.
@@ -356,7 +360,7 @@ def _metric_section(content: dict[str, Any]) -> str:
         else:
             charts.append(f"<p>{escape(name)} is kept in metrics/{escape(content['split'])}.json</p>")
     for count, columns in by_class.items():
-        cells = [[figure(name, value) for value in column] for name, column in columns.items()]
+        cells = [[format_metric(name, value) for value in column] for name, column in columns.items()]
         rows = list(zip(_labels(names, count), *cells, strict=True))
         charts.append(html_table(["class", *(name.replace("_", " ") for name in columns)], rows))
     title = f"Metrics of {content['split']} at step {grouped(content['step'])}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-from ptfast.core.units import figure, grouped, is_fraction, num_bytes, short_count
+from ptfast.core.units import format_metric, grouped, is_fraction, num_bytes, short_count
 
 Points = Sequence[tuple[float, float]]
 
@@ -29,7 +29,7 @@ TITLES = {
 }
 """Titles of metrics that differ from their names."""
 FROM_ZERO = ("cpu_cores", "gpu_use")
-"""Figures whose axis starts at 0, as that of rates does."""
+"""Metrics whose axis starts at 0, as that of rates does."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def line_chart(name: str, series: Sequence[Series], last_step: float, title: str
         marks = [f'<path class="line" d="{path}"/>'] if len(places) > 1 else []
         if len(places) <= MAX_MARKERS:
             for (x, y), (step, value) in zip(places, line.points, strict=True):
-                tip = escape(f"{line.name or 'best'} {figure(name, value)} at {grouped(step)}")
+                tip = escape(f"{line.name or 'best'} {format_metric(name, value)} at {grouped(step)}")
                 place = f'cx="{x:.1f}" cy="{y:.1f}" r="{line.radius}"'
                 marks.append(f"<circle {place}><title>{tip}</title></circle>")
         shapes.append(f'<g class="{line.css}">{"".join(marks)}</g>')

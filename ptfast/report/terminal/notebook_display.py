@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ptfast.core.plain_display import Display, Metrics
-from ptfast.core.units import figure, grouped
+from ptfast.core.units import format_metric, grouped
 
 REDRAW_S = 0.5
 MOST_ROWS = 12
@@ -42,7 +42,7 @@ class NotebookDisplay(Display):
     def evaluation(
         self, step: int, epoch: float, split: str, metrics: Metrics, is_best: bool = False, weights: str = ""
     ) -> None:
-        shown = {name.replace("_", " "): figure(name, value) for name, value in metrics.items()}
+        shown = {name.replace("_", " "): format_metric(name, value) for name, value in metrics.items()}
         place = {"step": grouped(step), "epoch": f"{epoch:.4g}", "split": f"{split} {weights}".strip()}
         self._rows.append({**place, **shown, "": "best" if is_best else ""})
         self._draw()
