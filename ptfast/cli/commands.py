@@ -21,20 +21,6 @@ def _search(kind: str, summary: str, *flags: Flag) -> Command:
     return Command(_RUN, summary, "config_commands.find", (*flags, _WRITE, _FOLDER), (example,))
 
 
-def _cluster(name: str, *flags: Flag) -> Command:
-    asked = (
-        Flag("--nodes N", "machines per job; default 1", read=number(1), default=1),
-        Flag("--gpus [TYPE:]N", "GPUs per machine: 8 or H100:8"),
-        Flag("--cpus N", "cores per machine", read=number(1)),
-        *flags,
-        switch("--print", "print the job instead of submitting it"),
-    )
-    example = f"launch {name} recipe=resnet_cifar --nodes 2 --print"
-    return Command(
-        _RUN, "train on a cluster: submit a job, or print it", "launch_command.launch", asked, (example,)
-    )
-
-
 _FIND = {
     "lr": _search(
         "lr",
@@ -58,14 +44,20 @@ _FIND = {
         _SECONDS,
     ),
 }
-_LAUNCH = {
-    "slurm": _cluster(
-        "slurm",
+_SLURM = Command(
+    _RUN,
+    "train on a SLURM cluster: submit a job, or print it",
+    "launch_command.launch",
+    (
+        Flag("--nodes N", "machines per job; default 1", read=number(1), default=1),
+        Flag("--gpus [TYPE:]N", "GPUs per machine: 8 or H100:8"),
+        Flag("--cpus N", "cores per machine", read=number(1)),
         Flag("--time TIME", "time limit of the job, such as 4h", read=seconds),
         Flag("--partition NAME", "SLURM partition"),
+        switch("--print", "print the job instead of submitting it"),
     ),
-    "ray": _cluster("ray"),
-}
+    ("launch slurm recipe=resnet_cifar --nodes 2 --print",),
+)
 COMMANDS: dict[str, Command] = {
     "train": Command(
         _RUN,
@@ -88,11 +80,11 @@ COMMANDS: dict[str, Command] = {
         imports_torch=True,
     ),
     "launch": Command(
-        f"slurm|ray {_RUN}",
-        "train on a cluster: submit a job, or print it",
-        "launch_command.launch",
-        examples=("launch slurm recipe=resnet_cifar --nodes 2 --print", "launch slurm --help"),
-        kinds=_LAUNCH,
+        f"slurm {_RUN}",
+        _SLURM.summary,
+        _SLURM.run,
+        examples=(*_SLURM.examples, "launch slurm --help"),
+        kinds={"slurm": _SLURM},
     ),
     "eval": Command(
         "RUN|CHECKPOINT [key=value ...]",

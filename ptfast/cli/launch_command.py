@@ -1,9 +1,7 @@
-"""`ptfast launch`: submit a training to a cluster, or print the job."""
+"""`ptfast launch slurm`: submit a training to a cluster, or print the job."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import shlex
@@ -20,36 +18,28 @@ OF_MACHINE = ("C012", "E004", "E005")
 """Errors about this machine, which only submits and need not be able to train."""
 WARNING_S = 300
 """Time before its limit at which SLURM warns a job, which then saves and ends."""
-SUBMIT = {"slurm": ("sbatch",), "ray": (sys.executable, "-")}
+SUBMIT = "sbatch"
 """The command that reads a job script from its standard input."""
 
 
 def launch(args: Namespace) -> int:
-    """Submit a training, or print it; raise E004 or E005 if the cluster's software is missing."""
+    """Submit a training, or print it; raise E005 if SLURM is not installed here."""
     gpu_type, _, number = (args.gpus or "").rpartition(":")
     if args.gpus and (not number.isdecimal() or int(number) == 0):
         what = "expected a whole number above 0"
         raise ConfigError("C005", what, key="--gpus", value=args.gpus, place=COMMAND_LINE)
     num_gpus = int(number) if args.gpus else None
     name, words = _name_and_words(args, num_gpus)
-    if args.kind == "slurm":
-        gpus = f"{gpu_type.lower()}:{num_gpus}" if gpu_type else num_gpus
-        text = _slurm(args, name, gpus, words)
-    else:
-        text = _ray(args, num_gpus, words)
+    text = _slurm(args, name, f"{gpu_type.lower()}:{num_gpus}" if gpu_type else num_gpus, words)
     if args.print:
         print(text, end="")
         return 0
-    command = SUBMIT[args.kind]
-    if not shutil.which(command[0]):
-        hint = f"Print the job with --print, and submit it where {command[0]} is"
-        raise MachineError("E005", "not found on the path", key=command[0], suggestion=hint)
-    if args.kind == "ray" and not importlib.util.find_spec("ray"):
-        hint = "Install ray[train], or print the driver with --print"
-        raise MachineError("E004", "ray is not installed", key="launch", value="ray", suggestion=hint)
+    if not shutil.which(SUBMIT):
+        hint = f"Print the job with --print, and submit it where {SUBMIT} is"
+        raise MachineError("E005", "not found on the path", key=SUBMIT, suggestion=hint)
     # The time of the run counts from its own start, not from the submission.
     environment = {name: value for name, value in os.environ.items() if name != STARTED_VARIABLE}
-    return subprocess.run(command, input=text, text=True, env=environment, check=False).returncode
+    return subprocess.run([SUBMIT], input=text, text=True, env=environment, check=False).returncode
 
 
 def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[str]]:
@@ -76,7 +66,7 @@ def _name_and_words(args: Namespace, num_gpus: int | None) -> tuple[str, list[st
     words, alone = [*args.words], parallel["strategy"] == "single"
     if world_size > 1 and alone:
         words.append("parallel=ddp")
-    if num_gpus and num_gpus > 1 and args.kind == "slurm" and (alone or parallel["nproc"] == "auto"):
+    if num_gpus and num_gpus > 1 and (alone or parallel["nproc"] == "auto"):
         words.append(f"parallel.nproc={num_gpus}")
     name = run["name"] or composed.tree.get("recipe") or "train"
     # A requeued job resumes, unless the user says otherwise.
@@ -124,50 +114,3 @@ if [ $code -eq $((128 + $(kill -l USR1))) ]; then wait $training; code=$?; fi
 if [ $code -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
-
-
-def _ray(args: Namespace, num_gpus: int | None, words: list[str]) -> str:
-    """Return a Ray Train driver whose workers are the ranks; it runs at `RAY_ADDRESS`."""
-    per_node = num_gpus or 1
-    scaling = [f"num_workers={args.nodes * per_node}", f"use_gpu={bool(num_gpus)}"]
-    if args.cpus:
-        scaling.append(f'resources_per_worker={{"CPU": {max(args.cpus // per_node, 1)}}}')
-    lines = "\n".join(f"    {json.dumps(word)}," for word in words)
-    return f'''\
-"""The ranks of one training as workers of Ray Train."""
-
-import os
-import socket
-import subprocess
-import sys
-
-import torch.distributed as dist
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
-from ptfast.core.machine import die_with_parent
-
-FOLDER = {json.dumps(str(Path.cwd()))}
-WORDS = [
-{lines}
-]
-
-
-def train_rank() -> None:
-    """Train as the rank assigned to this worker by Ray, on a port other than its process group's."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = [free.getsockname()[1]]
-    dist.broadcast_object_list(port)
-    command = [sys.executable, "-m", "ptfast", "train", *WORDS]
-    environment = {{**os.environ, "MASTER_PORT": str(port[0])}}
-    subprocess.run(command, cwd=FOLDER, env=environment, check=True, preexec_fn=die_with_parent)
-
-
-if __name__ == "__main__":
-    TorchTrainer(
-        train_rank,
-        scaling_config=ScalingConfig({", ".join(scaling)}),
-        run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
-    ).fit()
-'''

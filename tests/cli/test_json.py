@@ -110,7 +110,7 @@ ERRORS: dict[str, tuple[str, str | None, str | None, str | None, str | None]] = 
     "completion tcsh": ("C015", "tcsh", None, None, "Name bash, zsh or fish"),
     "launch slrum": ("C003", "launch", "slrum", TYPED, "Did you mean slurm?"),
     "launch slurm recipe=none": ("C003", "recipe", "none", TYPED, "Recipes: char_gpt"),
-    "launch ray --nodes none": ("C005", "--nodes", "none", TYPED, None),
+    "launch slurm --nodes none": ("C005", "--nodes", "none", TYPED, None),
     "trian": ("C015", "trian", None, None, "Did you mean train?"),
     "--help optimzer": ("C003", "optimzer", None, None, "Did you mean ptfast --help optimizer?"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from running import WITH_TESTS, records, same_bits, summary, weights
 
 pytestmark = pytest.mark.slow
@@ -151,18 +153,14 @@ def test_ray_starts_ranks_again_to_the_same_bits(in_tmp: Path, monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     words = (*RUN, "steps=300", "saving.every=50steps")
     words = tuple({word.partition("=")[0]: word for word in words}.values())
-    command = [
-        sys.executable,
-        "-m",
-        "ptfast",
-        "launch",
-        "ray",
-        *words,
-        SLOW,
-        "run.dir=stopped",
-        "--nodes",
-        "2",
-    ]
+    page = (ROOT / "docs/how-to/operate/slurm-and-ray.md").read_text()
+    driver = page.partition("```python\n")[2].partition("```")[0]
+    driver = driver.replace("num_workers=16, use_gpu=True", "num_workers=2")
+    driver = re.sub(
+        "WORDS = .*", lambda _: f"WORDS = {[*words, SLOW, 'run.dir=stopped', 'run.resume=auto']}", driver
+    )
+    Path("driver.py").write_text(driver)
+    command = [sys.executable, "driver.py"]
     with Path("ray.txt").open("w") as log:
         process = subprocess.Popen(command, env={**os.environ, **WITH_TESTS}, stdout=log, stderr=log)
         try:
