@@ -14,7 +14,7 @@ INDEX = "README.md"
 FROM_ROOT = {"CONTRIBUTING.md": "contributing/guide.md", "CHANGELOG.md": "contributing/changelog.md"}
 """Files beside docs/ that are pages of the site, with their places there."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-ROW = re.compile(r"^\| \[(.+?)\]\(([\w/-]+\.md)\) \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^- \[(.+?)\]\(([\w/-]+\.md)\): (.*)$", re.MULTILINE)
 
 
 def sections() -> dict[str, list[tuple[str, str, str]]]:

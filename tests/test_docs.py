@@ -95,7 +95,7 @@ def check_links(page: str) -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    linked = re.findall(r"^\| \[.+?\]\(([\w/-]+\.md)\) \|", PAGES["docs/README.md"], re.MULTILINE)
+    linked = re.findall(r"^- \[.+?\]\(([\w/-]+\.md)\): .", PAGES["docs/README.md"], re.MULTILINE)
     assert len(linked) == len(set(linked))
     assert {f"docs/{name}" for name in linked} == set(PAGES) - {"README.md", "docs/README.md"}
 
