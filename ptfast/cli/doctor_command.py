@@ -21,7 +21,7 @@ from ptfast.core.devices import check_compiler, cpu_facts, multiplies_bf16
 from ptfast.core.distributed import STARTERS, WORLD
 from ptfast.core.errors import EXIT_OK
 from ptfast.core.units import num_bytes
-from ptfast.report.terminal.display import say, table, terminal_display
+from ptfast.report.terminal.display import build_display, say, terminal_display
 from ptfast.report.terminal.json_lines import emit, lines
 
 WATCHED_S = 0.6
@@ -53,7 +53,7 @@ def doctor(args: Namespace) -> int:
         for finding in findings:
             emit("finding", **finding._asdict())
         return EXIT_OK
-    table(["", "found"], [finding[:2] for finding in findings])
+    build_display().panel("this machine", [finding[:2] for finding in findings])
     remedies = [finding for finding in findings if finding.remedy]
     for finding in remedies:
         say(f"! {finding.subject}: {finding.remedy}.")
@@ -124,31 +124,28 @@ def _cpu() -> Iterator[Finding]:
         remedy = f"more threads than usable cores: unset OMP_NUM_THREADS, or set it to {usable}"
     elif threads < usable and "OMP_NUM_THREADS" in os.environ:
         remedy = f"OMP_NUM_THREADS leaves cores idle: unset it to use all {usable}"
-    yield Finding("threads", f"{threads} of torch", remedy)
+    yield Finding("threads", f"{threads} used by PyTorch", remedy)
     machine.watch_others()
     time.sleep(WATCHED_S)
     others = machine.others_cores()
-    busy = others > BUSY_CORES
-    yield Finding(
-        "neighbors",
-        f"other processes keep {others:.1f} cores busy",
-        "timings will vary and runs take longer until they stop: top lists them" if busy else "",
-    )
+    remedy = "runs are slower and timings vary until they stop: top lists them"
+    found = f"other processes keep {others:.1f} cores busy"
+    yield Finding("neighbors", found, remedy if others > BUSY_CORES else "")
 
 
 def _memory() -> Iterator[Finding]:
     limit, what = machine.memory_limit("cpu")
-    yield Finding("memory", f"{num_bytes(limit)} usable, by {what}")
+    yield Finding("memory", f"{num_bytes(limit)} usable ({what})")
     shared = machine.shared_memory()
     small = shared < LEAST_SHARED_BYTES
-    remedy = "worker processes hand batches over through it: docker run --shm-size=8g, or --ipc=host"
+    remedy = "worker processes pass batches through it: docker run --shm-size=8g, or --ipc=host"
     yield Finding("shared memory", f"{num_bytes(shared)} free in /dev/shm", remedy if small else "")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     most = 65536 if hard == unlimited else min(65536, hard)
     few = soft != unlimited and soft < min(LEAST_DESCRIPTORS, most)
     remedy = f"loaders with many workers use them up: ulimit -n {most}" if few else ""
-    yield Finding("descriptors", "unlimited" if soft == unlimited else f"{soft}", remedy)
+    yield Finding("open files", "unlimited" if soft == unlimited else f"{soft:,} at most", remedy)
 
 
 def _compilers() -> Iterator[Finding]:
@@ -161,7 +158,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _disks() -> Iterator[Finding]:
-    for subject, folder in (("disk of runs", Path()), ("cache", machine.cache_folder())):
+    for subject, folder in (("runs", Path()), ("cache", machine.cache_folder())):
         folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(folder).free
         try:
@@ -174,9 +171,8 @@ def _disks() -> Iterator[Finding]:
             remedy = f"only {num_bytes(free)} are free: checkpoints may not fit"
         elif speed < SLOW_DISK:
             remedy = "saving will stall training on this disk: set run.root to a faster one"
-        yield Finding(
-            subject, f"{folder}: {num_bytes(free)} free, writes {num_bytes(int(speed))}/s to disk", remedy
-        )
+        found = f"{folder}: {num_bytes(free)} free, writes {num_bytes(int(speed))}/s"
+        yield Finding(subject, found, remedy)
 
 
 def _bytes_per_s(folder: Path) -> float:

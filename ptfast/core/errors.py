@@ -44,7 +44,7 @@ CODES = {
     "C017": "a model, loss, task or callback that fails, or returns the wrong thing",
     "D001": "a data path that is missing or of the wrong kind",
     "D002": "an empty dataset",
-    "D003": "class folders that do not fit",
+    "D003": "classes that are missing, empty or different between splits",
     "D004": "labels that do not fit the task",
     "D005": "a data file that cannot be read",
     "D006": "too few samples",

@@ -15,7 +15,11 @@ from ptfast.tasks.supervised import SupervisedTask
 
 
 class Regression(SupervisedTask):
-    """Squared error between outputs and targets, (batch,) or (batch, values), averaged over the values."""
+    """Squared error between outputs and targets, (batch,) or (batch, values), averaged over the values.
+
+    Args:
+        loss: replaces the squared error, see `SupervisedTask`.
+    """
 
     ratios: Mapping[str, Any] = {"mae": absolute_error}
     measures_aligned = True

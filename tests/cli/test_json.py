@@ -226,4 +226,4 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert run(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"shared memory +64 MiB free", shown)
-    assert "! shared memory: worker processes hand batches" in shown
+    assert "! shared memory: worker processes pass batches" in shown

@@ -164,7 +164,7 @@ def _ruled_table(
     for number, row in enumerate(cells):
         if grouped and row[0] != group:
             group = row[0]
-            ruled.add_row(Text(group, style="bold cyan"))
+            ruled.add_row(Text(f"{group}:", style="bold cyan"))
         texts = [Text(row[place]) for place in columns]
         if number < len(links):
             texts[-1].stylize(Style(link=links[number]))
