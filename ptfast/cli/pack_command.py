@@ -36,7 +36,7 @@ def pack(args: Namespace) -> int:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
-    from ptfast.data.packs.pack_reader import MANIFEST, header_of, is_manifest
+    from ptfast.data.packs.pack_reader import MANIFEST, is_manifest
 
     if source.is_dir() and is_manifest(source / MANIFEST):
         raise DataError("D001", "is already a pack", key="SRC", value=source)
@@ -49,8 +49,7 @@ def pack(args: Namespace) -> int:
         what, hint = "keeps the files, and so their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
     # Imported late, so that errors in the flags do not wait for torchvision.
-    from ptfast.data.packs.pack_image_tree import plan_images
-    from ptfast.data.packs.pack_text_file import plan_text
+    from ptfast.data.packs.pack_sources import plan_images, plan_text
     from ptfast.data.packs.pack_writer import check_folder, make
 
     skips = args.on_corrupt == "skip"
@@ -60,8 +59,8 @@ def pack(args: Namespace) -> int:
     else:
         plan = plan_images(source, size=args.size or None, jpeg=args.jpeg, skip_corrupt=skips)
     workers = args.workers or spare_cores(most=sys.maxsize)
-    whole = check_folder(folder, plan.header)
-    if whole is not None and plan.header == plan.header | header_of(whole):
+    whole = check_folder(folder, plan.manifest)
+    if whole is not None and whole.made_as(plan.manifest):
         if whole.skipped and not skips:
             first = whole.skipped[0]
             what = f"cannot be packed: {first['reason']}"
@@ -86,11 +85,14 @@ def pack(args: Namespace) -> int:
 
 def _report(manifest: Manifest, folder: Path, took_s: float) -> None:
     """Report packed and skipped files, and the command to train from the pack."""
-    samples = sum(split.samples for split in manifest.splits.values())
-    size = sum(split.bytes for split in manifest.splits.values())
+    from ptfast.data.decoding.text_tokenizer import read_tokenizer, token_type
+    from ptfast.data.packs.pack_reader import ROW
+
+    size, everything = manifest.data_bytes, sum(size for size, _ in manifest.files.values())
+    samples = (everything - size) // ROW.itemsize
     what, data = f"{grouped(samples)} images", f"imagefolder data.root={folder}"
     if (text := manifest.text) is not None:
-        width = 2 if text.dtype == "uint16" else 4
+        width = token_type(read_tokenizer(text.description)).itemsize
         what, data = f"{grouped(size // width)} tokens", f"text_file data.path={folder}"
         data += f" data.tokenizer={text.tokenizer}" * (text.tokenizer != "characters")
         data += f" data.documents={text.documents}" * (text.documents != "none")
@@ -113,13 +115,12 @@ def _verify(args: Namespace) -> int:
     manifest = open_pack(folder, "DST")
     if manifest is None:
         raise DataError("D001", "contains no pack", key="DST", value=folder)
-    size = sum(split.bytes for split in manifest.splits.values())
-    with _progress("checking", "MiB", size) as show:
+    with _progress("checking", "MiB", sum(size for size, _ in manifest.files.values())) as show:
         check_data(folder, manifest, show)
     check_source(folder, manifest, "DST", whole=True)
     there = Path(manifest.source.path).exists()
     source = "its source has not changed" if there else f"its source {manifest.source.path} is missing"
-    print(f"{folder} is complete: {num_bytes(size)} checked, all unchanged; {source}")
+    print(f"{folder} is complete: {num_bytes(manifest.data_bytes)} checked, all unchanged; {source}")
     return EXIT_OK
 
 

@@ -15,7 +15,7 @@ from data_bench._photos import write_photos
 from ptfast.core.durations import Duration
 from ptfast.data.loaders.loading import LoaderOptions, Prepare
 from ptfast.data.loaders.step_batches import RawBatches
-from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.image_files import ImagesInMemory

@@ -16,7 +16,7 @@ CROP_FLIP = {"crop_padding": 4, "flip": True}
 
 
 def build(folder: Path) -> list[Row]:
-    from ptfast.data.packs.pack_image_tree import plan_images
+    from ptfast.data.packs.pack_sources import plan_images
     from ptfast.data.packs.pack_writer import make
 
     write(folder / "files")

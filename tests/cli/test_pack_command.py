@@ -21,7 +21,7 @@ from ptfast.core.auto_choices import read_choices
 from ptfast.core.errors import ConfigError, DataError, MachineError, PtfastError
 from ptfast.data.loaders import PACK_FILES
 from ptfast.data.packs import pack_reader
-from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 
 __all__ = ["tree"]
@@ -118,7 +118,7 @@ def die(job: Any) -> Any:
 
 
 def test_a_process_that_dies_is_told(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ptfast.data.packs.pack_image_tree.PIECE_BYTES", 1)
+    monkeypatch.setattr("ptfast.data.packs.pack_sources.IMAGE_BYTES", 1)
     plan = plan_images(tree, size=None, jpeg=False, skip_corrupt=False)
     with pytest.raises(DataError, match=r"--workers=2 .* a worker process died") as caught:
         make(replace(plan, convert=die), tmp_path / "pack", 2)
@@ -203,7 +203,7 @@ def test_files_that_moved_are_noticed(tree: Path, tmp_path: Path, capsys: Any) -
     pack(tree, folder)
     (tree / "train" / "cat" / "1.jpg").rename(tree / "train" / "dog" / "moved.jpg")
     assert run(["pack", "--verify", str(folder)]) == DataError.exit_code
-    assert "moved, renamed or replaced" in capsys.readouterr().err
+    assert "train/cat (5 files, now 4), train/dog (5 files, now 6)" in capsys.readouterr().err
 
 
 def test_the_remedy_makes_the_same_pack(tree: Path, tmp_path: Path, capsys: Any) -> None:

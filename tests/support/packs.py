@@ -14,7 +14,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import DataError
 from ptfast.data.build_data import build_data
 from ptfast.data.packs import pack_reader
-from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sources.imagefolder import ImageFolder
 

@@ -32,7 +32,7 @@ from ptfast.core.distributed import Ranks
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Callback, Logger
 from ptfast.core.sections.section import Need, Technique
-from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.run import Run
 from ptfast.training.build import build

@@ -230,6 +230,9 @@ def _stored(path: Path) -> Encoded | None:
 
 def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     """The token ids of `texts`, without the cache."""
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     tokens, lengths = tokenizer.encode_all(texts) if texts else np.zeros((2, 0), np.int64)
-    return Encoded(tokens.astype(dtype, copy=False), lengths)
+    return Encoded(tokens.astype(token_type(tokenizer), copy=False), lengths)
+
+
+def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)

@@ -5,31 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptfast.core import run_directory
 from ptfast.core.distributed import once_per_machine
-from ptfast.core.errors import DataError
-from ptfast.data.data_fingerprint import size_and_time
+from ptfast.core.errors import DataError, name_some
+from ptfast.core.run_records import checked
+from ptfast.data.data_fingerprint import Contents, class_parts, describe_part, differing, size_and_time
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from ptfast.data.sources.class_folders import Listing
+
+FORMAT = 3
 """Version of the files; others are rejected."""
 MANIFEST = "manifest.json"
 """Written last: without it a pack is unfinished."""
 UNFINISHED = "pack.unfinished"
-"""Says what an unfinished pack is to be, and is locked by the process that writes it."""
+"""Holds the command that makes an unfinished pack, and is locked by the process that writes it."""
 CHECKED_BYTES = 256 * 2**20
 """Smaller packs are checked byte by byte whenever they are opened, which takes a fraction of a second."""
 _READ_BYTES = 4 * 2**20
 STAT_LIMIT = 100_000
 """Sources of more files are compared by their folders only when a pack is opened."""
 MARK = "ptfast_pack"
-OTHER_CHECKSUM = "does not have the checksum that the manifest says"
 
 ROW = np.dtype(
     [
@@ -52,46 +55,26 @@ class SourceFacts:
     """The files that a pack was made from, to see whether they have changed since."""
 
     path: str
-    files: int
-    bytes: int
+    contents: Contents
     newest_ns: int
+    """Latest change of a file."""
     folders_ns: int
     """Latest change of a folder of the tree; of the file where there is one only."""
-    listing: str
-    """SHA-256 of the files' names, sizes and times of change; names are relative, so that a tree may move."""
 
     @classmethod
-    def of(cls, root: Path, paths: Iterable[str]) -> SourceFacts:
-        """The facts about the files `paths` of the tree `root`, or about the one file that it is."""
-        files = num_bytes = newest_ns = 0
-        digest, skipped = hashlib.sha256(), len(str(root.parent if root.is_file() else root))
-        for path in paths:
-            size, time_ns = size_and_time(path)
-            files, num_bytes, newest_ns = files + 1, num_bytes + size, max(newest_ns, time_ns)
-            digest.update(f"{path[skipped:]} {size} {time_ns}\n".encode(errors="replace"))
-        folders_ns = newest_folder(root)
-        return cls(str(root.resolve()), files, num_bytes, newest_ns, folders_ns, digest.hexdigest())
-
-
-@dataclass(frozen=True)
-class SplitFacts:
-    """One split: `NAME.bin` holds its samples one after another, `NAME.index` where each is."""
-
-    samples: int
-    bytes: int
-    """Size of the data file."""
-    sha256: str
-    index_bytes: int
-    index_sha256: str
-    shape: list[int] | None = None
-    """Height, width and channels of every image; None where they differ or are not decoded."""
-    converted: int = 0
-    """Images that were not 8-bit RGB."""
+    def of(cls, root: Path, tree: tuple[tuple[str, ...], dict[str, Listing]] | None = None) -> SourceFacts:
+        """The facts about a text file, or about a `tree` of class folders, as `list_tree` lists it."""
+        if tree is not None:
+            contents, newest_ns = tree_contents(root, *tree)
+        else:
+            size, newest_ns = size_and_time(str(root))
+            contents = {"text": describe_part(size, "bytes")}
+        return cls(str(root.resolve()), contents, newest_ns, newest_folder(root))
 
 
 @dataclass(frozen=True)
 class TextFacts:
-    """How a text was tokenised."""
+    """How a text was tokenized."""
 
     tokenizer: str
     """As `data.tokenizer`."""
@@ -99,7 +82,6 @@ class TextFacts:
     """The tokenizer itself, as it describes itself."""
     documents: str
     """As `data.documents`."""
-    dtype: str = "uint16"
     text_bytes: int = 0
 
 
@@ -110,7 +92,12 @@ class Manifest:
     kind: str
     """`pixels`, `jpeg` (image files as they were) or `tokens`."""
     source: SourceFacts
-    splits: dict[str, SplitFacts]
+    options: str
+    """Of the command that makes it, without `--on-corrupt`."""
+    skips: bool = False
+    """Files that cannot be read were left out."""
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Bytes and SHA-256 of each: SPLIT.bin has its samples one after another, SPLIT.index where each is."""
     size: int | None = None
     """Pixels that longer shorter sides were brought to; None where images are as they were."""
     class_names: list[str] = field(default_factory=list)
@@ -120,32 +107,45 @@ class Manifest:
     """Files that could not be read, and why."""
     text: TextFacts | None = None
 
+    @property
+    def splits(self) -> list[str]:
+        return [name.removesuffix(".bin") for name in self.files if name.endswith(".bin")]
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(size for name, (size, _) in self.files.items() if name.endswith(".bin"))
+
+    def command(self, folder: Path) -> str:
+        """The command that makes the pack in `folder`."""
+        skip = " --on-corrupt skip" * self.skips
+        return f"ptfast pack {self.source.path} {folder} {self.options}".rstrip() + skip
+
+    def made_as(self, other: Manifest) -> bool:
+        """Whether both are of the same data with the same settings, up to files that cannot be read."""
+        return (self.kind, self.source, self.options) == (other.kind, other.source, other.options)
+
 
 def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
     """The manifest of a whole pack in `folder`; None where there is no pack at all."""
     try:
-        content = (folder / MANIFEST).read_bytes()
+        content = (folder / MANIFEST).read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         if (folder / UNFINISHED).is_file():
-            what = "is an unfinished pack"
-            hint = f"Make it with {_command(folder, run_directory.read_json(folder / UNFINISHED))}"
-            raise DataError("D007", what, key=key, value=folder, suggestion=hint) from None
+            hint = f"Make it with {(folder / UNFINISHED).read_text()}"
+            raise DataError("D007", "is an unfinished pack", key=key, value=folder, suggestion=hint) from None
         return None
-    if f'"{MARK}"'.encode() not in content:
+    if f'"{MARK}"' not in content:
         return None
     try:
         tree = json.loads(content)
         version = tree.pop(MARK)
         if version == FORMAT:
-            tree["splits"] = {name: SplitFacts(**split) for name, split in tree["splits"].items()}
-            tree["source"] = SourceFacts(**tree["source"])
-            tree["text"] = TextFacts(**tree["text"]) if tree["text"] is not None else None
-            return Manifest(**tree)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return checked(Manifest, json.dumps(tree))
+    except (ValueError, AttributeError) as error:
         what, hint = f"is damaged: {error}", "Delete the pack and make it anew"
         raise DataError("D007", what, key=str(folder / MANIFEST), suggestion=hint) from None
     what = f"is a pack of format {version}, and this version of ptfast reads format {FORMAT}"
-    hint = f"Delete it and make it anew with {_command(folder, tree if isinstance(tree, dict) else {})}"
+    hint = "Delete it and make it anew with ptfast pack"
     raise DataError("D007", what, key=key, value=folder, suggestion=hint)
 
 
@@ -171,35 +171,34 @@ def open_pack(folder: Path, key: str = "data.root") -> Manifest | None:
 
 
 def _check_quickly(folder: Path, manifest: Manifest, key: str) -> None:
-    for name, split in manifest.splits.items():
-        index = folder / f"{name}.index"
-        for path, expected in ((folder / f"{name}.bin", split.bytes), (index, split.index_bytes)):
-            found = path.stat().st_size if path.is_file() else None
-            if found is None:
-                raise _damaged(path, "is missing from its pack", manifest, folder)
-            if found != expected:
-                what = f"has {found:,} bytes where the manifest says {expected:,}"
-                raise _damaged(path, what, manifest, folder)
-        if hashlib.sha256(index.read_bytes()).hexdigest() != split.index_sha256:
-            raise _damaged(index, OTHER_CHECKSUM, manifest, folder)
-    if sum(split.bytes for split in manifest.splits.values()) <= CHECKED_BYTES:
-        check_data(folder, manifest)
-    check_source(folder, manifest, key, whole=manifest.source.files <= STAT_LIMIT)
+    for name, (size, _) in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise _damaged(path, "is missing from its pack", manifest)
+        if (found := path.stat().st_size) != size:
+            raise _damaged(path, f"has {found:,} bytes where the manifest says {size:,}", manifest)
+    small = manifest.data_bytes <= CHECKED_BYTES
+    check_data(folder, manifest, names=[n for n in manifest.files if small or n.endswith(".index")])
+    whole = sum(part[0] for part in manifest.source.contents.values()) <= STAT_LIMIT
+    check_source(folder, manifest, key, whole=whole or manifest.text is not None)
 
 
 def check_data(
-    folder: Path, manifest: Manifest, report: Callable[[int], None] = lambda bytes_done: None
+    folder: Path,
+    manifest: Manifest,
+    report: Callable[[int], None] = lambda bytes_done: None,
+    names: Iterable[str] | None = None,
 ) -> None:
     """Raise DataError D007 unless every byte is as written; `report` is called with the bytes read so far."""
     done = 0
-    for name, split in manifest.splits.items():
-        path, digest = folder / f"{name}.bin", hashlib.sha256()
+    for name in manifest.files if names is None else names:
+        path, digest = folder / name, hashlib.sha256()
         with path.open("rb") as file:
             while chunk := file.read(_READ_BYTES):
                 digest.update(chunk)
                 report(done := done + len(chunk))
-        if digest.hexdigest() != split.sha256:
-            raise _damaged(path, OTHER_CHECKSUM, manifest, folder)
+        if digest.hexdigest() != manifest.files[name][1]:
+            raise _damaged(path, "does not have the checksum that the manifest says", manifest)
 
 
 def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> None:
@@ -209,29 +208,29 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
     """
     before = manifest.source
     path = Path(before.path)
-    if not path.exists():
+    if not path.exists() or (not whole and newest_folder(path) == before.folders_ns):
         return
-    if not whole and newest_folder(path) == before.folders_ns:
-        return
-    try:
-        if manifest.kind == "tokens":
-            files = [str(path)]
-        else:
-            from ptfast.data.sources.class_folders import list_tree
+    from ptfast.data.sources.class_folders import list_tree
 
-            files = [file for paths, _ in list_tree(path)[1].values() for file in paths]
-        now = SourceFacts.of(path, files)
+    try:
+        now = SourceFacts.of(path, None if manifest.text is not None else list_tree(path))
     except (DataError, OSError):
-        now = SourceFacts(before.path, 0, 0, 0, 0, "")
-    changes = [f"{now.files:,} files instead of {before.files:,}"] * (now.files != before.files)
-    changes += [f"{now.bytes:,} bytes instead of {before.bytes:,}"] * (now.bytes != before.bytes)
+        now = SourceFacts(before.path, {}, 0, 0)
+    changes = [*differing(before.contents, now.contents).values()]
     changes += ["files that are newer"] * (now.newest_ns > before.newest_ns)
-    if not changes and now.listing != before.listing:
-        changes = ["files that were moved, renamed or replaced"]
     if changes:
-        what = f"was packed from {path}, which has changed since: {', '.join(changes)}"
-        hint = f"Pack it again with {_command(folder, manifest)}, or use {key}={path}"
+        what = f"was packed from {path}, which has changed since: {name_some(changes, 3)}"
+        hint = f"Pack it again with {manifest.command(folder)}, or use {key}={path}"
         raise DataError("D007", what, key=key, value=folder, suggestion=hint)
+
+
+def tree_contents(
+    root: Path, classes: tuple[str, ...], listings: dict[str, Listing], most: int = sys.maxsize
+) -> tuple[Contents, int]:
+    """The fingerprint of a tree of class folders, by up to `most` files a split, and their latest change."""
+    looks = [class_parts(split, root, classes, *listing, most) for split, listing in listings.items()]
+    contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
+    return contents, max(newest_ns for _, newest_ns in looks)
 
 
 def newest_folder(root: Path) -> int:
@@ -245,28 +244,6 @@ def newest_folder(root: Path) -> int:
     return max(folder.stat().st_mtime_ns for folder in folders)
 
 
-def _command(folder: Path, made: Manifest | dict[str, Any]) -> str:
-    """The command that makes the pack in `folder` again, as far as its manifest or header shows it."""
-    known = asdict(made) if isinstance(made, Manifest) else made
-    source, text = known.get("source") or {}, known.get("text") or known
-    words = ["ptfast pack", str(source.get("path", "SRC")), str(folder)]
-    words += [f"--size {known.get('size')}"] * bool(known.get("size"))
-    words += ["--jpeg"] * (known.get("kind") == "jpeg")
-    words += [f"--tokenizer {text.get('tokenizer')}"] * (text.get("tokenizer", "characters") != "characters")
-    words += [f"--documents {text.get('documents')}"] * (text.get("documents", "none") != "none")
-    words += ["--on-corrupt skip"] * bool(known.get("skip_corrupt") or known.get("skipped"))
-    return " ".join(words)
-
-
-def _damaged(path: Path, what: str, manifest: Manifest, folder: Path) -> DataError:
-    hint = f"Delete the pack and make it anew with {_command(folder, manifest)}"
+def _damaged(path: Path, what: str, manifest: Manifest) -> DataError:
+    hint = f"Delete the pack and make it anew with {manifest.command(path.parent)}"
     return DataError("D007", what, key=str(path), suggestion=hint)
-
-
-def header_of(manifest: Manifest) -> dict[str, Any]:
-    """What a pack is made from and how: packs that share it are alike."""
-    header = {"format": FORMAT, "kind": manifest.kind, "size": manifest.size}
-    header["source"] = asdict(manifest.source)
-    if (text := manifest.text) is not None:
-        header |= {"tokenizer": text.tokenizer, "documents": text.documents}
-    return header

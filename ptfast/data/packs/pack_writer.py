@@ -9,28 +9,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import torch
 
 from ptfast.core.errors import ConfigError, DataError, MachineError, cannot_write
 from ptfast.core.units import num_bytes
 from ptfast.data.loaders.worker_processes import WorkerPool
-from ptfast.data.packs.pack_reader import (
-    FORMAT,
-    MANIFEST,
-    MARK,
-    UNFINISHED,
-    Manifest,
-    SplitFacts,
-    read_manifest,
-)
+from ptfast.data.packs.pack_reader import FORMAT, MANIFEST, MARK, UNFINISHED, Manifest, read_manifest
 
 _SPLITS = ("train", "val", "test", "text")
-PIECE_BYTES = 16 * 2**20
-"""Bytes that a process converts at once; each process needs a few such pieces in memory."""
 
 
 class Piece(NamedTuple):
@@ -39,28 +29,28 @@ class Piece(NamedTuple):
     data: bytes
     rows: bytes
     """Of the index."""
-    samples: int
     seen: int
-    """Samples and those that were left out."""
-    facts: dict[str, Any]
-    """JSON-serializable; given to `Plan.describe`."""
+    """Samples and those that were left out; bytes of a text."""
+    skipped: Sequence[dict[str, str]] = ()
+    """Files that could not be read, and why."""
+    text_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
     """The jobs of a pack, whose order and extent the source and the options alone decide."""
 
-    header: dict[str, Any]
-    """`header_of` the pack and more that tells it from others of its source; JSON-serializable."""
+    manifest: Manifest
+    """As far as it is known before anything is written."""
     jobs: Sequence[tuple[str, Any]]
     """Split and what `convert` takes, in the order in which they are written."""
     num_seen: int
-    """Samples of all jobs, and those that are left out; for the progress."""
+    """Samples of all jobs, and those that are left out, or bytes of a text; for the progress."""
     estimated_bytes: int
     convert: Callable[[Any], Piece]
     """Converts one job."""
-    describe: Callable[[dict[str, SplitFacts], dict[str, list[dict[str, Any]]], Path], Manifest]
-    """The manifest of the pack in a folder, given its splits so far and the facts of their pieces."""
+    complete: Callable[[Manifest, Path], Manifest] = lambda manifest, folder: manifest
+    """Adds the facts that the files in the folder show, or raises for what is missing."""
     note: str = ""
     """A remark for the user on what is passed over."""
 
@@ -101,7 +91,7 @@ def _begin(plan: Plan, folder: Path, unfinished: TextIO) -> None:
         what, hint = "is being written by another process", "Wait for it to finish"
         raise MachineError("E003", what, key="DST", value=folder, suggestion=hint) from error
     unfinished.truncate(0)
-    unfinished.write(json.dumps(plan.header))
+    unfinished.write(plan.manifest.command(folder))
     unfinished.flush()
     # A run that still maps the old pack keeps its files.
     for name in (MANIFEST, *(f"{split}.{ending}" for split in _SPLITS for ending in ("bin", "index"))):
@@ -120,53 +110,31 @@ def _converted(plan: Plan, workers: int) -> Iterator[Piece]:
     return WorkerPool(plan.convert, min(workers, len(jobs)), 2, key="--workers").fetch(jobs)
 
 
-class _Split:
-    """The two files of a split, with what the manifest says of them."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._files = {ending: (folder / f"{name}.{ending}").open("wb") for ending in ("bin", "index")}
-        self._digests = {ending: hashlib.sha256() for ending in self._files}
-        self._samples, self.facts = 0, list[dict[str, Any]]()
-
-    def append(self, piece: Piece) -> None:
-        for ending, content in (("bin", piece.data), ("index", piece.rows)):
-            self._files[ending].write(content)
-            self._digests[ending].update(content)
-        self._samples += piece.samples
-        self.facts.append(piece.facts)
-
-    def finish(self) -> SplitFacts:
-        """Flush both files to disk."""
-        sizes: dict[str, int] = {}
-        for ending, file in self._files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            sizes[ending] = file.tell()
-        data, index = (digest.hexdigest() for digest in self._digests.values())
-        return SplitFacts(self._samples, sizes["bin"], data, sizes["index"], index)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-
 def _write(
     plan: Plan, folder: Path, workers: int, report: Callable[[int], None], stack: ExitStack
 ) -> Manifest:
     """Write all pieces, and the manifest last."""
-    splits: dict[str, _Split] = {}
-    for name, _ in plan.jobs:
-        if name not in splits:
-            splits[name] = split = _Split(folder, name)
-            stack.callback(split.close)
-    seen = 0
+    files: dict[str, BinaryIO] = {}
+    for split in dict.fromkeys(split for split, _ in plan.jobs):
+        for name in (f"{split}.bin", f"{split}.index"):
+            files[name] = stack.enter_context((folder / name).open("wb"))
+    digests = {name: hashlib.sha256() for name in files}
+    manifest, skipped, text_bytes, seen = plan.manifest, list[dict[str, str]](), 0, 0
     report(seen)
-    for (name, _), piece in zip(plan.jobs, _converted(plan, workers), strict=True):
-        splits[name].append(piece)
-        seen += piece.seen
+    for (split, _), piece in zip(plan.jobs, _converted(plan, workers), strict=True):
+        for ending, content in (("bin", piece.data), ("index", piece.rows)):
+            files[f"{split}.{ending}"].write(content)
+            digests[f"{split}.{ending}"].update(content)
+        skipped += piece.skipped
+        text_bytes, seen = text_bytes + piece.text_bytes, seen + piece.seen
         report(seen)
-    facts = {name: split.facts for name, split in splits.items()}
-    manifest = plan.describe({name: split.finish() for name, split in splits.items()}, facts, folder)
+    if manifest.text is not None:
+        manifest = replace(manifest, text=replace(manifest.text, text_bytes=text_bytes))
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    found = {name: (file.tell(), digests[name].hexdigest()) for name, file in files.items()}
+    manifest = plan.complete(replace(manifest, files=found, skipped=skipped), folder)
     partial = folder / f"{MANIFEST}.partial"
     with partial.open("w") as file:
         json.dump({MARK: FORMAT, **asdict(manifest)}, file, indent=1)
@@ -177,26 +145,25 @@ def _write(
     return manifest
 
 
-def check_folder(folder: Path, header: dict[str, Any]) -> Manifest | None:
-    """The pack in `folder` if it is whole and made by the same command; None where it is still to be made.
+def check_folder(folder: Path, wanted: Manifest) -> Manifest | None:
+    """The whole pack of the same source in `folder`; None where it is still to be made.
 
     Raises:
         ConfigError: C011 where the folder holds something else.
     """
-    path, hint = header["source"]["path"], "Choose another folder, or remove it"
-    manifest = what = None
+    hint, what = "Choose another folder, or remove it", None
     if not folder.exists():
         return None
     try:
         manifest = read_manifest(folder)
-        if not folder.is_dir():
-            what = "is a file"
-        elif manifest is None and any(folder.iterdir()):
-            what, hint = "is not empty and holds no pack", "Choose another folder"
-        elif manifest is not None and manifest.source.path != path:
-            what = f"holds a pack of {manifest.source.path}"
     except DataError:
-        pass  # an unfinished pack, a damaged one or another format is made anew
+        return None  # an unfinished pack, a damaged one or another format is made anew
+    if not folder.is_dir():
+        what = "is a file"
+    elif manifest is None and any(folder.iterdir()):
+        what, hint = "is not empty and holds no pack", "Choose another folder"
+    elif manifest is not None and manifest.source.path != wanted.source.path:
+        what = f"holds a pack of {manifest.source.path}"
     if what is not None:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     return manifest

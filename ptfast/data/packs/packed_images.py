@@ -38,12 +38,14 @@ class PackedImages(ImageSource):
     storage = "pack"
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, image_size: int | None) -> None:
-        self._facts = facts = manifest.splits[split]
         self.folder, self.split, self.image_size, self.kind = folder, split, image_size, manifest.kind
-        self._rows: NDArray[Any] = np.fromfile(folder / f"{split}.index", ROW)
-        self._ends, self._numbers = np.cumsum(self._rows["length"]), np.arange(len(self._rows))
-        self.targets = torch.from_numpy(self._rows["label"].astype(np.int64))
-        shape = tuple(facts.shape or ())
+        self._digests = [manifest.files[f"{split}.{ending}"][1] for ending in ("index", "bin")]
+        self._rows = rows = np.fromfile(folder / f"{split}.index", ROW)
+        self._ends, self._numbers = np.cumsum(rows["length"]), np.arange(len(rows))
+        self._whole = len(rows)
+        self.targets = torch.from_numpy(rows["label"].astype(np.int64))
+        sizes = np.unique(self.stored_shapes, axis=0)
+        shape = (*sizes[0].tolist(), 3) if len(sizes) == 1 and self.kind == "pixels" else ()
         self.shape = shape if image_size is None or shape == (image_size, image_size, 3) else ()
         """Of every image, if all are fetched as they are stored, in one size."""
 
@@ -89,7 +91,7 @@ class PackedImages(ImageSource):
 
     def to_memory(self, arrays: SharedArrays | None = None) -> TensorSource:
         """All images; those of a whole pack as stored, without a copy, in memory that ranks share."""
-        if not self.shape or not np.array_equal(self._numbers, np.arange(self._facts.samples)):
+        if not self.shape or not np.array_equal(self._numbers, np.arange(self._whole)):
             return super().to_memory(arrays)
         images = torch.from_numpy(self._pixels.reshape(-1, *self.shape))
         return TensorSource(images, self.targets, images=True)
@@ -101,8 +103,12 @@ class PackedImages(ImageSource):
         return pixel_sums(self._rows[indices])
 
     def contents(self) -> list[Any]:
-        facts = self._facts
-        return describe_part(len(self), "images", facts.index_sha256, facts.sha256)
+        return describe_part(len(self), "images", *self._digests)
+
+    @property
+    def num_converted(self) -> int:
+        """Images that were not 8-bit RGB."""
+        return int(self._rows["converted"].sum())
 
     @cached_property
     def _pixels(self) -> Pixels:
@@ -132,11 +138,10 @@ def load_packed_images(folder: Path, manifest: Manifest, image_size: int | None)
         if len(other):
             raise mixed_sizes(source.name_of(other[0]), stored[other[0]].tolist(), shape[:2])
     info = image_info((shape[2], shape[0], shape[1]), class_names=tuple(manifest.class_names))
-    checksums = " ".join(split.index_sha256 for split in manifest.splits.values())
-    key = f"{folder.resolve()} {image_size} {checksums}"
+    key = f"{folder.resolve()} {image_size} {manifest.files}"
     stored = "JPEG" if manifest.kind == "jpeg" else "pixels"
     words = [f"packed as {stored}" + (f" at {manifest.size}" if manifest.size else "")]
-    if converted := sum(split.converted for split in manifest.splits.values()):
+    if converted := sum(source.num_converted for source in sources.values()):
         words.append(f"{converted:,} images that are not 8-bit RGB were converted")
     if count := len(manifest.skipped):
         words.append(f"without {count:,} file{'s' * (count > 1)} that could not be read")

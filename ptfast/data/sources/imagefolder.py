@@ -10,9 +10,9 @@ import torch
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.section import Count
-from ptfast.data.data_fingerprint import Contents, class_parts
+from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
-from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack
+from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack, tree_contents
 from ptfast.data.packs.packed_images import load_packed_images
 from ptfast.data.sources.class_folders import Listing, PassedOver, list_tree
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
@@ -67,12 +67,8 @@ class ImageFolder(ReadsAsKnown):
 
     def _look(self, classes: tuple[str, ...], listings: dict[str, Listing]) -> tuple[Contents, str]:
         """The contents of the splits, by their files, and the cache key of their statistics."""
-        looks = [
-            class_parts(split, self.root, classes, *listing, STAT_LIMIT)
-            for split, listing in listings.items()
-        ]
-        contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
+        contents, newest_ns = tree_contents(self.root, classes, listings, STAT_LIMIT)
         # Overwriting a file does not change its folder's time.
-        newest = max(newest_folder(self.root), *(newest_ns for _, newest_ns in looks))
+        newest = max(newest_folder(self.root), newest_ns)
         digests = [facts[-1] for facts in contents.values()]
         return contents, " ".join(map(str, (self.root.resolve(), self.image_size, newest, *digests)))

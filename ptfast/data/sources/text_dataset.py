@@ -23,6 +23,7 @@ from ptfast.data.decoding.text_tokenizer import (
     encode,
     learn_tokenizer,
     read_tokenizer,
+    token_type,
     tokenizer_of,
 )
 from ptfast.data.label_checks import describe_text_labels
@@ -163,7 +164,7 @@ class TextFile(ReadsAsKnown):
         else:
             text = read_text(self.path)
             tokenizer = learn_tokenizer(self.tokenizer, [text], None, self.known)
-            texts = cut_into_documents(text, self.documents)
+            texts = split_documents(text, self.documents)
             # Blank lines between documents are neither tokens nor text that is modelled.
             text_bytes = sum(len(part.encode()) for part in texts)
             encoded = encode(texts, tokenizer)
@@ -182,7 +183,7 @@ class TextFile(ReadsAsKnown):
         if manifest is not None:
             for source in splits.sources.values():
                 source.storage = "pack"
-            facts = describe_part(len(encoded.tokens), "tokens", manifest.splits["text"].sha256)
+            facts = describe_part(len(encoded.tokens), "tokens", manifest.files["text.bin"][1])
             splits = replace(splits, contents=lambda: {"train": facts})
         return splits
 
@@ -205,12 +206,13 @@ class TextFile(ReadsAsKnown):
             what = "was packed with another vocabulary than the model has"
             raise DataError("D004", what, key="data.path", value=self.path, suggestion=hint)
         # Copy on write, because torch has no read-only tensors.
-        dtype = np.dtype(text.dtype).newbyteorder("<")
+        tokenizer = read_tokenizer(text.description)
+        dtype = token_type(tokenizer).newbyteorder("<")
         tokens = np.memmap(self.path / "text.bin", dtype, "c").view(np.ndarray)
         lengths = np.fromfile(self.path / "text.index", "<i8")
         if self.documents == "none":
             lengths = lengths.sum(keepdims=True)
-        return read_tokenizer(text.description), Encoded(tokens, lengths), text.text_bytes
+        return tokenizer, Encoded(tokens, lengths), text.text_bytes
 
     def _windows(self, tokens: Numbers, val: Duration, seed: int) -> tuple[MapSource, MapSource | None]:
         context = self.max_length
@@ -244,7 +246,7 @@ class TextFile(ReadsAsKnown):
         return Splits(info, *parts, note=note)
 
 
-def cut_into_documents(text: str, documents: str) -> list[str]:
+def split_documents(text: str, documents: str) -> list[str]:
     """The documents of a text, in order, without empty ones; each keeps the end of its last line."""
     if documents == "none":
         return [text]

@@ -25,7 +25,7 @@ from ptfast.data.decoding.pictures import resize_shorter
 from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.map_source import MapSource
 from ptfast.data.packs import pack_reader
-from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.packs.packed_images import PackedImages
 from ptfast.data.sources.image_files import ImageFiles
@@ -54,8 +54,12 @@ def test_a_pack_is_the_folder_it_was_made_from(tree: Path, tmp_path: Path, jpeg:
 def test_the_manifest_says_what_is_in_it(tree: Path, tmp_path: Path):
     manifest = pack(tree, tmp_path / "pack")
     assert pack_reader.read_manifest(tmp_path / "pack") == manifest
-    assert manifest.splits["train"].shape == [12, 12, 3]
-    assert manifest.source.files == 14
+    assert manifest.splits == ["train", "test"]
+    assert manifest.data_bytes == 14 * 12 * 12 * 3
+    assert [(name, *facts[:2]) for name, facts in manifest.source.contents.items()] == [
+        *(("train/cat", 5, "files"), ("train/dog", 5, "files")),
+        *(("test/cat", 2, "files"), ("test/dog", 2, "files")),
+    ]
     assert manifest.statistics == load(tree).info.extra["normalize"]
     assert sorted(files_of(tmp_path / "pack")) == [
         *("manifest.json", "test.bin", "test.index", "train.bin", "train.index")
@@ -64,7 +68,7 @@ def test_the_manifest_says_what_is_in_it(tree: Path, tmp_path: Path):
 
 def test_processes_write_what_one_writes(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pack(tree, tmp_path / "one")
-    monkeypatch.setattr("ptfast.data.packs.pack_image_tree.PIECE_BYTES", 12 * 12 * 3)
+    monkeypatch.setattr("ptfast.data.packs.pack_sources.IMAGE_BYTES", 12 * 12 * 3)
     pack(tree, tmp_path / "many", workers=2)
     assert len(plan_images(tree, size=None, jpeg=False, skip_corrupt=False).jobs) == 14
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
@@ -190,7 +194,7 @@ def test_a_file_that_cannot_be_read_stops_it_or_is_left_out(tree: Path, tmp_path
 
 
 def test_one_that_was_interrupted_is_made_anew(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ptfast.data.packs.pack_image_tree.PIECE_BYTES", 2 * 12 * 12 * 3)
+    monkeypatch.setattr("ptfast.data.packs.pack_sources.IMAGE_BYTES", 2 * 12 * 12 * 3)
     pack(tree, tmp_path / "whole")
     wanted = {"size": None, "jpeg": False, "skip_corrupt": False}
     folder = tmp_path / "pack"
@@ -216,7 +220,7 @@ def test_a_killed_pack_is_made_whole(tmp_path: Path):
     for i in range(4000):
         write(tmp_path / "images" / "ab"[i % 2] / f"{i}.png", i, 32, 32)
     words = [sys.executable, "-m", "ptfast", "pack", str(tmp_path / "images"), "--workers", "2"]
-    code = "import ptfast.data.packs.pack_image_tree as p, sys; p._MOST_IMAGES = 50; "
+    code = "import ptfast.data.packs.pack_sources as p, sys; p._MOST_IMAGES = 50; "
     words[1:3] = ["-c", code + "from ptfast.cli.command_line import run; sys.exit(run(sys.argv[1:]))"]
     started = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     subprocess.run([*words, str(tmp_path / "whole")], check=True, **started)
@@ -257,7 +261,7 @@ def test_damage_is_seen_when_it_is_opened(tree: Path, tmp_path: Path, monkeypatc
     assert "missing" in damaged("test.index", None)
     manifest = files["manifest.json"]
     assert "is damaged" in damaged("manifest.json", manifest[: len(manifest) // 2])
-    assert "format 7" in damaged("manifest.json", manifest.replace(b'"ptfast_pack": 2', b'"ptfast_pack": 7'))
+    assert "format 7" in damaged("manifest.json", manifest.replace(b'"ptfast_pack": 3', b'"ptfast_pack": 7'))
     # Too large to be read whenever it is opened: the command reads all of it.
     monkeypatch.setattr(pack_reader, "CHECKED_BYTES", 0)
     shutil.rmtree(folder)
@@ -278,7 +282,7 @@ def test_a_changed_source_is_seen(tree: Path, tmp_path: Path, monkeypatch: pytes
     before = added.parent.stat()
     write(added, 99)
     message = str(refused(folder))
-    assert "15 files instead of 14" in message
+    assert "train/cat (5 files, now 6)" in message
     assert f"data.root={tree}" in message
     added.unlink()
     load(folder)  # the folder was written to, and holds what it held

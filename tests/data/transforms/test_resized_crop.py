@@ -22,7 +22,7 @@ from ptfast.core.protocols import DataInfo
 from ptfast.data.build_data import Data, build_data
 from ptfast.data.loaders.loader_choice import choose
 from ptfast.data.map_source import TensorSource
-from ptfast.data.packs.pack_image_tree import plan_images
+from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.sources.digits import Digits
