@@ -131,7 +131,9 @@ def read_manifest(folder: Path, key: str = "data.root") -> Manifest | None:
         content = (folder / MANIFEST).read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         if (folder / UNFINISHED).is_file():
-            hint = f"Make it with {(folder / UNFINISHED).read_text()}"
+            command = (folder / UNFINISHED).read_text(errors="replace")
+            # A process that is killed early has not written it; former versions wrote something else.
+            hint = f"Make it with {command if command.startswith('ptfast pack ') else 'ptfast pack'}"
             raise DataError("D007", "is an unfinished pack", key=key, value=folder, suggestion=hint) from None
         return None
     if f'"{MARK}"' not in content:
