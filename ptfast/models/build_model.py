@@ -1,13 +1,11 @@
-"""Builds the model of a run, and finds the key that makes one fit the data, on the meta device."""
+"""Build the model of a run, and suggest the key that makes one fit the data."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,50 +113,19 @@ def _unknown_keyword(target: Target, error: TypeError) -> ConfigError:
 _CHANNELS = ("in_channels", "in_chans", "num_channels", "input_channels", "channels")
 _FEATURES = ("in_features", "num_features", "input_dim", "input_size", "in_dim")
 _SIZES = ("image_size", "img_size", "input_size", "size")
-_SIDES = (16, 32, 64, 96, 128, 160, 192, 224, 240, 256, 288, 299, 320, 384, 448, 512)
-"""Sizes of images that published models are made for, and some smaller ones."""
 
 
 def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
-    """A setting that makes a failed model fit the data, as a sentence; None if no trial on meta finds one."""
-    shape = info.input_shape
-    if info.kind not in ("image", "features") or shape is None:
+    """Return, as a sentence, settings of a failed model that contradict the data; None if there are none."""
+    if info.kind not in ("image", "features") or info.input_shape is None:
         return None
-    with torch.random.fork_rng(devices=[]):
-        fitting = (each for each in _settings(model, info) if _fits(model, info, shape, *each))
-        found = [f"model.{key}={value}" for key, value in islice(fitting, 1)]
-        if info.kind == "image" and "image_size" in keywords(data.resolve()):
-            sides = (side for side in _SIDES if side > max(shape[1:]))
-            side = next((side for side in sides if _fits(model, info, (shape[0], side, side))), None)
-            found += [f"data.image_size={side}"] * (side is not None)
+    images, first, last = info.kind == "image", info.input_shape[0], info.input_shape[-1]
+    wanted = dict.fromkeys(_CHANNELS, first) if images else {}
+    wanted |= dict.fromkeys(_SIZES if images else _FEATURES, last)
+    defaults = {name: keyword.default for name, keyword in keywords(model.resolve()).items()}
+    used = defaults | {name: fact for name, fact in info.facts().items() if name in defaults} | model.kwargs
+    odd = [name for name in wanted if isinstance(used.get(name), int) and used[name] != wanted[name]]
+    found = [f"model.{name}={wanted[name]}" for name in odd]
+    if images and "image_size" in keywords(data.resolve()):
+        found += [f"data.image_size={used[name]}" for name in odd if name in _SIZES]
     return f"Set {' or '.join(found)}" if found else None
-
-
-def _settings(model: Target, info: DataInfo) -> Iterator[tuple[str, Any]]:
-    """Keywords of the model that may describe its inputs, with the data's values."""
-    function = model.resolve()
-    known, open_ended = keywords(function), swallows_keywords(function)
-    first, last = (info.input_shape or (0,))[0], (info.input_shape or (0,))[-1]
-    images = info.kind == "image"
-    tried = dict.fromkeys(_CHANNELS, first) if images else {}
-    tried |= dict.fromkeys(_SIZES if images else _FEATURES, last)
-    for name, value in tried.items():
-        if name in known or open_ended:
-            yield name, value
-
-
-def _fits(
-    model: Target, info: DataInfo, shape: Sequence[int], key: str | None = None, value: Any = None
-) -> bool:
-    """Return True if the model, with one keyword changed, takes inputs of a shape."""
-    kwargs = model.kwargs | ({"pretrained": False} if "pretrained" in model.kwargs else {})
-    target = replace(model, kwargs=kwargs | ({key: value} if key else {}))
-    channels = shape[0] if info.in_channels is not None else None
-    seen = replace(info, input_shape=tuple(shape), in_channels=channels)
-    try:
-        with torch.device("meta"), torch.no_grad():
-            built = build_model(target, seen)
-            built.eval()(torch.empty((2, *shape)))
-    except (Exception, SystemExit):
-        return False  # a constructor that rejects it, or a pass that fails or cannot run there
-    return True

@@ -21,13 +21,10 @@ from ptfast.core.tensors.checkpoint_files import CheckpointContent, ShardedDraft
 from ptfast.core.tensors.dtensors import whole
 from ptfast.core.tensors.trees import map_tensors
 from ptfast.run import Run
-from ptfast.techniques.precision.mixed_precision import PROBE_SIZE
 from ptfast.training.build import build
 
 WITH_TESTS = {"PYTHONPATH": os.pathsep.join(IMPORT_PATHS)}
 """Environment of a command that imports classes from the tests."""
-# A CPU without half precision takes a second over the usual size.
-PROBE_SIZE["cpu"] = 64
 FREE = ("samples_per_s", "step_s", "peak_memory_bytes", "memory_bytes", "cpu_cores", "gpu_use")
 """Figures that no two runs share."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -60,16 +59,12 @@ def test_bf16_computes_in_it_on_any_cpu(cpu):
         ("amp_fp16", "avx512_fp16", "Use precision=amp"),
     ],
 )
-def test_a_cpu_without_the_instructions_is_warned_of_with_the_cost(cpu, mode, native, remedy):
+def test_a_cpu_without_the_instructions_is_warned_of(cpu, mode, native, remedy):
     cpu(f"flags\t\t: avx2 {native}\n")
     assert build_precision(Section(mode=mode), CPU).warning is None
     cpu("flags\t\t: fpu avx2 fma f16c\n")
     lack = "this CPU has no float16 instructions" if mode == "amp_fp16" else "bf16 is no faster on this CPU"
-    expected = (
-        rf"precision={mode}: {lack}: matrix products take \d+\.\dx and "
-        rf"convolutions take \d+\.\dx as long as in fp32\. {remedy}"
-    )
-    assert re.fullmatch(expected, build_precision(Section(mode=mode), CPU).warning)
+    assert build_precision(Section(mode=mode), CPU).warning == f"precision={mode}: {lack}. {remedy}"
 
 
 @pytest.mark.parametrize(
@@ -176,11 +171,10 @@ def test_bf16_on_an_older_gpu_is_emulated_or_refused(monkeypatch, emulates):
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch, "autocast", lambda device, dtype: SimpleNamespace(fast_dtype=dtype))
-    monkeypatch.setattr(precision_module, "try_half", lambda dtype, device: f"{dtype} crawls")
     if emulates:
         warning = build_precision(Section(mode="bf16"), torch.device("cuda")).warning
         remedy = "Use precision=amp, which is fp16 here"
-        assert warning == f"precision=bf16: Tesla T4 has no bf16: torch.bfloat16 crawls. {remedy}"
+        assert warning == f"precision=bf16: Tesla T4 has no bf16. {remedy}"
         return
     with pytest.raises(MachineError, match=r"Tesla T4 has no bf16\. Use precision=amp") as caught:
         build_precision(Section(mode="bf16"), torch.device("cuda"))

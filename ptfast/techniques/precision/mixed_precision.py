@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,14 +13,11 @@ from torch import Tensor, nn
 
 from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.devices import cannot_run, check_precision, multiplies_bf16
-from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import import_extra
 from ptfast.core.tensors.torch_internals import BatchNorm, DispatchMode
 from ptfast.core.tensors.trees import map_tensors, tree_leaves
 from ptfast.techniques.precision import Precision
 from ptfast.techniques.rewrites.model_rewrites import undisturbed
-
-PROBE_SIZE = {"cpu": 512, "mps": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class MixedPrecision:
 
 
 def build_precision(
-    section: Precision, device: torch.device, ranks: Ranks | None = None, choices: AutoChoices | None = None
+    section: Precision, device: torch.device, choices: AutoChoices | None = None
 ) -> MixedPrecision:
     """Resolve a precision option on `device`, and set torch's process-wide switches accordingly.
 
@@ -56,7 +52,7 @@ def build_precision(
     `amp` is `bf16` if the device gains by it, else `amp_fp16` on CUDA and `fp32` on a CPU; it is recorded in
     `choices`.
     """
-    mode, ranks, choices = section.mode, ranks or Ranks(), choices or AutoChoices()
+    mode, choices = section.mode, choices or AutoChoices()
     lack = check_precision(mode, device.type)
     if problem := cannot_run(lack, "precision", mode):
         raise problem
@@ -76,8 +72,7 @@ def build_precision(
     scaler = torch.amp.GradScaler(device.type) if half == torch.float16 else None
     warning = None
     if lack is not None:
-        slowdown = on_first_rank(lambda: try_half(half or torch.bfloat16, device), ranks)
-        warning = f"precision={mode}: {lack.what}: {slowdown}. {lack.remedy}"
+        warning = f"precision={mode}: {lack.what}. {lack.remedy}"
     matmul = section.matmul_precision
     text += f", matrix products at `{matmul}`" * (matmul != ("high" if mode == "tf32" else "highest"))
     return MixedPrecision(context, half, scaler, text, mode == "bf16_true", matmul, warning)
@@ -104,37 +99,6 @@ def kept_conversions() -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-
-
-def try_half(dtype: torch.dtype, device: torch.device, rounds: int = 3) -> str:
-    """Time matrix products and convolutions in `dtype` and float32 for some 0.1 s; return ratios in words."""
-    draws = torch.Generator().manual_seed(0)
-    size = PROBE_SIZE.get(device.type, 512)
-    sides = [torch.randn(size, size, generator=draws).to(device) for _ in range(2)]
-    images = torch.randn(8, 32, 32, 32, generator=draws).to(device, memory_format=torch.channels_last)
-    kernels = torch.randn(32, 32, 3, 3, generator=draws).to(device)
-    found = {}
-    for name, operation, inputs in (
-        ("matrix products", torch.mm, sides),
-        ("convolutions", torch.conv2d, (images, kernels)),
-    ):
-        seconds: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
-        for _ in range(rounds):
-            for kind, times in seconds.items():
-                times.append(_timed(operation, *(value.to(kind) for value in inputs)))
-        found[name] = min(seconds[dtype]) / min(seconds[torch.float32])
-    return " and ".join(f"{name} take {ratio:.1f}x" for name, ratio in found.items()) + " as long as in fp32"
-
-
-def _timed(operation: Callable[..., Tensor], left: Tensor, right: Tensor) -> float:
-    """Return the seconds of the second of two calls."""
-    start = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        operation(left, right)
-        if left.device.type != "cpu":
-            torch.accelerator.synchronize(left.device)
-    return time.perf_counter() - start
 
 
 def set_float32(matmul: str, *, tf32_convolutions: bool | None = None) -> None:

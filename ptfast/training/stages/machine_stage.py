@@ -36,7 +36,7 @@ def set_up_machine(run: PartialRun, *, trains: bool = True) -> None:
         local_world_size=config.micro_batches or 1 if elastic else ranks.local_world_size,
         choices=choices,
     )
-    run.precision = build_precision(config.precision, device, ranks, choices)
+    run.precision = build_precision(config.precision, device, choices)
     before = choices.began_with("micro_batches", int)
     choices.choose("micro_batches", before or config.micro_batches or config.gradients.accumulate)
     if config.backend.cudnn_benchmark == "auto" and choices.get("backend.cudnn_benchmark"):
