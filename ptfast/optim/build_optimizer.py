@@ -18,8 +18,7 @@ from ptfast.core.sections.targets import Target
 from ptfast.core.tensors.dtensors import is_expanded, is_sharded, local_part, shard_like
 from ptfast.core.tensors.torch_internals import hide_from_compiler, is_profiling
 from ptfast.core.tensors.trees import map_tensors
-from ptfast.optim.layer_batches import is_dense, laid_out_as
-from ptfast.optim.layerwise import LayerwiseOptimizer
+from ptfast.optim.layerwise import LayerwiseOptimizer, is_dense, laid_out_as
 
 FOREACH_DEVICES = ("cuda", "xpu")
 """Devices on which torch's optimizers choose the foreach path by themselves."""

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
-from ptfast.optim.layer_batches import HALF_TYPES, Group, LayerBatch, Tensors, multiplied
-from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of
+from ptfast.optim.layerwise import (
+    HALF_TYPES,
+    Group,
+    LayerBatch,
+    LayerwiseOptimizer,
+    Params,
+    Tensors,
+    defaults_of,
+)
 
 
 class Lamb(LayerwiseOptimizer):
@@ -77,19 +84,17 @@ class Lamb(LayerwiseOptimizer):
         excluded = group["exclude_1d"] and batch.ndim <= 1
         adam = {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}
         adam |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
-        buffers = batch.buffers(self._buffers)
         updates: list[Tensors] = []
         weight_sizes: Tensors = []
         update_sizes: Tensors = []
-        pairs = zip(buffers, batch.pieces, strict=True)
-        for (kept, passing), (weights, grads, exp_avgs, exp_avg_sqs) in pairs:
-            state = (batch.scaled(grads, passing), exp_avgs, exp_avg_sqs, [], steps)
+        for weights, grads, exp_avgs, exp_avg_sqs in batch.pieces:
+            state = (batch.scaled(grads), exp_avgs, exp_avg_sqs, [], steps)
             if excluded:
                 torch._fused_adamw_(weights, *state, lr=group["lr"], weight_decay=0.0, **adam)
                 continue
             weight_sizes += batch.sizes(weights)
             # Adam's kernel subtracts: with learning rate 1 it leaves minus the whole update.
-            update = multiplied(weights, -group["weight_decay"], kept)
+            update = list(torch._foreach_mul(weights, -group["weight_decay"]))
             torch._fused_adam_(update, *state, lr=1.0, weight_decay=0.0, **adam)
             update_sizes += batch.sizes(update)
             updates.append(update)

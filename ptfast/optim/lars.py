@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
-from ptfast.optim.layer_batches import Group, LayerBatch
-from ptfast.optim.layerwise import LayerwiseOptimizer, Params, defaults_of, step_by_momentum
+from ptfast.optim.layerwise import (
+    Group,
+    LayerBatch,
+    LayerwiseOptimizer,
+    Params,
+    defaults_of,
+    step_by_momentum,
+)
 
 
 class Lars(LayerwiseOptimizer):

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ptfast.core.errors import described
 from ptfast.core.sections.section import Fraction, NotNegative, Positive
 from ptfast.optim.build_optimizer import FORMULAS, build_step
-from ptfast.optim.layer_batches import DEVICE_CHUNK_SIZE, laid_out_as, no_sparse
+from ptfast.optim.layerwise import DEVICE_CHUNK_SIZE, laid_out_as, no_sparse
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 Rest = Literal["adamw", "sgd"]

@@ -18,7 +18,7 @@ from ptfast.core.machine import is_memory_error
 from ptfast.core.sections.given import is_ours
 from ptfast.core.tensors.dtensors import is_sharded
 from ptfast.core.tensors.torch_internals import backward
-from ptfast.optim.layer_batches import no_sparse
+from ptfast.optim.layerwise import no_sparse
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import is_number
 

@@ -17,7 +17,7 @@ import torch
 from optimizers import wave
 from torch import Tensor, nn
 
-from ptfast.optim import layer_batches
+from ptfast.optim import layerwise
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
 from ptfast.optim.novograd import Novograd
@@ -119,10 +119,10 @@ def reference(name: str, p: Tensor, g: Tensor, state: dict[str, Any], t: int, h:
     return p - h["lr"] * p.norm().clamp(low, high) / u.norm() * u
 
 
-@pytest.fixture(params=[layer_batches.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
+@pytest.fixture(params=[layerwise.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
 def chunk_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whole and together, and every layer in pieces."""
-    monkeypatch.setattr(layer_batches, "CPU_CHUNK_SIZE", request.param)
+    monkeypatch.setattr(layerwise, "CPU_CHUNK_SIZE", request.param)
 
 
 @pytest.mark.usefixtures("chunk_size")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ptfast.core.errors import ConfigError
 from ptfast.core.sections.targets import Target
-from ptfast.optim import Optimizer, layer_batches
+from ptfast.optim import Optimizer, layerwise
 from ptfast.optim.build_optimizer import apply_lr, build_optimizer, load_optimizer
 from ptfast.optim.lamb import Lamb
 from ptfast.optim.lars import Lars
@@ -23,10 +23,10 @@ from ptfast.optim.muon import Muon
 from ptfast.optim.novograd import Novograd
 
 
-@pytest.fixture(params=[layer_batches.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
+@pytest.fixture(params=[layerwise.CPU_CHUNK_SIZE, 7], ids=["whole", "cut"])
 def chunk_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whole and together, and every layer in pieces."""
-    monkeypatch.setattr(layer_batches, "CPU_CHUNK_SIZE", request.param)
+    monkeypatch.setattr(layerwise, "CPU_CHUNK_SIZE", request.param)
 
 
 @pytest.mark.parametrize("name", OURS)
