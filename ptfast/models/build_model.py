@@ -120,7 +120,7 @@ def remedy(model: Target, data: Target, info: DataInfo) -> str | None:
     if info.kind not in ("image", "features") or info.input_shape is None:
         return None
     images, first, last = info.kind == "image", info.input_shape[0], info.input_shape[-1]
-    wanted = dict.fromkeys(_CHANNELS, first) if images else {}
+    wanted: dict[str, int] = dict.fromkeys(_CHANNELS, first) if images else {}
     wanted |= dict.fromkeys(_SIZES if images else _FEATURES, last)
     defaults = {name: keyword.default for name, keyword in keywords(model.resolve()).items()}
     used = defaults | {name: fact for name, fact in info.facts().items() if name in defaults} | model.kwargs
