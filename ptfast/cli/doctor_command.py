@@ -90,8 +90,7 @@ def _gpus() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        taken = total - free
-        remedy = ""
+        taken, remedy = total - free, ""
         if taken > total / 10:
             remedy = f"other programs use {num_bytes(taken)} of its memory: nvidia-smi lists them"
         what = f"{facts.name}, {num_bytes(total)}, capability {facts.major}.{facts.minor}"
@@ -128,9 +127,8 @@ def _cpu() -> Iterator[Finding]:
     machine.watch_others()
     time.sleep(WATCHED_S)
     others = machine.others_cores()
-    remedy = "runs are slower and timings vary until they stop: top lists them"
-    found = f"other processes keep {others:.1f} cores busy"
-    yield Finding("neighbors", found, remedy if others > BUSY_CORES else "")
+    remedy = "runs are slower and timings vary until they stop: top lists them" if others > BUSY_CORES else ""
+    yield Finding("neighbors", f"other processes keep {others:.1f} cores busy", remedy)
 
 
 def _memory() -> Iterator[Finding]:

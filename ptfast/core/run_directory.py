@@ -188,14 +188,16 @@ def versions() -> dict[str, str | None]:
 
     import torch
 
+    from ptfast import __version__
+
     def installed(package: str) -> str | None:
         try:
             return version(package)
         except PackageNotFoundError:
             return None
 
-    others = {package: installed(package) for package in ("torchvision", "numpy", "ptfast")}
-    return {"python": platform.python_version(), "torch": torch.__version__, **others}
+    others = {package: installed(package) for package in ("torchvision", "numpy")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **others, "ptfast": __version__}
 
 
 def environment(command_line: list[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from toys import (
     callback,
 )
 
+import ptfast
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import DataInfo
 from ptfast.models.mlp import Mlp
@@ -130,6 +131,7 @@ def test_the_environment_names_what_was_used(in_tmp: Path) -> None:
     assert train(*SMALL, "steps=2", "run.dir=a", "backend.threads=1") == 0
     environment = json.loads(Path("a/environment.json").read_text())
     assert (environment["device"], environment["threads"], environment["ranks"]) == ("cpu", 1, 1)
+    assert (environment["ptfast"], environment["torch"]) == (ptfast.__version__, torch.__version__)
 
 
 def test_iterable_data_trains_for_so_many_steps(in_tmp: Path) -> None:
