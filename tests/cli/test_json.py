@@ -1,4 +1,4 @@
-"""`--json` prints only objects of the schema in docs/reference/json.md; `ptfast doctor` names weaknesses."""
+"""`--json` prints only objects of the schema in docs/reference/; `ptfast doctor` names weaknesses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from ptfast.launch.launcher import reported_failure
 from ptfast.launch.rank_main import report_failure
 from ptfast.report.terminal.json_lines import as_json, emit, emit_error
 
-PAGE = Path(__file__).parents[2] / "docs/reference/json.md"
-SCHEMA = json.loads(PAGE.read_text().split("```json\n")[1].split("```")[0])
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/json-lines.schema.json").read_text())
 TINY = ["data=digits", "model=mlp", "model.hidden=[8]", "steps=4", "log_every=2"]
 
 TYPED = "command line"
