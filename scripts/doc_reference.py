@@ -18,11 +18,12 @@ from ptfast.cli.arguments import COMMON, Command, Flag  # noqa: E402
 from ptfast.cli.commands import COMMANDS  # noqa: E402
 from ptfast.config.checks.target_keywords import own_parameters  # noqa: E402
 from ptfast.config.compose import compose  # noqa: E402
-from ptfast.config.editors.help import argument_docs, entries, field_docs  # noqa: E402
+from ptfast.config.editors.help import argument_docs, entries  # noqa: E402
+from ptfast.config.editors.json_schema import of_type  # noqa: E402
 from ptfast.config.files import paths  # noqa: E402
 from ptfast.config.schema import Config, entry_of, flatten, section_of  # noqa: E402
 from ptfast.core.protocols import TASKS  # noqa: E402
-from ptfast.core.sections.coerce import describe, json_types  # noqa: E402
+from ptfast.core.sections.coerce import describe  # noqa: E402
 from ptfast.core.sections.section import GATHERED, typed  # noqa: E402
 from ptfast.core.sections.targets import EMPTY, locate, plain  # noqa: E402
 
@@ -113,17 +114,17 @@ def as_typed(value: Any) -> str:
 def type_and_range(field: Any) -> str:
     """The type of a key and the range of its numbers: `a whole number from 1`."""
     signs = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    found = of_type(typed(field))
     limits = {
-        name: limit for each in json_types(typed(field)) for name, limit in each.items() if name in signs
+        name: limit for each in found.get("anyOf", [found]) for name, limit in each.items() if name in signs
     }
     limits = {name: limit for name, limit in limits.items() if abs(limit) < 2**53}
-    words = [f"{signs[name]} {limit:g}" for name, limit in limits.items()]
+    words = [f"{sign} {limits[name]:g}" for name, sign in signs.items() if name in limits]
     return " ".join([describe(field.annotation).replace("Target", "an import path"), *words])
 
 
 def key_rows(section: type, prefix: str) -> Iterator[str]:
     """A row for each key of a section, and of the sections in it."""
-    docs = field_docs(section)
     for key, field in section.model_fields.items():
         name, inner, entry = f"{prefix}{key}", section_of(field.annotation), entry_of(field.annotation)
         if key in GATHERED:
@@ -131,7 +132,7 @@ def key_rows(section: type, prefix: str) -> Iterator[str]:
         if inner is not None:
             yield from key_rows(inner, f"{name}.")
             continue
-        yield cells(code(name), shown_default(name, field), type_and_range(field), docs.get(key, ""))
+        yield cells(code(name), shown_default(name, field), type_and_range(field), field.description or "")
         if entry is not None:
             yield from key_rows(entry, f"{name}[].")
 
@@ -163,14 +164,20 @@ def first_sentence(text: str) -> str:
 def config_keys() -> str:
     """The reference of config keys: those outside groups, and each group with its options."""
     fields = {name: (field, section_of(field.annotation)) for name, field in Config.model_fields.items()}
-    top = field_docs(Config)
     lines = ["", "## Keys outside groups", "", KEY_TABLE]
     for name, (field, section) in fields.items():
         if section is None and name not in paths.groups() and name != "recipe":
             lines.append(
-                cells(code(name), shown_default(name, field), type_and_range(field), top.get(name, ""))
+                cells(code(name), shown_default(name, field), type_and_range(field), field.description or "")
             )
-    lines += ["", f"## {paths.PRESETS}", "", top[paths.PRESETS], "", *option_list(paths.PRESETS)]
+    lines += [
+        "",
+        f"## {paths.PRESETS}",
+        "",
+        fields[paths.PRESETS][0].description or "",
+        "",
+        *option_list(paths.PRESETS),
+    ]
     for name, (_, section) in fields.items():
         if section is not None:
             lines += section_lines(name, section)
@@ -186,7 +193,7 @@ def section_lines(name: str, section: type) -> Iterator[str]:
         yield from ("", f"Example: {code(example(name, section))}", "", KEY_TABLE, *rows)
     if not grouped or (name != "task" and "target" not in section.model_fields):
         return
-    shared = field_docs(section)
+    shared = {key: field.description or "" for key, field in section.model_fields.items()}
     found = {
         option: tuple(option_rows(name, option, shared))
         for option in (TASKS if name == "task" else paths.options(name))

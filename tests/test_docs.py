@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_trees import explained_schema
 from conftest import ROOT
 from failures import failures
 from shown import (
@@ -31,7 +32,6 @@ from shown import (
 
 from ptfast.cli.command_line import read, run
 from ptfast.config.catalogue import CATALOGUE
-from ptfast.config.editors.json_schema import schema
 from ptfast.config.files import paths
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
@@ -231,7 +231,7 @@ def keys_of(section: str) -> set[str]:
     return found
 
 
-SCHEMA = schema()
+SCHEMA = explained_schema()
 KEYS = {section: keys_of(section) for section in Config.model_fields}
 OURS = ("data", "model", "sampling", "task", "schedule", "optimizer", "logger")
 """Sections in which a part of one's own may be named, with keys that it alone knows."""

@@ -185,7 +185,6 @@ def _of_group(group: str, section: Any) -> Iterator[str]:
 
 def _key_rows(section: Any, prefix: str = "") -> Iterator[str]:
     """Yield the keys of a section and of the sections inside it."""
-    from ptfast.config.editors.help import field_docs
     from ptfast.config.schema import section_of
     from ptfast.core.sections.coerce import describe
     from ptfast.core.sections.targets import plain
@@ -198,23 +197,24 @@ def _key_rows(section: Any, prefix: str = "") -> Iterator[str]:
             continue
         default = None if field.is_required() else plain(field.get_default(call_default_factory=True))
         value = json.dumps(default).strip('"')
-        docs = field_docs(section).get(key, "")
-        yield _row(f"{prefix}{key}={value}", f"{docs} ({describe(field.annotation)})")
+        meaning = f"{field.description or ''} ({describe(field.annotation)})"
+        yield _row(f"{prefix}{key}={value}", meaning)
 
 
 def _of_option(group: str, option: str, section: Any) -> Iterator[str]:
     """Yield the keys of one option's target, with their defaults and meanings."""
     from ptfast.config.checks.target_keywords import own_parameters
     from ptfast.config.compose import compose
-    from ptfast.config.editors.help import argument_docs, field_docs
+    from ptfast.config.editors.help import argument_docs
     from ptfast.core.sections.targets import EMPTY, locate
 
     paths.check_option(group, option, paths.groups(), None)
     values = compose([f"{group}={option}"], complete=False).tree[group]
     yield f"{group}={option} sets these keys, and accepts more with {group}.KEY=VALUE:"
     target = locate(values["_target_"]) if isinstance(values.get("_target_"), str) else None
-    docs = field_docs(section) if section is not None else {}
-    docs = {**docs, **(argument_docs(target) if target is not None else {})}
+    fixed = section.model_fields if section is not None else {}
+    docs = {key: field.description or "" for key, field in fixed.items()}
+    docs |= argument_docs(target) if target is not None else {}
     parameters = own_parameters(target, group) if target is not None else {}
     for key in dict.fromkeys([*parameters, *(key for key in values if key != "_target_")]):
         default = parameters[key].default if key in parameters else EMPTY

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ptfast.config.checks.validate import validate
+from ptfast.config.editors.json_schema import schema
 from ptfast.config.schema import Config
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, MachineError
@@ -144,3 +145,18 @@ def to_tree(section: Section) -> Tree:
         else:
             tree[name] = plain(value)
     return tree
+
+
+def explained_schema() -> dict[str, Any]:
+    """The JSON Schema of recipes with its sections in place of references to them."""
+
+    def inlined(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inlined(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        name = str(part.get("$ref", "")).rpartition("/")[2]
+        return {key: inlined(item) for key, item in {**whole["$defs"].get(name, {}), **part}.items()}
+
+    whole = schema()
+    return inlined({key: part for key, part in whole.items() if key != "$defs"})

@@ -6,7 +6,6 @@ Imports neither Hydra nor YAML, so that help is quick.
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import re
 from dataclasses import dataclass
@@ -79,19 +78,3 @@ def argument_docs(function: Any) -> dict[str, str]:
         for names, description in _ARGUMENT.findall(section[1] if section else ""):
             found |= dict.fromkeys(names.split(", "), " ".join(description.split()))
     return found
-
-
-@functools.cache
-def field_docs(owner: type) -> dict[str, str]:
-    """Field -> the text below it in the class body."""
-    (body,) = ast.parse(inspect.getsource(owner)).body
-    assert isinstance(body, ast.ClassDef)
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(body.body, body.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }

@@ -5,65 +5,75 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pydantic.fields import FieldInfo
+from pydantic import ConfigDict, create_model
+from pydantic.json_schema import GenerateJsonSchema
 
 from ptfast.config.checks.target_keywords import own_parameters
-from ptfast.config.editors.help import argument_docs, entries, field_docs
+from ptfast.config.editors.help import argument_docs, entries
 from ptfast.config.files.paths import PRESETS, SEVERAL, groups, options
 from ptfast.config.files.yaml_file import lineage
-from ptfast.config.schema import Config, entry_of, section_of
-from ptfast.core.durations import Duration
+from ptfast.config.schema import Config, section_of
 from ptfast.core.errors import PtfastError
 from ptfast.core.protocols import TASKS
-from ptfast.core.sections.coerce import REFERENCE, json_types
-from ptfast.core.sections.section import GATHERED, Section, typed
-from ptfast.core.sections.targets import locate, swallows_keywords
+from ptfast.core.sections.section import GATHERED
+from ptfast.core.sections.targets import Target, locate, plain, swallows_keywords
 from ptfast.tasks import TaskSection
 
 Schema = dict[str, Any]
 _CHOICE = "^(override )?/?{}$"
 """Pattern of the key by which a defaults list chooses an option of a group."""
+_REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
+"""An interpolation such as `${oc.env:HOME}`, in place of any value."""
+_ARBITRARY = ConfigDict(arbitrary_types_allowed=True)
+_MAPPING = {"type": "object", "required": ["_target_"]}
+
+
+class _Generator(GenerateJsonSchema):
+    """pydantic's generator, for values as `coerce` takes them."""
+
+    def generate_inner(self, schema: Any) -> Schema:
+        found = super().generate_inner(schema)
+        if found.get("type") in ("integer", "number", "boolean", "array"):
+            return {**found, **_REFERENCE, "type": [found["type"], "string"]}
+        return {"anyOf": [found, _REFERENCE]} if found.keys() & {"enum", "const"} else found
+
+    def str_schema(self, schema: Any) -> Schema:
+        return {"type": ["string", "number"]}
+
+    def dataclass_schema(self, schema: Any) -> Schema:
+        return {"anyOf": [{"type": "string"}, _MAPPING]} if schema["cls"] is Target else {}
+
+    def is_instance_schema(self, schema: Any) -> Schema:
+        return _MAPPING
+
+    def callable_schema(self, schema: Any) -> Schema:
+        return _MAPPING
+
+    def encode_default(self, dft: Any) -> Any:
+        return plain(dft)
+
+    def model_schema(self, schema: Any) -> Schema:
+        found = super().model_schema(schema)
+        # What is gathered from several keys is no key itself.
+        found["properties"] = {key: part for key, part in found["properties"].items() if key not in GATHERED}
+        return found | {"required": [key for key in found.get("required", ()) if key not in GATHERED]}
 
 
 def schema() -> Schema:
     """The JSON Schema (draft 2020-12) of a recipe: its defaults, and every key with its type and range."""
-    docs = field_docs(Config)
-    preset = {"description": docs["preset"], "anyOf": _options(PRESETS)}
-    properties: Schema = {"defaults": _defaults(), "preset": preset, "hydra": {"type": "object"}}
-    rules: list[Schema] = []
-    for name, found in Config.model_fields.items():
-        part = section_of(found.annotation)
+    found = Config.model_json_schema(schema_generator=_Generator)
+    properties, rules = found["properties"], list[Schema]()
+    for name, field in Config.model_fields.items():
+        part = section_of(field.annotation)
         if part is TaskSection:
-            properties[name] = _task(docs.get(name))
+            properties[name] = _task()
         elif part and "target" in part.model_fields:
-            properties[name], rule = _target_section(name, part)
-            rules.append(rule)
-        elif name not in ("recipe", "preset"):
-            properties[name] = _field(found, docs.get(name))
-    reference = {
-        "type": "string",
-        "pattern": r"\$\{.+\}",
-        "description": "a reference, such as ${oc.env:HOME}",
-    }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "ptfast recipe",
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-        "allOf": rules,
-        "$defs": {"reference": reference},
-    }
-
-
-def _section(part: type[Section], **content: Any) -> Schema:
-    """A section, by default with its own keys."""
-    docs = field_docs(part)
-    fields = {
-        key: _field(found, docs.get(key)) for key, found in part.model_fields.items() if key not in GATHERED
-    }
-    description = " ".join((part.__doc__ or "").split())
-    return {"description": description, "type": "object", "properties": fields, **content}
+            rules.append(_target_section(name, found["$defs"][part.__name__]))
+    del properties["recipe"]
+    properties |= {"defaults": _defaults(), "hydra": {"type": "object"}}
+    properties["preset"]["anyOf"] = _options(PRESETS)
+    top = {"$schema": GenerateJsonSchema.schema_dialect, "title": "ptfast recipe"}
+    return {**found, **top, "allOf": rules, "required": []}
 
 
 def _defaults() -> Schema:
@@ -89,19 +99,17 @@ def _options(group: str) -> list[Schema]:
     return [{"const": entry.name, "description": entry.summary} for entry in entries(group)]
 
 
-def _field(found: FieldInfo, doc: str | None) -> Schema:
-    described: Schema = {"description": doc} if doc else {}
-    default = found.get_default(call_default_factory=True)
-    if isinstance(default, (bool, int, float, str, Duration)):
-        described["default"] = str(default) if isinstance(default, Duration) else default
-    if part := section_of(found.annotation):
-        return _section(part, additionalProperties=False)
-    entry = entry_of(found.annotation)
-    if entry is None:
-        return {**described, "anyOf": json_types(typed(found))}
-    required = [key for key, value in entry.model_fields.items() if value.is_required()]
-    item = _section(entry, additionalProperties=False, required=required)
-    return {**described, "anyOf": [{"type": "array", "items": item}, REFERENCE]}
+def of_type(annotation: Any) -> Schema:
+    """The schema of a keyword; an object that only a target can make may be anything."""
+    try:
+        holder = create_model("Holder", __config__=_ARBITRARY, value=(annotation, ...))
+        whole = holder.model_json_schema(schema_generator=_Generator)
+    except Exception:  # an annotation of another library, which pydantic need not know
+        return {}
+    found = {key: part for key, part in whole["properties"]["value"].items() if key != "title"}
+    alternatives = found.get("anyOf", [found])
+    made_only = all(each in (_MAPPING, {"type": "null"}) for each in alternatives)
+    return {} if made_only or whole.get("$defs", {}).keys() - {"Target"} else found
 
 
 def _keywords(
@@ -113,8 +121,7 @@ def _keywords(
     for function in functions:
         docs = argument_docs(function)
         for name, parameter in own_parameters(function, section).items():
-            found = types.setdefault(name, [])
-            found += [each for each in json_types(parameter.annotation) if each not in found]
+            types.setdefault(name, []).append(of_type(parameter.annotation))
             described = {"description": docs[name]} if name in docs else {}
             loose[name] = loose.get(name) or described
     closed = {name: {"anyOf": found} for name, found in types.items() if name not in fixed}
@@ -122,8 +129,8 @@ def _keywords(
     return loose, {"propertyNames": {"enum": names}, "properties": closed}
 
 
-def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
-    """A section with `_target_`, and the rule that closes it where the recipe names no target of its own."""
+def _target_section(group: str, section: Schema) -> Schema:
+    """Add the keywords of a section's targets; the rule that closes it if the recipe names no own target."""
     functions: list[Callable[..., Any]] = []
     open_options: list[str] = []
     """Options whose target takes keywords that its signature does not name."""
@@ -140,10 +147,10 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
         functions.append(function)
         if swallows_keywords(function):
             open_options.append(option)
-    section = _section(part)
     loose, strict = _keywords(functions, group, section["properties"])
     target = {"description": "Import path of a class or function.", "type": ["string", "null"]}
     section["properties"] = {"_target_": target, **loose, **section["properties"]}
+    section["additionalProperties"] = True
     own_target = {"properties": {group: {"required": ["_target_"]}}, "required": [group]}
     open_choice = {
         "type": "object",
@@ -157,21 +164,19 @@ def _target_section(group: str, part: type[Section]) -> tuple[Schema, Schema]:
         "required": ["defaults"],
     }
     closed = {"properties": {group: strict}}
-    return section, {"if": {"not": {"anyOf": [own_target, chosen]}}, "then": closed}
+    return {"if": {"not": {"anyOf": [own_target, chosen]}}, "then": closed}
 
 
-def _task(doc: str | None) -> Schema:
+def _task() -> Schema:
     """A task by name or import path, alone or with its keywords beside it."""
     loose, strict = _keywords(map(locate, TASKS.values()), "task", ["name"])
     own = {"type": "string", "pattern": r"\."}
-    name = {
-        "description": field_docs(TaskSection)["name"],
-        "anyOf": [{"enum": ["auto", *TASKS]}, own, REFERENCE],
-    }
+    doc = TaskSection.model_fields["name"].description
+    name = {"description": doc, "anyOf": [{"enum": ["auto", *TASKS]}, own, _REFERENCE]}
     section = {
         "type": "object",
         "properties": {**loose, "name": name, "_target_": own},
         "if": {"anyOf": [{"properties": {"name": own}, "required": ["name"]}, {"required": ["_target_"]}]},
         "else": strict,
     }
-    return {"description": doc or " ".join((TaskSection.__doc__ or "").split()), "anyOf": [name, section]}
+    return {"description": " ".join((TaskSection.__doc__ or "").split()), "anyOf": [name, section]}

@@ -1,4 +1,4 @@
-"""Values of a config by their annotation: coerced (`true` is no number here), described, as JSON Schema."""
+"""Values of a config by their annotation: coerced (`true` is no number here) and described."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ptfast.core.durations import NUMBER, TIME, Duration, DurationRangeError, Unit, is_finite, read_number
 from ptfast.core.errors import ConfigError, PtfastError, did_you_mean
-from ptfast.core.sections.targets import Target
 
 _SEQUENCES = (
     *(list, tuple, set, frozenset),
@@ -44,10 +43,26 @@ class Range:
         high = number < self.high if self.open_high else number <= self.high
         return low and high
 
-    def json_limits(self) -> dict[str, float]:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         low = {"exclusiveMinimum" if self.open_low else "minimum": self.low}
         high = {"exclusiveMaximum" if self.open_high else "maximum": self.high}
-        return {name: limit for name, limit in (low | high).items() if math.isfinite(limit)}
+        limits = {name: limit for name, limit in (low | high).items() if math.isfinite(limit)}
+
+        def limited(found: Any) -> Any:
+            if isinstance(found, list):
+                return [limited(item) for item in found]
+            if not isinstance(found, dict):
+                return found
+            kinds = found.get("type", ())
+            is_number = not {"integer", "number"}.isdisjoint([kinds] if isinstance(kinds, str) else kinds)
+            found = {key: limited(part) for key, part in found.items()}
+            return (
+                {key: part for key, part in found.items() if key != "minimum"} | limits
+                if is_number
+                else found
+            )
+
+        return limited(handler(schema))
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,13 @@ class InUnit:
 
     default: Unit
     allowed: tuple[Unit, ...] = ("steps", "epochs", "samples", "percent")
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        # In the grammar of JavaScript's regular expressions.
+        units = "|".join("percent|%" if unit == "percent" else f"{unit}?" for unit in self.allowed)
+        time = f"|{TIME}" if "seconds" in self.allowed else ""
+        pattern = rf"^\s*(?=\S)(({NUMBER})\s*({units})?{time})\s*$|\$\{{.+\}}"
+        return {"type": ["number", "string"], "minimum": 0, "pattern": pattern}
 
 
 POSITIVE = Range(0, open_low=True)
@@ -139,7 +161,7 @@ def _words(annotation: Any) -> Sequence[str]:
         return ["a wall time such as 10m" if in_unit.default == "seconds" else "a duration"]
     if kind in _NOTHING:
         return ["null"]
-    return _PLAIN[kind][0] if kind in _PLAIN else [getattr(kind, "__name__", str(kind))]
+    return _PLAIN[kind] if kind in _PLAIN else [getattr(kind, "__name__", str(kind))]
 
 
 def _either(words: Sequence[str]) -> str:
@@ -164,14 +186,14 @@ def _reject_not_finite(value: Any) -> None:
             raise ConfigError("C005", "must be a finite number")
 
 
-_PLAIN: dict[Any, tuple[tuple[str, ...], str | list[str]]] = {
-    bool: (("true", "false"), "boolean"),
-    int: (("a whole number",), "integer"),
-    float: (("a number",), "number"),
-    str: (("text",), ["string", "number"]),
-    Path: (("a path",), "string"),
+_PLAIN: dict[Any, tuple[str, ...]] = {
+    bool: ("true", "false"),
+    int: ("a whole number",),
+    float: ("a number",),
+    str: ("text",),
+    Path: ("a path",),
 }
-"""Plain types: how their values are described, and their types in JSON Schema."""
+"""Plain types, and how their values are described."""
 
 
 def _to_plain(value: Any, kind: Any) -> Any:
@@ -196,7 +218,7 @@ def _to_plain(value: Any, kind: Any) -> Any:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         octal = isinstance(value, str) and re.fullmatch("0o[0-7]+", value)
         hint = f"Write {int(octal[0], 8)} for the octal {value}" if octal else None
-        raise _expected(_PLAIN[kind][0][0], value, hint)
+        raise _expected(_PLAIN[kind][0], value, hint)
     _reject_not_finite(number)
     if kind is int and isinstance(number, float) and not number.is_integer():
         raise _expected("a whole number", value)
@@ -240,49 +262,3 @@ def _is_known(annotation: Any) -> bool:
     """Return True if values are coerced to a type, not taken as they are."""
     known = (*_PLAIN, Duration, *_SEQUENCES, *_MAPPINGS, *_NOTHING, Literal, Any, *_UNIONS)
     return _parts(annotation)[0] in known
-
-
-REFERENCE = {"$ref": "#/$defs/reference"}
-"""In JSON Schema, an interpolation in place of a value."""
-TARGET: dict[str, Any] = {"type": "object", "required": ["_target_"]}
-
-
-def json_types(annotation: Any) -> list[dict[str, Any]]:
-    """The alternatives in JSON Schema that a value of this type may be, a reference among them."""
-    found = _json_types(annotation, None)
-    return found if {} in found else [*found, REFERENCE]
-
-
-def _json_types(annotation: Any, bounds: Range | None) -> list[dict[str, Any]]:
-    kind, arguments, metadata, in_unit = _parts(annotation)
-    bounds = next((item for item in metadata if isinstance(item, Range)), bounds)
-    if kind in _UNIONS:
-        known = [member for member in arguments if _is_known(member) or member is Target]
-        if all(member is type(None) for member in known):
-            return [{}]
-        targets = [TARGET] * (len(known) < len(arguments))
-        return [found for member in known for found in _json_types(member, bounds)] + targets
-    if kind is Literal:
-        return [{"enum": list(arguments)}]
-    if kind is Duration:
-        # In the grammar of JavaScript's regular expressions.
-        units = "|".join("percent|%" if unit == "percent" else f"{unit}?" for unit in in_unit.allowed)
-        time = f"|{TIME}" if "seconds" in in_unit.allowed else ""
-        pattern = rf"^\s*(?=\S)(({NUMBER})\s*({units})?{time})\s*$"
-        limits = (bounds or NOT_NEGATIVE).json_limits()
-        return [{"type": "number", **limits}, {"type": "string", "pattern": pattern}]
-    if kind in _SEQUENCES:
-        items = [{"anyOf": [*_json_types(member, bounds), REFERENCE]} for member in arguments]
-        if kind is tuple and arguments and arguments[-1] is not Ellipsis:
-            return [{"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}]
-        return [{"type": "array", **({"items": items[0]} if items else {})}]
-    if kind in _MAPPINGS:
-        return [{"type": "object"}]
-    if kind in _NOTHING:
-        return [{"type": "null"}]
-    if kind is Target:
-        return [{"type": "string"}, TARGET]
-    if kind not in _PLAIN:
-        return [{}]
-    limits = bounds.json_limits() if bounds and kind in (int, float) else {}
-    return [{"type": _PLAIN[kind][1], **limits}]

@@ -40,7 +40,13 @@ GATHERED = ("target", "options", "several")
 class Section(BaseModel):
     """Base of all sections: frozen, closed, values coerced by `coerce` before pydantic sees them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        defer_build=True,
+        use_attribute_docstrings=True,
+    )
 
     @field_validator("*", mode="before")
     @classmethod
