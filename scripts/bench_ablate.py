@@ -26,7 +26,7 @@ from ptfast.__main__ import WAITING
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.overrides import merge
 from ptfast.measure.ablation import PLAIN
-from ptfast.measure.experiment.laboratory import Laboratory, Pair, judge_pairs, measure_pairs
+from ptfast.measure.experiment.laboratory import Comparison, Laboratory
 from ptfast.report.terminal.display import say, table
 
 RECIPES = {
@@ -51,14 +51,16 @@ def session(words: list[str], budget: str, again_s: float, folder: Path) -> list
     found = json.loads((folder / "measure.json").read_text())
     plain = merge(words, PLAIN)
     switches = [word for each in CATALOGUE if each.name in found["selected"] for word in each.on]
-    pairs = [Pair("the selected config over plain", plain, merge(plain, switches))]
+    pairs = {"the selected config over plain": (plain, merge(plain, switches))}
     if found["best"]:
-        pairs.append(Pair("best.yaml over the config as given", words, merge(words, found["best"])))
+        pairs["best.yaml over the config as given"] = words, merge(words, found["best"])
+    again: dict[str, Any] = {}
     with Laboratory(budget_s=again_s) as laboratory:
-        measure_pairs(laboratory, pairs)
-    effects, _ = judge_pairs(pairs)
-    named = zip(pairs, effects, strict=True)
-    return [found | {"again": {pair.name: effect and effect.record() for pair, effect in named}}]
+        for left, (name, (base, other)) in enumerate(pairs.items()):
+            comparison = Comparison(base, {name: other})
+            comparison.measure(laboratory, keep_s=again_s * (len(pairs) - 1 - left) / len(pairs))
+            again |= {name: effect.record() for name, effect in comparison.effects()[0].items()}
+    return [found | {"again": again}]
 
 
 def effects_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

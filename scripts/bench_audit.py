@@ -104,7 +104,8 @@ def main() -> None:
     from ptfast.core.durations import Duration
     from ptfast.measure.audit.audit_context import audit_context
     from ptfast.measure.audit.audit_run import CHECKS
-    from ptfast.measure.experiment.laboratory import Laboratory, Pair, judge_pairs, measure_pairs
+    from ptfast.measure.experiment.laboratory import Comparison, Laboratory
+    from ptfast.measure.experiment.verdicts import judge
     from ptfast.report.terminal.display import Display, table
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,19 +122,21 @@ def main() -> None:
         audit_context(read_config(WORDS)[1], Path(name), Display()) as context,
     ):
         findings = [finding for check in CHECKS[:3] for finding in check(context)]
-    pairs = [Pair(defect, WORDS, (*WORDS, DEFECTS[defect][1])) for defect in asked.defects]
-    with Laboratory(budget_s=len(pairs) * budget_s) as laboratory:
-        measure_pairs(laboratory, pairs)
-    for pair, effect, verdict in zip(pairs, *judge_pairs(pairs), strict=True):
-        check, _ = DEFECTS[pair.name]
+    comparison = Comparison(WORDS, {defect: (*WORDS, DEFECTS[defect][1]) for defect in asked.defects})
+    with Laboratory(budget_s=len(asked.defects) * budget_s) as laboratory:
+        comparison.measure(laboratory)
+    effects, _ = comparison.effects()
+    for defect, verdict in zip(asked.defects, judge([*map(effects.get, asked.defects)]), strict=True):
+        check, _ = DEFECTS[defect]
+        effect = effects.get(defect)
         prices = [found.price for found in findings if found.check == check and found.price]
         price = f"{sum(each.seconds for each in prices) * 1e3:.3g} ms" if prices else "not found"
-        gain = pair.why or "too little time"
+        gain = comparison.why(defect) or "too little time"
         if effect is not None:
-            step_s = pair.median("step_s")
+            step_s = comparison.median("step_s")
             saved = (1e3 * step_s * (1 - 1 / ratio) for ratio in (effect.ratio, *effect.interval()))
             gain = "{:.3g} ms [{:.3g} to {:.3g}]".format(*saved)
-        rows.append([pair.name, check, price, gain, verdict])
+        rows.append([defect, check, price, gain, verdict])
     table(["defect", "found by", "price", "gain by hand", "verdict"], rows)
 
 

@@ -28,7 +28,7 @@ from ptfast.config.overrides import merge
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_OK
 from ptfast.core.sections.section import Need
-from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
+from ptfast.measure.experiment.laboratory import BASE, NOT_REACHED, Comparison, Laboratory
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
 from ptfast.measure.outputs import write_results
 from ptfast.models.resnet_cifar import ResNetCifar
@@ -91,22 +91,22 @@ TEXTS: Words = (
     *("model=gpt", "model.width=64", "model.depth=2", "batch_size=16"),
 )
 
-Comparison = tuple[Words, str, str, tuple[Need, ...]]
+Workload = tuple[Words, str, str, tuple[Need, ...]]
 """`workload`, `without`, `with_it` and `needs` of a claim."""
-AUTOCAST: Comparison = (WIDE, "precision=fp32", "precision=amp", ("half",))
-OVER_TF32: Comparison = (WIDE, "precision=tf32", "precision=amp", ("half", "nvidia_tf32"))
+AUTOCAST: Workload = (WIDE, "precision=fp32", "precision=amp", ("half",))
+OVER_TF32: Workload = (WIDE, "precision=tf32", "precision=amp", ("half", "nvidia_tf32"))
 TWO_WORKERS, FOUR_WORKERS = (f"dataloader=workers dataloader.workers={count}" for count in (2, 4))
-WORKERS: Comparison = (FILES, "dataloader=plain", FOUR_WORKERS, ("cores",))
-MORE_WORKERS: Comparison = (FILES, TWO_WORKERS, FOUR_WORKERS, ("cuda", "cores"))
-PINNED: Comparison = ((*WIDE, "dataloader=plain"), "dataloader.pin=false", "dataloader.pin=true", ("cuda",))
-LARGER: Comparison = (RESNET, "batch_size=64", "batch_size=512", ())
-FUSED: Comparison = ((*RESNET, "optimizer=adamw"), "optimizer.fused=false", "optimizer.fused=true", ())
-RECOMPUTED: Comparison = (RESNET, "checkpointing=none", "checkpointing=full", ())
-RECOMPUTED_LARGE: Comparison = (LARGE, *RECOMPUTED[1:])
-ACCUMULATED: Comparison = (LARGE, "gradients.accumulate=1", "gradients.accumulate=4", ())
-PADDED: Comparison = (TEXTS, "batching=none", "batching=longest", ())
-BUCKETS: Comparison = (TEXTS, "batching=longest", "batching=buckets", ())
-NO_GRADIENTS: Comparison = (RESNET, "model._target_=bench_claims.ZeroedResNet", "", ())
+WORKERS: Workload = (FILES, "dataloader=plain", FOUR_WORKERS, ("cores",))
+MORE_WORKERS: Workload = (FILES, TWO_WORKERS, FOUR_WORKERS, ("cuda", "cores"))
+PINNED: Workload = ((*WIDE, "dataloader=plain"), "dataloader.pin=false", "dataloader.pin=true", ("cuda",))
+LARGER: Workload = (RESNET, "batch_size=64", "batch_size=512", ())
+FUSED: Workload = ((*RESNET, "optimizer=adamw"), "optimizer.fused=false", "optimizer.fused=true", ())
+RECOMPUTED: Workload = (RESNET, "checkpointing=none", "checkpointing=full", ())
+RECOMPUTED_LARGE: Workload = (LARGE, *RECOMPUTED[1:])
+ACCUMULATED: Workload = (LARGE, "gradients.accumulate=1", "gradients.accumulate=4", ())
+PADDED: Workload = (TEXTS, "batching=none", "batching=longest", ())
+BUCKETS: Workload = (TEXTS, "batching=longest", "batching=buckets", ())
+NO_GRADIENTS: Workload = (RESNET, "model._target_=bench_claims.ZeroedResNet", "", ())
 
 CLAIMS = (
     Claim("mixed precision", "1.5 to 5.5 times float32", AMP, *AUTOCAST, least=1.5),
@@ -157,7 +157,8 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     The claims share `budget_s` evenly. With 95 % confidence, all intervals contain their true ratios at once.
     """
     check_out(out)
-    machine, code, pairs = ThisMachine(), EXIT_OK, list[Pair]()
+    machine, code, pairs = ThisMachine(), EXIT_OK, dict[Claim, Comparison]()
+    untestable: dict[Claim, str] = {}
     with (
         tempfile.TemporaryDirectory(prefix="ptfast-") as scratch,
         Laboratory(budget_s=budget_s) as laboratory,
@@ -166,23 +167,30 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
         for claim in CLAIMS:
             workload = ["preset=plain", *(word.format(**paths) for word in claim.workload)]
             without, with_it = (merge(workload, own.split()) for own in (claim.without, claim.with_it))
-            lack = claim.takes or next(filter(None, map(machine.lacks, claim.needs)), "")
-            pairs.append(Pair(claim.technique, without, with_it, lack))
-        num_tried = sum(not pair.why for pair in pairs)
+            if lack := claim.takes or next(filter(None, map(machine.lacks, claim.needs)), ""):
+                untestable[claim] = lack
+            else:
+                pairs[claim] = Comparison(without, {claim.technique: with_it})
         try:
-            with terminal_display().status(f"comparing {num_tried} pairs of configs", laboratory.left_s):
-                measure_pairs(laboratory, pairs)
+            with terminal_display().status(f"comparing {len(pairs)} pairs of configs", laboratory.left_s):
+                while laboratory.left_s > laboratory.block_s:
+                    for pair in pairs.values():
+                        pair.measure(laboratory, least=0, most=len(pair.blocks) + 1)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
-    for claim, pair in zip(CLAIMS, pairs, strict=True):
-        (effect,), _ = judge_pairs([pair])
-        finding, here = _compare(claim, pair, effect, num_tried)
+    for claim in CLAIMS:
+        pair, effect = pairs.get(claim), None
+        finding, here = "not testable here", untestable.get(claim, "")
+        if pair is not None:
+            effect = pair.effects()[0].get(claim.technique)
+            finding, here = _compare(claim, pair, effect, len(pairs))
         rows.append([claim.technique, claim.says, claim.without, here, finding])
         facts = {"technique": claim.technique, "says": claim.says, "source": claim.source}
         facts |= {"finding": finding, "here": here, "range": [claim.least, claim.most]}
-        records.append(facts | pair.record(effect))
+        blocks = [[run.record() for _, run in block] for block in (pair.blocks if pair else ())]
+        records.append(facts | {"effect": effect and effect.record(), "blocks": blocks})
     table(["technique", "claim", "against", "here", "finding"], rows)
     command = ["scripts/bench_claims.py", "--budget", f"{budget_s:g}s"]
     facts = {"command": command, "environment": run_directory.environment([]), "claims": records}
@@ -190,14 +198,17 @@ def compare_claims(*, budget_s: float, out: Path | None = None) -> int:
     return code
 
 
-def _compare(claim: Claim, pair: Pair, effect: Effect | None, num_pairs: int) -> tuple[Finding, str]:
+def _compare(claim: Claim, pair: Comparison, effect: Effect | None, num_pairs: int) -> tuple[Finding, str]:
     """Return the finding on a claim and the ratio measured, or the reason if there is no ratio."""
     if effect is None:
-        why = pair.why or NOT_REACHED
+        why = pair.why(claim.technique) or NOT_REACHED
         return "cannot tell" if why == NOT_REACHED else "not testable here", why
     if claim.quantity == "memory":
         # Training memory beyond that of a built run.
-        taken = [pair.median("peak_memory_bytes", of) - pair.median("built_bytes", of) for of in (0, 1)]
+        taken = [
+            pair.median("peak_memory_bytes", name) - pair.median("built_bytes", name)
+            for name in (BASE, claim.technique)
+        ]
         ratio = taken[0] / max(taken[1], 1)
         return judge(claim, ratio, ratio), f"{ratio:.2f}x"
     low, high = effect.interval(1 - ALPHA / num_pairs)

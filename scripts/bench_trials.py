@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ptfast.measure.experiment.laboratory import Laboratory, times_of
+from ptfast.measure.experiment.laboratory import Laboratory
 from ptfast.measure.experiment.plan import (
     Block,
     Factor,
@@ -193,7 +193,7 @@ def real_session(seed: int, sleep_s: float) -> tuple[Fit, list[Verdict]]:
             words = [[*WORDS, f"model.switches={each}", f"model.sleep_s={sleep_s}"] for each in bits]
             found = laboratory.measure(words)
             blocks.append(block)
-            times.append(times_of(found))
+            times.append([run.time for run in found])
     fitted = fit(factors, blocks, times)
     assert len(fitted.effects) == len(columns(factors))
     return fitted, judge(fitted.effects)

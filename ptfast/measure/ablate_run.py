@@ -188,7 +188,7 @@ def _show(ablation: Ablation, left_out: Mapping[str, str]) -> None:
     known = [effect for effect in ablation.fitted.effects if effect is not None]
     if known:
         runs = [run for block in ablation.laboratory.blocks[: len(ablation.blocks)] for run in block]
-        num_runs = sum(run.time is not None for run in runs)
+        num_runs = sum(not run.why for run in runs)
         count = len(ablation.factors)
         switches = "1 switch" if count == 1 else f"{count} switches"
         half = statistics.median(effect.interval()[1] / effect.ratio - 1 for effect in known)

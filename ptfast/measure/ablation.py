@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -13,9 +12,9 @@ from functools import cache
 from ptfast.config.catalogue import CATALOGUE
 from ptfast.config.overrides import merge
 from ptfast.config.read import read_config
-from ptfast.core.errors import PtfastError
+from ptfast.core.errors import PtfastError, ReportedError
 from ptfast.core.sections.section import Technique
-from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, TrialResult, times_of
+from ptfast.measure.experiment.laboratory import NOT_REACHED, Comparison, Laboratory, TrialResult
 from ptfast.measure.experiment.plan import (
     Block,
     Factor,
@@ -30,7 +29,7 @@ from ptfast.measure.experiment.plan import (
 from ptfast.measure.experiment.trial import WARM_S, WARM_STEPS
 from ptfast.measure.experiment.verdicts import Effect, judge
 from ptfast.measure.experiment.warm_parent import LEAST_TURNS, Request
-from ptfast.measure.worth import Confirmation, Worth, does_as
+from ptfast.measure.worth import Confirmation, Worth
 from ptfast.report.terminal.display import terminal_display
 
 PLAIN = ("preset=plain",)
@@ -60,12 +59,13 @@ class Ablation:
         self.fitted = Fit([], [], 0.0, 1)
         self.selected: list[Technique] = []
         self.confirmed: Confirmation | None = None
+        self._on_top = Comparison([], {})
+        """The techniques outside the plan, each on top of the selected config."""
         self.plain: TrialResult | None = None
-        self._given: TrialResult | None = None
         self._is_given: Callable[[Technique], bool]
         """Tells whether the config as given has a technique on."""
-        self._try_s = self._block_s = self._missing_s = 0.0
-        """Seconds to build a trial and train its first steps; to measure a block; and that the plan lacks."""
+        self._try_s = self._missing_s = 0.0
+        """Seconds to build a trial and train its first steps; and that the plan lacks."""
         self.not_reached = NOT_REACHED
         """The reason shown for techniques that the budget did not reach."""
         self._members: list[list[Worth]] = []
@@ -82,13 +82,13 @@ class Ablation:
         self._try_s = start_s - self.laboratory.left_s
         for each in found:
             each.raise_failure()
-        self.plain, self._given = found
+        self.plain = found[0]
         tree = _tree(self.arguments)
         self._is_given = cache(lambda technique: _tree_or_none(merge(self.arguments, technique.on)) == tree)
         step_s, turn_s = (self.plain.facts.get(name, 0.0) for name in ("step_s", "least_turn_s"))
         warm_s = min(Request.warm_s, max(WARM_S, WARM_STEPS * step_s))
         timed_s = max(self.laboratory.timed_s, LEAST_TURNS * turn_s)
-        self._block_s = 4 * (self._try_s + warm_s + timed_s)
+        self.laboratory.block_s = 4 * (self._try_s + warm_s + timed_s)
         return self.plain
 
     def try_each(self, techniques: Sequence[Technique]) -> None:
@@ -118,9 +118,7 @@ class Ablation:
                 found = self.laboratory.try_configs([self._words([finding.technique]) for finding in chunk])
             for finding, measured in zip(chunk, found, strict=True):
                 finding.note(measured, self.plain)
-                finding.is_given = does_as(self._given, measured, self.plain) or self._is_given(
-                    finding.technique
-                )
+                finding.is_given = self._is_given(finding.technique)
         groups: dict[str, list[Worth]] = {}
         for finding in waiting:
             if not finding.why:
@@ -133,7 +131,7 @@ class Ablation:
     def needed_s(self, techniques: Sequence[Technique]) -> float:
         """Seconds to try the techniques of the plan, plus the fewest blocks."""
         num_tried = sum(not Worth(technique).is_outside for technique in techniques)
-        return num_tried * self._try_s + 2 * LEAST_BLOCKS * self._block_s
+        return num_tried * self._try_s + 2 * LEAST_BLOCKS * self.laboratory.block_s
 
     def run(self) -> None:
         """Measure the plan, the techniques outside it and the selected config within the budget."""
@@ -163,8 +161,8 @@ class Ablation:
         if not self.factors:
             return
         laboratory, once_s = self.laboratory, self._apart_s
-        num_affordable = (laboratory.left_s - LEAST_BLOCKS * self._block_s - once_s) / self._block_s
-        self._missing_s = (blocks_to_tell_apart(self.factors) - num_affordable) * self._block_s
+        num_affordable = (laboratory.left_s - once_s) / laboratory.block_s - LEAST_BLOCKS
+        self._missing_s = (blocks_to_tell_apart(self.factors) - num_affordable) * laboratory.block_s
         self.factors = separable(self.factors, num_affordable)
         for finding in itertools.chain(*self._members[len(self.factors) :]):
             finding.why = NOT_REACHED
@@ -190,7 +188,7 @@ class Ablation:
     def estimate(self) -> None:
         """Estimate the effects and the gain to expect of each, and select a config."""
         runs = self.laboratory.blocks[: len(self.blocks)]
-        self.fitted = fitted = fit(self.factors, self.blocks, list(map(times_of, runs)))
+        self.fitted = fitted = fit(self.factors, self.blocks, [[run.time for run in found] for found in runs])
         peaks = [[each.facts.get("peak_memory_bytes", math.nan) for each in found] for found in runs]
         memory = fit(self.factors, self.blocks, peaks)
         for place, (factor, level) in enumerate(columns(self.factors)):
@@ -212,31 +210,23 @@ class Ablation:
         for finding in self.apart:
             if _tree_or_none(self._words([*self.selected, finding.technique])) is None:
                 finding.why = REJECTED
-        waiting = [each for each in self.apart if not each.why]
-        chunks = [waiting[start : start + 3] for start in range(0, len(waiting), 3)]
-        once_s, left_in_round = self._apart_s, len(chunks)
-        kept_s = LEAST_BLOCKS * max(self._block_s, self.laboratory.block_s)
-        while chunks:
-            if left_in_round == 0:
-                kept_s = max(kept_s, CONFIRM * start_s)
-            chunk, left_in_round = chunks.pop(0), left_in_round - 1
-            if self.laboratory.left_s - self._seconds_of_a_block < kept_s:
-                continue
-            words = [self._words([*self.selected, each.technique]) for each in chunk]
-            with self._status(f"on top of the best: {', '.join(each.technique.name for each in chunk)}"):
-                base, *found = self.laboratory.measure([self._words(self.selected), *words])
-            for finding, measured in zip(chunk, found, strict=True):
-                finding.note(measured, base)
-                if measured.time is not None and base.time is not None:
-                    finding.on_top.append(base.time - measured.time)
-            if chunk := [each for each in chunk if not each.why]:
-                chunks.append(chunk)
+        waiting = {each.technique.name: each for each in self.apart if not each.why}
+        others = {name: self._words([*self.selected, each.technique]) for name, each in waiting.items()}
+        self._on_top = comparison = Comparison(self._words(self.selected), others)
+        once_s, kept_s = self._apart_s, LEAST_BLOCKS * self.laboratory.block_s
+        with self._status(f"measuring {len(waiting)} techniques on top of the best"):
+            once = math.ceil(len(waiting) / 3)
+            comparison.measure(self.laboratory, least=0, most=once, keep_s=kept_s)
+            comparison.measure(self.laboratory, least=0, keep_s=max(kept_s, CONFIRM * start_s))
+        for block in comparison.blocks:
+            for name, run in block:
+                if name in waiting:
+                    waiting[name].note(run, block[0][1])
         more_s = max((once_s + kept_s) / (CONFIRM + APART) - start_s, 10.0)
         needed_s = self.laboratory.budget_s + max(self._missing_s, 0.0) + more_s
         self.not_reached = f"not reached: give --budget {10 * math.ceil(needed_s / 10)}s"
-        for finding in self.apart:
-            if not finding.why and not finding.on_top:
-                finding.why = NOT_REACHED
+        for name, finding in waiting.items():
+            finding.why = finding.why or comparison.why(name)
         self._judge()
         gains = [
             (each, effect)
@@ -252,22 +242,13 @@ class Ablation:
 
     def _confirm(self) -> None:
         """Run the selected config again in fresh processes, against plain and the config as given."""
-        words = [self._words([]), self.arguments, self._words(self.selected)]
-        order, factor = [0, 1, 2, 2], Factor("config", ("plain", "given", "selected"))
-        blocks: list[Block] = []
-        times: list[list[float]] = []
-        while len(blocks) < LEAST_BLOCKS or self.laboratory.left_s > self.laboratory.block_s:
-            with self._status(f"confirming: block {len(blocks) + 1}"):
-                times.append(times_of(self.laboratory.measure([words[level] for level in order])))
-            blocks.append([(level,) for level in order])
-            order = [*order[1:], order[0]]
-            if len(blocks) >= LEAST_BLOCKS and not all(map(math.isfinite, times[-1])):
-                break
-        fitted = fit([factor], blocks, times)
-        given, selected = fitted.effects
-        if given is not None and selected is not None:
-            over_given = Effect(selected.log_ratio - given.log_ratio, selected.se, selected.dof)
-            self.confirmed = Confirmation(selected, over_given, fitted.residual_sd)
+        others = {"plain": self._words([]), "given": self.arguments}
+        comparison = Comparison(self._words(self.selected), others)
+        with self._status("confirming the selected config"), contextlib.suppress(ReportedError):
+            comparison.measure(self.laboratory, least=LEAST_BLOCKS)
+        effects, fitted = comparison.effects()
+        if effects.keys() == others.keys():
+            self.confirmed = Confirmation(-effects["plain"], -effects["given"], fitted.residual_sd)
 
     def _judge(self) -> None:
         """Compute all verdicts, given how much processes of one config differ.
@@ -285,10 +266,11 @@ class Ablation:
         else:
             sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_selected)) / dof)
         self.process_sd = math.sqrt(2) * sd or None
+        effects, _ = self._on_top.effects()
         for finding in self.apart if sd else ():
-            if finding.on_top:
-                se = sd * math.sqrt(2 / len(finding.on_top))
-                finding.effect = Effect(statistics.fmean(finding.on_top), se, dof)
+            if (effect := effects.get(finding.technique.name)) is not None:
+                num_runs = len(self._on_top.runs(finding.technique.name))
+                finding.effect = Effect(effect.log_ratio, sd * math.sqrt(2 / num_runs), dof)
         verdicts = judge([finding.effect for finding in self.findings])
         for finding, verdict in zip(self.findings, verdicts, strict=True):
             finding.verdict = "not applicable" if finding.why else verdict
@@ -339,11 +321,7 @@ class Ablation:
     @property
     def _apart_s(self) -> float:
         """Seconds to measure all outside the plan once; the selected config takes a fourth of each block."""
-        return math.ceil(sum(not each.why for each in self.apart) / 3) * self._seconds_of_a_block
-
-    @property
-    def _seconds_of_a_block(self) -> float:
-        return max(self._block_s, 1.1 * self.laboratory.block_s)
+        return math.ceil(sum(not each.why for each in self.apart) / 3) * self.laboratory.block_s
 
     def _status(self, text: str) -> AbstractContextManager[None]:
         return terminal_display().status(text, self.laboratory.left_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ptfast.core.sections.section import Technique
 from ptfast.measure.experiment.laboratory import TrialResult
@@ -38,8 +38,6 @@ class Worth:
     """Whether the config as given has it on."""
     is_apart: bool = False
     """Measured on top of the selected config, not in the plan."""
-    on_top: list[float] = field(default_factory=list)
-    """The log ratio of speeds in each run on top of the selected config."""
 
     @property
     def verdict_text(self) -> str:
@@ -76,12 +74,3 @@ class Confirmation:
     over_plain: Effect
     over_given: Effect
     process_sd: float
-
-
-def does_as(given: TrialResult | None, measured: TrialResult, plain: TrialResult | None) -> bool:
-    """Return True if a technique resolves to the same non-plain values as in the config as given."""
-    of_given, own, of_plain = (
-        each.facts.get("choices", {}) if each else {} for each in (given, measured, plain)
-    )
-    changes = {name: value for name, value in own.items() if value != of_plain.get(name)}
-    return bool(changes) and changes.items() <= of_given.items()

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,14 +14,14 @@ import pytest
 import torch
 
 from ptfast.core.distributed import Ranks
-from ptfast.measure.experiment.laboratory import Laboratory
+from ptfast.measure.experiment.laboratory import NOT_REACHED, Comparison, Laboratory, TrialResult
 from ptfast.measure.experiment.plan import (
     Block,
     Factor,
     blocks_to_tell_apart,
+    compare,
     draw_blocks,
     fit,
-    fit_pairs,
     hadamard,
     separable,
     turn_means,
@@ -148,23 +149,78 @@ def test_one_disturbed_turn_hardly_moves_the_mean_of_a_process() -> None:
     assert turn_means(times) == pytest.approx([0.0, 0.1, 0.2, 0.3], abs=0.01)
 
 
-def test_pairs_of_one_workload_share_what_their_processes_differ_by() -> None:
+@pytest.mark.parametrize(("num_switches", "num_blocks"), [(2, 4), (6, 5), (6, 8), (12, 24)])
+def test_a_disturbed_process_widens_intervals_and_does_not_deceive(
+    num_switches: int, num_blocks: int
+) -> None:
+    factors = [Factor(str(number)) for number in range(num_switches)]
+    covered = total = 0
+    widened = list[float]()
+    for seed in range(40):
+        blocks, times = simulate({0: 0.1}, factors, num_blocks, seed, process_sd=0.01)
+        calm = fit(factors, blocks, times)
+        times[seed % num_blocks][seed % 4] += 0.4
+        disturbed = fit(factors, blocks, times)
+        for index, effect in enumerate(disturbed.effects):
+            assert effect is not None
+            low, high = effect.interval()
+            covered += low <= math.exp(0.1 * (index == 0)) <= high
+            total += 1
+        widened.append(disturbed.residual_sd / calm.residual_sd)
+    assert covered >= 0.92 * total
+    # By least squares they would be six to twelve times as wide.
+    if 2 * fit(factors, blocks, times).dof >= 4 * num_blocks:
+        assert np.median(widened) < 4
+
+
+def test_configs_are_compared_within_the_blocks_that_they_share() -> None:
     draws, covered = np.random.default_rng(0), 0
+    gains = {"base": 0.0, "a": 0.1, "b": 0.0}
     for _ in range(100):
-        pairs = [
-            [
-                (draws.normal(0, 0.1) + draws.normal(0, 0.02, 4) - gain * np.array([0, 1, 1, 0]))
-                for _ in range(2)
-            ]
-            for gain in (0.1, 0.0)
-        ]
-        effects = fit_pairs(pairs)
-        assert all(effect is not None and effect.dof == 10 for effect in effects)
-        for effect, gain in zip(effects, (0.1, 0.0), strict=True):
-            low, high = effect.interval() if effect is not None else (0.0, 0.0)
-            covered += low <= math.exp(gain) <= high
+        blocks = []
+        for names in (["base", "a", "a", "base"], ["base", "b", "base"], ["b", "a", "base", "b"]):
+            drift = draws.normal(0, 0.1)
+            blocks.append([(name, drift + draws.normal(0, 0.02) - gains[name]) for name in names])
+        blocks[2].append(("lost", math.nan))
+        effects, fitted = compare("base", blocks)
+        assert effects.keys() == {"a", "b"}
+        assert fitted.dof == 11 - 3 - 2
+        for name, effect in effects.items():
+            low, high = effect.interval()
+            covered += low <= math.exp(gains[name]) <= high
     assert covered >= 180
-    assert fit_pairs([[], []]) == [None, None]
+    assert compare("base", [])[0] == {}
+
+
+class Clock(Laboratory):
+    """A laboratory whose blocks take ten seconds each, and in which every config is as fast as its number."""
+
+    def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
+        self.budget_s, self.block_s = self.budget_s - 10, 10.0
+        found = [
+            TrialResult(
+                (name,), math.nan if name == "bad" else -math.log(float(name)), "lost" * (name == "bad")
+            )
+            for (name,) in configs
+        ]
+        self.blocks.append(found)
+        return found
+
+
+def test_a_comparison_takes_its_configs_in_turn_while_the_budget_lasts() -> None:
+    comparison = Comparison(["1"], {name: [name] for name in ("2", "bad", "3", "4", "5")})
+    comparison.measure(Clock(budget_s=35))
+    effects, _ = comparison.effects()
+    assert {name: round(effect.ratio, 6) for name, effect in effects.items()} == {
+        name: float(name) for name in ("2", "3", "4", "5")
+    }
+    assert [comparison.why(name) for name in ("2", "bad", "5")] == ["", "lost", ""]
+    short = Comparison(["1"], {name: [name] for name in ("2", "3", "4", "5")})
+    short.measure(Clock(budget_s=5))
+    assert short.why("5") == NOT_REACHED
+    alone = Comparison(["1"], {"2": ["2"]})
+    alone.measure(Clock(budget_s=5))
+    assert [name for name, _ in alone.blocks[0]] == ["base", "2", "2", "base"]
 
 
 def test_a_failing_trial_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +237,10 @@ def test_a_failing_trial_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> 
         first, failed, other, again = laboratory.measure(configs)
         process = laboratory._process
     assert not process.is_alive()
-    assert failed.time is None
+    assert math.isnan(failed.time)
     assert failed.why
     for trial in (first, other, again):
-        assert trial.time is not None
+        assert math.isfinite(trial.time)
         assert len(trial.facts["times"]) == 4
     # The same batches and weights in every process.
     assert first.facts["loss"] == again.facts["loss"] != other.facts["loss"]

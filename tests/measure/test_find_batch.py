@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -46,9 +47,9 @@ def search_among(rates: dict[int, float], monkeypatch: pytest.MonkeyPatch, **lim
             size = int(words[-1].removeprefix("batch_size="))
             room = limits.get("spare" if spares else "room", limits.get("room", sys.maxsize))
             if size > limits.get("killed", sys.maxsize):
-                return [TrialResult(words, None, "its process ended with exit code -11")]
+                return [TrialResult(words, math.nan, "its process ended with exit code -11")]
             if size > room:
-                return [TrialResult(words, None, "ran out of memory", {"code": NO_MEMORY})]
+                return [TrialResult(words, math.nan, "ran out of memory", {"code": NO_MEMORY})]
             facts = {"rates": [rates.get(size, 1.0)], "peak_memory_bytes": size, "num_train": 10_000}
             return [TrialResult(words, 0.0, "", facts)]
 
@@ -102,11 +103,11 @@ def test_what_the_data_has_no_batches_for_is_no_lack_of_memory(monkeypatch: pyte
     search.measure([8, 20_000])
     assert (list(search.seen), search.too_large) == ([8], None)
     assert search.rejected == {20_000: "more than an epoch of 10,000 samples"}
-    search._note(1617, TrialResult((), None, "leaves one", {"code": "D006"}), "")
+    search._note(1617, TrialResult((), math.nan, "leaves one", {"code": "D006"}), "")
     assert search.rejected[1617] == "leaves one"
     with pytest.raises(ReportedError, match="no such file"):
         search._note(
-            9, TrialResult((), None, "x", {"code": "D001", "line": "ptfast: error: no such file"}), ""
+            9, TrialResult((), math.nan, "x", {"code": "D001", "line": "ptfast: error: no such file"}), ""
         )
 
 

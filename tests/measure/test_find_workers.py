@@ -64,14 +64,14 @@ class Machine(Laboratory):
             loader = loader._replace(workers=section.workers)
         if loader in self.ends:
             return TrialResult(
-                tuple(words), None, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"}
+                tuple(words), math.nan, self.ends[loader], {"line": f"ptfast: {self.ends[loader]}"}
             )
         choices = {"dataloader.kind": loader.kind, "dataloader.workers": loader.workers}
         rate = self.rate(loader)
         figures = {"samples_per_s": rate, "waiting": self.waiting, "memory": (self.bytes(loader), "PSS")}
         time = -math.log(rate) + self._draws.gauss(0, self.noise)
         facts = {"choices": choices, "data": self.data, **figures}
-        return TrialResult(tuple(words), time if timed else None, "", facts)
+        return TrialResult(tuple(words), time if timed else math.nan, "", facts)
 
 
 def searched(machine: Machine, most: int | None = None, words: tuple[str, ...] = SMALL) -> LoaderSearch:

@@ -20,7 +20,8 @@ from ptfast.launch.rank_main import out_of_memory
 from ptfast.measure.audit.audit_context import Finding, Price, audit_context
 from ptfast.measure.audit.model_checks import check_model
 from ptfast.measure.audit.step_checks import check_data, check_loop, check_machine
-from ptfast.measure.experiment.laboratory import NOT_REACHED, Laboratory, Pair, judge_pairs, measure_pairs
+from ptfast.measure.experiment.laboratory import NOT_REACHED, Comparison, Laboratory
+from ptfast.measure.experiment.verdicts import judge
 from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import Display, build_display, say, table
 
@@ -61,8 +62,8 @@ def audit(
                 notes.append(f"operators could not be traced: {context.untraced}")
         if budget_s and any(finding.overrides and not finding.handled for finding in findings):
             trials = price_by_override(findings, arguments, budget_s, display)
-            if missed := [each["name"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
-                notes.append(f"{NOT_REACHED}, for the overrides of {', '.join(missed)}")
+            if missed := [each["overrides"] for each in trials["comparisons"] if each["why"] == NOT_REACHED]:
+                notes.append(f"{NOT_REACHED}, for {', '.join(missed)}")
     except KeyboardInterrupt:
         if findings:
             show(findings, [*notes, "interrupted: these are the findings so far"])
@@ -90,19 +91,25 @@ def price_by_override(
     findings: Sequence[Finding], arguments: Sequence[str], budget_s: float, display: Display
 ) -> dict[str, Any]:
     """Measure the gain of overrides in other processes, set the prices of findings, and return the record."""
-    tried = [finding for finding in findings if finding.overrides and not finding.handled]
-    pairs = [Pair(each.check, list(arguments), merge(arguments, each.overrides)) for each in tried]
+    tried = {" ".join(each.overrides): each for each in findings if each.overrides and not each.handled}
+    others = {name: merge(arguments, finding.overrides) for name, finding in tried.items()}
+    comparison = Comparison(arguments, others)
     status = display.status("measuring the gain of overrides", budget_s)
     with Laboratory(budget_s=budget_s) as laboratory, status:
-        measure_pairs(laboratory, pairs)
-    effects, verdicts = judge_pairs(pairs)
-    for finding, pair, effect, verdict in zip(tried, pairs, effects, verdicts, strict=True):
-        if effect is not None:
-            step_s, ratios = pair.median("step_s"), (effect.ratio, *effect.interval())
-            finding.price = Price(*(step_s * (1 - 1 / ratio) for ratio in ratios), verdict=verdict)
-    records = [pair.record(effect) for pair, effect in zip(pairs, effects, strict=True)]
-    records = [each | {"verdict": verdict} for each, verdict in zip(records, verdicts, strict=True)]
-    return {"budget_s": budget_s, "comparisons": records}
+        comparison.measure(laboratory)
+    effects, _ = comparison.effects()
+    records: list[dict[str, Any]] = []
+    for name, verdict in zip(tried, judge([effects.get(name) for name in tried]), strict=True):
+        if (effect := effects.get(name)) is not None and math.isfinite(effect.se):
+            ratios = effect.ratio, *effect.interval()
+            prices = [comparison.median("step_s") * (1 - 1 / ratio) for ratio in ratios]
+            for finding in findings:
+                if " ".join(finding.overrides) == name:
+                    finding.price = Price(*prices, verdict=verdict)
+        record = {"overrides": name, "why": comparison.why(name), "verdict": verdict}
+        records.append(record | {"effect": effect and effect.record()})
+    blocks = [[{"overrides": name} | run.record() for name, run in block] for block in comparison.blocks]
+    return {"budget_s": budget_s, "comparisons": records, "blocks": blocks}
 
 
 def _write_fix(file: Path, config: Config, arguments: Sequence[str], findings: Sequence[Finding]) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ptfast.config.files.frozen import redact
 from ptfast.core.errors import EXIT_BUG, MachineError, ReportedError
-from ptfast.measure.experiment.plan import fit_pairs, turn_means
+from ptfast.measure.experiment.plan import Fit, compare, turn_means
 from ptfast.measure.experiment.trial import end_ranks, start_ranks
-from ptfast.measure.experiment.verdicts import Effect, Verdict, judge
+from ptfast.measure.experiment.verdicts import Effect
 from ptfast.measure.experiment.warm_parent import NO_MEMORY, Request, serve
 
 END_S = 5.0
@@ -26,10 +27,10 @@ class TrialResult:
     """The result of a trial."""
 
     words: tuple[str, ...]
-    time: float | None
+    time: float = math.nan
     """Logarithm of seconds per token or sample, without the differences between rounds of its block."""
     why: str = ""
-    """The reason there is no time."""
+    """The reason there is no time, which is `nan` then."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the run: `loss`, `peak_memory_bytes`, `choices`, `times` of each turn, ..."""
 
@@ -47,11 +48,6 @@ class TrialResult:
     def record(self) -> dict[str, Any]:
         facts = {name: value for name, value in self.facts.items() if name not in ("environment", "choices")}
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
-
-
-def times_of(block: Sequence[TrialResult]) -> list[float]:
-    """Return the times of a block; `nan` for a trial without one."""
-    return [math.nan if each.time is None else each.time for each in block]
 
 
 class Laboratory:
@@ -90,12 +86,12 @@ class Laboratory:
 
     def measure(self, configs: Sequence[Sequence[str]]) -> list[TrialResult]:
         """Measure a block of configs, a trial each."""
-        start_s = time.monotonic()
+        start_s = self.left_s
         request = Request(
             [list(words) for words in configs], self.timed_s, self.turn_s, seed=len(self.blocks)
         )
         found = self._request(request)
-        self.block_s = time.monotonic() - start_s
+        self.block_s = start_s - self.left_s
         self.blocks.append(found)
         return found
 
@@ -111,7 +107,7 @@ class Laboratory:
         if isinstance(answer, Exception):
             raise answer
         found = [
-            TrialResult(tuple(words), None, facts.pop("error", ""), facts)
+            TrialResult(tuple(words), math.nan, facts.pop("error", ""), facts)
             for words, facts in zip(request.configs, answer, strict=True)
         ]
         whole = [each for each in found if not each.why and each.facts.get("times")]
@@ -133,47 +129,61 @@ class Laboratory:
         end_ranks([(self._process, self._connection)])
 
 
-@dataclass
-class Pair:
-    """Two configs to compare, given by their arguments."""
-
-    name: str
-    base: Sequence[str]
-    other: Sequence[str]
-    why: str = ""
-    """The reason there is nothing to measure."""
-    blocks: list[list[TrialResult]] = field(default_factory=list)
-
-    def median(self, metric: str, of: int = 0) -> float:
-        """Return the median of a metric over the processes of the first config (0) or the second (1)."""
-        places = ((0, 3), (1, 2))[of]
-        runs = [block[place] for block in self.blocks for place in places]
-        return statistics.median(run.facts[metric] for run in runs if metric in run.facts)
-
-    def record(self, effect: Effect | None) -> dict[str, Any]:
-        blocks = [[each.record() for each in block] for block in self.blocks]
-        return {"name": self.name, "why": self.why, "effect": effect and effect.record(), "blocks": blocks}
+BASE = "base"
 
 
-def measure_pairs(laboratory: Laboratory, pairs: Sequence[Pair]) -> None:
-    """Measure a block of each pair, then another of each, until the laboratory's budget is spent."""
-    while open_pairs := [pair for pair in pairs if not pair.why]:
-        for pair in open_pairs:
-            if laboratory.left_s < laboratory.block_s:
-                for missed in pairs:
-                    missed.why = missed.why or ("" if missed.blocks else NOT_REACHED)
-                return
-            found = laboratory.measure([pair.base, pair.other, pair.other, pair.base])
+class Comparison:
+    """Configs compared with a base config of the same workload, in blocks that have the base in each.
+
+    Args:
+        base: arguments of the base.
+        others: arguments of the other configs, by name.
+    """
+
+    def __init__(self, base: Sequence[str], others: Mapping[str, Sequence[str]]) -> None:
+        self.words = {**others, BASE: base}
+        self.blocks: list[list[tuple[str, TrialResult]]] = []
+        self.failed: dict[str, str] = {}
+        """Reasons why trials of configs failed."""
+        self._waiting = deque(others)
+
+    def measure(
+        self, laboratory: Laboratory, *, least: int = 1, most: float = math.inf, keep_s: float = 0.0
+    ) -> None:
+        """Measure blocks of up to three configs in turn, until only `keep_s` of the budget would be left.
+
+        Args:
+            least, most: bounds of the number of blocks.
+
+        Raises:
+            ReportedError: the base fails.
+        """
+        waiting = self._waiting
+        while waiting and len(self.blocks) < most:
+            if len(self.blocks) >= least and laboratory.left_s - laboratory.block_s < keep_s:
+                break
+            chosen = [waiting[place % len(waiting)] for place in range(min(max(len(waiting), 2), 3))]
+            waiting.rotate(-3)
+            names = [BASE, *chosen, *[BASE] * (3 - len(chosen))]
+            found = laboratory.measure([self.words[name] for name in names])
             found[0].raise_failure()
-            pair.why = next((each.why for each in found if each.why), "")
-            if not pair.why:
-                pair.blocks.append(found)
+            self.blocks.append(list(zip(names, found, strict=True)))
+            self.failed |= {name: run.why for name, run in self.blocks[-1] if run.why and name != BASE}
+            for name in self.failed.keys() & set(waiting):
+                waiting.remove(name)
 
+    def runs(self, name: str) -> list[TrialResult]:
+        """Return the trials of a config."""
+        return [run for block in self.blocks for each, run in block if each == name]
 
-def judge_pairs(pairs: Sequence[Pair]) -> tuple[list[Effect | None], list[Verdict]]:
-    """Return effects and verdicts for pairs of one workload, tested as one family."""
-    effects = fit_pairs([[times_of(block) for block in pair.blocks] for pair in pairs])
-    return effects, [
-        "not applicable" if pair.why and pair.why != NOT_REACHED else verdict
-        for pair, verdict in zip(pairs, judge(effects), strict=True)
-    ]
+    def why(self, name: str) -> str:
+        """Return the reason a config has no effect; empty if it was measured."""
+        return self.failed.get(name) or ("" if self.runs(name) else NOT_REACHED)
+
+    def effects(self) -> tuple[dict[str, Effect], Fit]:
+        """Return how much faster each other config is than the base, and the fit."""
+        return compare(BASE, [[(name, run.time) for name, run in block] for block in self.blocks])
+
+    def median(self, metric: str, name: str = BASE) -> float:
+        """Return the median of a metric over the processes of a config."""
+        return statistics.median(run.facts[metric] for run in self.runs(name) if metric in run.facts)

@@ -3,11 +3,11 @@
 Runs come in blocks of four, two fold-over pairs: the second of a pair has every two-level switch the other
 way round. The runs of a block are measured at the same time, so that drift affects all four and cancels.
 
-Times are logarithms of seconds per token or sample. Blocks, turns within them and main effects are fitted by
-least squares; errors are computed between processes, because turns of one process cannot show them.
+Times are logarithms of seconds per token or sample. Errors are computed between processes, because turns of
+one process cannot show them.
 Sources: Box, Hunter and Hunter, Statistics for Experimenters, chapters 5 and 6; Plackett and Burman 1946;
 Kalibera and Jones 2013; Efron and Morris 1975 (https://doi.org/10.1080/01621459.1975.10479864) for the
-shrinkage; Huber 1981 for the weights.
+shrinkage; Huber 1981, chapter 7, for the robust fit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,8 @@ Run = tuple[int, ...]
 """The level of each factor; the others are compared with level 0."""
 Block = Sequence[Run]
 Floats = NDArray[np.float64]
-_REDRAWS = 50
+Name = TypeVar("Name")
+_REDRAWS, _ITERATIONS = 50, 10
 SPARE_DOF = 3
 """Degrees of freedom that a plan leaves for the error."""
 HUBER_K = 1.345
@@ -158,15 +160,18 @@ def turn_means(times: Sequence[Sequence[float]]) -> list[float]:
     num_rounds, processes = values.shape
     of_rounds = np.repeat(np.eye(num_rounds), processes, axis=0)[:, 1:]
     design = np.hstack([of_rounds, np.tile(np.eye(processes), (num_rounds, 1))])
-    found = _huber(design, values.ravel())
+    found, _ = _huber(design, values.ravel(), max((num_rounds - 1) * (processes - 1), 1))
     return [float(mean) for mean in found[num_rounds - 1 :] + found[: num_rounds - 1].sum() / num_rounds]
 
 
 def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequence[float]]) -> Fit:
-    """Estimate the effect of each level of each factor, all together, by least squares.
+    """Estimate the effect of each level of each factor, all together.
+
+    Runs are assigned at random, so a disturbed process only widens the intervals of least squares. Huber's
+    estimator keeps them narrow, but covers the truth only if half of the runs are left for the error.
 
     Args:
-        times: log times of the four runs of each block; `nan` for a failed run.
+        times: log times of the runs of each block; `nan` for a failed run.
     """
     rows, values, num_blocks = [np.zeros((0, len(columns(factors))))], [np.zeros(0)], 0
     for block, block_times in zip(blocks, times, strict=True):
@@ -181,10 +186,12 @@ def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequ
     inverse = np.linalg.pinv(design)
     # A level whose column is a mix of others has no estimate.
     known = np.isclose(np.diag(inverse @ design), 1)
-    slopes = inverse @ found
-    residual = found - design @ slopes
     dof = len(design) - num_blocks - (int(np.linalg.matrix_rank(design)) if design.size else 0)
-    sd = math.sqrt(float(residual @ residual) / dof) if dof > 0 else math.inf
+    slopes, sd = inverse @ found, math.inf
+    if dof > 0 and 2 * dof >= len(design):
+        slopes, sd = _huber(design, found, dof)
+    elif dof > 0:
+        sd = float(np.linalg.norm(found - design @ slopes)) / math.sqrt(dof)
     scales = np.sqrt((inverse**2).sum(axis=1))
     effects = [
         Effect(-float(slope), sd * float(scale), max(dof, 1)) if is_known else None
@@ -193,20 +200,17 @@ def fit(factors: Sequence[Factor], blocks: Sequence[Block], times: Sequence[Sequ
     return Fit(effects, shrink(effects), sd, max(dof, 1))
 
 
-def fit_pairs(pairs: Sequence[Sequence[Sequence[float]]]) -> list[Effect | None]:
-    """Return how much faster the second of two configs is than the first, for pairs of one workload.
+def compare(base: Name, blocks: Sequence[Sequence[tuple[Name, float]]]) -> tuple[dict[Name, Effect], Fit]:
+    """Return how much faster each config is than `base`, and the fit.
 
     Args:
-        pairs: the blocks of each pair, with log times of the first config, twice the second, and the first.
+        blocks: names of configs that were measured at the same time, each with its log time.
     """
-    factors = [Factor(str(number)) for number in range(len(pairs))]
-    bases = tuple(0 for _ in pairs)
-    blocks: list[Block] = []
-    for number, times in enumerate(pairs):
-        other = tuple(int(each == number) for each in range(len(pairs)))
-        blocks += [(bases, other, other, bases)] * len(times)
-    found = [block for times in pairs for block in times]
-    return fit(factors, blocks, found).effects if found else [None for _ in pairs]
+    names = list(dict.fromkeys([base, *(name for block in blocks for name, _ in block)]))
+    runs = [[(names.index(name),) for name, _ in block] for block in blocks]
+    fitted = fit([Factor("config", tuple(map(str, names)))], runs, [[time for _, time in b] for b in blocks])
+    known = zip(names[1:], fitted.effects, strict=True)
+    return {name: effect for name, effect in known if effect is not None}, fitted
 
 
 def shrink(effects: Sequence[Effect | None]) -> list[float]:
@@ -224,20 +228,14 @@ def shrink(effects: Sequence[Effect | None]) -> list[float]:
     ]
 
 
-def _huber(design: Floats, values: Floats) -> Floats:
-    """Return the slopes by Huber's estimator, which trusts outliers less."""
-    slopes = _least_squares(design, values)
-    for _ in range(10):
-        residual = values - design @ slopes
-        scale = 1.4826 * float(np.median(np.abs(residual)))
-        if scale <= 1e-12:
-            break
-        root = np.sqrt(np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residual), 1e-300)))
-        before, slopes = slopes, _least_squares(design * root[:, None], values * root)
-        if np.allclose(slopes, before, rtol=0, atol=1e-9):
-            break
-    return slopes
-
-
-def _least_squares(design: Floats, values: Floats) -> Floats:
-    return np.asarray(np.linalg.lstsq(design, values, rcond=None)[0], np.float64)
+def _huber(design: Floats, values: Floats, dof: float) -> tuple[Floats, float]:
+    """Return the slopes by Huber's estimator, which trusts outliers less, and the error's deviation."""
+    slopes, distances, limit = np.zeros(design.shape[1]), np.zeros(len(values)), 1.0
+    for _ in range(_ITERATIONS):
+        root = np.sqrt(limit / np.maximum(distances, limit))
+        slopes = np.linalg.lstsq(design * root[:, None], values * root, rcond=None)[0].astype(np.float64)
+        distances = np.abs(values - design @ slopes)
+        limit = max(HUBER_K * 1.4826 * float(np.median(distances)) * math.sqrt(len(values) / dof), 1e-12)
+    trusted = float(np.mean(distances <= limit))
+    correction = (1 + (1 - dof / len(values)) * (1 - trusted) / trusted) / trusted
+    return slopes, correction * float(np.linalg.norm(np.minimum(distances, limit))) / math.sqrt(dof)

@@ -39,6 +39,9 @@ class Effect:
         half = t_quantile((1 + level) / 2, self.dof) * self.se
         return math.exp(self.log_ratio - half), math.exp(self.log_ratio + half)
 
+    def __neg__(self) -> Effect:
+        return Effect(-self.log_ratio, self.se, self.dof)
+
     def __str__(self) -> str:
         return "{:.2f}x [{:.2f}-{:.2f}]".format(self.ratio, *self.interval())
 

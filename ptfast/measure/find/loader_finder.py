@@ -15,7 +15,7 @@ from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.units import counted, duration, grouped, num_bytes
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.laboratory import Laboratory, TrialResult
-from ptfast.measure.experiment.plan import Block, Factor, fit
+from ptfast.measure.experiment.plan import compare
 from ptfast.measure.experiment.verdicts import ALPHA, Effect
 from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
 from ptfast.report.terminal.display import say, table
@@ -187,7 +187,7 @@ class LoaderSearch:
         measured = self.laboratory.measure([self._words(loader) for loader in loaders])
         self.blocks.append(list(zip(loaders, measured, strict=True)))
         for loader, run in self.blocks[-1]:
-            if run.time is not None:
+            if not run.why:
                 facts = run.facts | {"memory_bytes": run.facts["memory"][0]}
                 self.seen.setdefault(loader, []).append(facts)
                 if len(self.seen[loader]) == 1:
@@ -203,16 +203,7 @@ class LoaderSearch:
 
     def effects(self, base: LoaderSetup) -> dict[LoaderSetup, Effect]:
         """Return how much faster each other loader is than `base`."""
-        order = [base, *(loader for loader in self.seen if loader != base)]
-        blocks: list[Block] = []
-        times: list[list[float]] = []
-        for block in self.blocks:
-            whole = [(order.index(one), run.time) for one, run in block if run.time is not None]
-            whole += [(0, math.nan)] * (4 - len(whole))
-            blocks.append([(level,) for level, _ in whole])
-            times.append([time for _, time in whole])
-        found = fit([Factor("loader", tuple(map(repr, order)))], blocks, times).effects
-        return {one: effect for one, effect in zip(order[1:], found, strict=True) if effect is not None}
+        return compare(base, [[(one, run.time) for one, run in block] for block in self.blocks])[0]
 
     def ratios(self, base: LoaderSetup) -> dict[LoaderSetup, float]:
         """Return the throughput of loaders as a multiple of that of `base`, the fastest first."""
