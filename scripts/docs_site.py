@@ -63,7 +63,7 @@ def _moved(link: re.Match[str], own: str, place: str) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write llms.txt, an index of the pages for assistants, and llms-full.txt with their whole text."""
+    """Write llms.txt, an index of the pages for assistants, and llms-full.txt; let a search find "W&B"."""
     lines = ["# ptfast", "", "> Train PyTorch models from YAML configs with one command.", ""]
     whole: list[str] = []
     for name, rows in sections().items():
@@ -76,5 +76,7 @@ def on_post_build(config: Any) -> None:
             whole.append(f"<!-- {page} -->\n\n{(ROOT / source).read_text(encoding='utf-8')}")
         lines.append("")
     site = Path(config.site_dir)
+    index = site / "search" / "search_index.json"
+    index.write_text(index.read_text(encoding="utf-8").replace("W&amp;B", "W&B"), encoding="utf-8")
     (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
     (site / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,6 +13,20 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("material", reason="the extra docs")
+
+
+SEARCHED = {
+    "W&B": "how-to/operate/trackers",
+    "multi-GPU": "how-to/operate/several-gpus",
+    "OOM": "how-to/operate/out-of-memory",
+    "early stopping": "how-to/operate/saving",
+    "mixed precision": "speed/start-here",
+    "batch size": "speed/find",
+    "hyperparameter": "how-to/operate/sweeps",
+    "transfer learning": "how-to/models/fine-tune",
+    "num_workers": "how-to/data/loaders",
+}
+"""Words that users type, and the page that answers them."""
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -34,6 +49,10 @@ def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path: Pat
     for page in pages - {Path("README.md")}:
         assert f"({page.with_suffix('.html')})" in listed, page
     assert "optimizer.freeze_backbone" in (tmp_path / "llms-full.txt").read_text()
+    index = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
+    for words, page in SEARCHED.items():
+        found = [part for part in index if words in f"{part['title']} {part['text']}"]
+        assert any(part["location"].startswith(f"{page}.html") for part in found), words
 
 
 @pytest.mark.parametrize(
