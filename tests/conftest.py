@@ -21,6 +21,8 @@ IMPORT_PATHS = [str(ROOT), *(str(folder) for folder in sorted((ROOT / "tests").g
 """Where tests and the processes that they start find ptfast, what tests share, and each other."""
 sys.path += [path for path in IMPORT_PATHS if path not in sys.path]
 
+from forks import Forks  # noqa: E402  # the folder is on the path from here on
+
 # Before any test imports torch: results depend on the number of threads, and two busy pools slow each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -74,7 +76,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from ranks import on_ranks
 
     folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ranks"
+    folder = (folder.parent if folder.name.startswith(("fork-", "popen-")) else folder) / "ranks"
     folder.mkdir(exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -142,8 +144,19 @@ def shared_data() -> Path:
     return folder
 
 
+LONG = ("tests/core/test_world.py",)
+"""Files that take longest: they are begun first."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests run in several processes."""
+    parser.addoption("--forks", type=int, default=0, help="run the tests in so many forks of this process")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs of this machine from tests that need none."""
+    """Hide the GPUs of this machine from tests that need none, and divide the tests if that is asked for."""
+    if config.getoption("--forks"):
+        config.pluginmanager.register(Forks(config, config.getoption("--forks"), LONG))
     if "gpu" not in config.getoption("-m") and any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
