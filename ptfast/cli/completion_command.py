@@ -11,42 +11,7 @@ from ptfast.cli.commands import COMMANDS
 from ptfast.config.files import paths
 from ptfast.core.errors import EXIT_OK, ConfigError, PtfastError
 
-_SCRIPTS = {
-    "bash": """\
-_ptfast() {
-    local line="${COMP_LINE:0:$COMP_POINT}" words word prefix
-    read -ra words <<< "$line"
-    [[ "$line" == *" " ]] && words+=("")
-    word="${words[${#words[@]} - 1]}"
-    COMPREPLY=($(ptfast __complete "${words[@]:1}" 2>/dev/null))
-    # Readline completes what follows the last `=` or `:`, so the part before it must go.
-    prefix="${word%"${word##*[=:]}"}"
-    COMPREPLY=("${COMPREPLY[@]#"$prefix"}")
-    [[ "${#COMPREPLY[@]}" == 1 && "${COMPREPLY[0]}" == *[=./] ]] && compopt -o nospace
-}
-complete -o default -F _ptfast ptfast
-""",
-    "zsh": """\
-#compdef ptfast
-_ptfast() {
-    local -a found open
-    found=(${(f)"$(ptfast __complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
-    open=(${(M)found:#*[=./]})
-    found=(${found:#*[=./]})
-    (( $#open )) && compadd -Q -S '' -- $open
-    (( $#found )) && compadd -Q -- $found
-    (( $#open + $#found )) || _files
-}
-compdef _ptfast ptfast
-""",
-    "fish": """\
-function __ptfast_complete
-    set -l words (commandline -opc) (commandline -ct)
-    ptfast __complete $words[2..-1] 2>/dev/null
-end
-complete -c ptfast -a '(__ptfast_complete)'
-""",
-}
+_SCRIPTS = {file.suffix[1:]: file for file in Path(__file__).with_name("shells").glob("completion.*")}
 
 
 def completion(args: Namespace) -> int:
@@ -55,7 +20,7 @@ def completion(args: Namespace) -> int:
     if shell not in _SCRIPTS:
         what = "no completion for this shell"
         raise ConfigError("C015", what, key=shell, suggestion="Name bash, zsh or fish")
-    print(_SCRIPTS[shell])
+    print(_SCRIPTS[shell].read_text(encoding="utf-8"))
     return EXIT_OK
 
 
