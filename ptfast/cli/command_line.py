@@ -68,7 +68,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"ptfast {__version__}")
         return EXIT_OK
     if name == "__complete":
-        from ptfast.cli.completion_command import complete
+        from ptfast.cli.completion.completion_command import complete
 
         print("\n".join(complete(rest)))
         return EXIT_OK
@@ -96,7 +96,7 @@ def _dispatch(words: list[str]) -> int:
         first = os.environ.get("RANK", "0") == "0"
         if first and is_terminal(sys.stderr):
             print("reading the config, importing torch ...", file=sys.stderr, flush=True)
-    module, _, function = command.run.partition(".")
+    module, _, function = command.run.rpartition(".")
     return getattr(importlib.import_module(f"ptfast.cli.{module}"), function)(args)
 
 

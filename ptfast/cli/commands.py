@@ -255,6 +255,9 @@ COMMANDS: dict[str, Command] = {
         max_words=0,
     ),
     "completion": Command(
-        "bash|zsh|fish", "print a shell completion script", "completion_command.completion", max_words=1
+        "bash|zsh|fish",
+        "print a shell completion script",
+        "completion.completion_command.completion",
+        max_words=1,
     ),
 }

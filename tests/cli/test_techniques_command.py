@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from ptfast.cli import listing_commands
 from ptfast.cli.command_line import run
-from ptfast.cli.completion_command import complete
+from ptfast.cli.completion.completion_command import complete
 from ptfast.config import catalogue
 from ptfast.config.catalogue import CATALOGUE, ThisMachine, default_state, verdict
 from ptfast.config.compose import compose

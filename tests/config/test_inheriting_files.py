@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_compose import empty_folder, refusal, write
 
-from ptfast.cli.completion_command import complete
+from ptfast.cli.completion.completion_command import complete
 from ptfast.config.compose import compose
 from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import lineage

@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT
 
 from ptfast.cli.command_line import run
-from ptfast.cli.completion_command import complete
+from ptfast.cli.completion.completion_command import complete
 from ptfast.config import multirun
 from ptfast.config.compose import compose
 from ptfast.config.editors import help as config_help
@@ -114,7 +114,7 @@ def test_completion_scripts_call_the_hook(shell: str, capsys: pytest.CaptureFixt
 def test_help_and_completion_need_neither_hydra_nor_torch() -> None:
     program = (
         "import sys; from ptfast.config.editors import help; "
-        "from ptfast.cli.completion_command import complete; "
+        "from ptfast.cli.completion.completion_command import complete; "
         "from ptfast.cli.command_line import run; run(['--help']); help.entries('recipe'); "
         "assert not {'hydra', 'omegaconf', 'torch', 'pydantic'} & set(sys.modules); "
         "assert 'optimizer.layer_decay=' in complete(['train', 'optimizer.l']); "

@@ -11,7 +11,7 @@ from ptfast.cli.commands import COMMANDS
 from ptfast.config.files import paths
 from ptfast.core.errors import EXIT_OK, ConfigError, PtfastError
 
-_SCRIPTS = {file.suffix[1:]: file for file in Path(__file__).with_name("shells").glob("completion.*")}
+_SCRIPTS = {file.suffix[1:]: file for file in Path(__file__).parent.glob("completion.*")}
 
 
 def completion(args: Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Shell completion: the scripts of the shells, and the words that they ask for."""
