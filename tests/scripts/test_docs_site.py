@@ -51,7 +51,7 @@ def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path: Pat
     assert "optimizer.freeze_backbone" in (tmp_path / "llms-full.txt").read_text()
     index = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
     for words, page in SEARCHED.items():
-        found = [part for part in index if words in f"{part['title']} {part['text']}"]
+        found = [part for part in index if words.lower() in f"{part['title']} {part['text']}".lower()]
         assert any(part["location"].startswith(f"{page}.html") for part in found), words
 
 
