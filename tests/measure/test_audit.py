@@ -71,7 +71,6 @@ MODELS = {
     "print": ("reads on the host", "line"),
     "made": ("tensors made on the host", "line"),
     "anomaly": ("debugging left on", "line"),
-    "gradcheck": ("debugging left on", "line"),
     "evaluation": ("gradients in evaluation", "line"),
 }
 

@@ -117,12 +117,6 @@ class Net(nn.Module):
         torch.autograd.set_detect_anomaly(True)  # planted
         return hidden
 
-    def _gradcheck(self, hidden: Tensor) -> Tensor:
-        if self.training:
-            number = torch.ones(1, dtype=torch.float64, requires_grad=True)
-            torch.autograd.gradcheck(torch.sin, number)  # planted
-        return hidden
-
     def _evaluation(self, hidden: Tensor) -> Tensor:
         with torch.enable_grad():
             return hidden * 1  # planted

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
-from ptfast.measure.audit.traces import CallTrace, OperatorTrace, code_place, cuda_syncs
+from ptfast.measure.audit.traces import CallTrace, OperatorTrace, cuda_syncs
 from ptfast.measure.experiment.verdicts import Verdict
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
@@ -39,6 +40,8 @@ LEAST_STEPS, MOST_STEPS, STEPS_S = 3, 30, 2.0
 """Number of timed steps: as many as fit in `STEPS_S`, within these bounds."""
 CALL_STEPS, NUM_SAMPLES = 2, 32
 """Number of steps and samples whose calls are traced."""
+DECODERS = ("PIL/ImageFile.py", "torchvision/io/image.py")
+"""Modules that decode images."""
 ENDLESS = 2**31
 
 
@@ -107,12 +110,11 @@ class AuditContext:
         self.shapes: set[Any] = set()
         """Shapes of the inputs in all steps but the first."""
         self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
-        with _noting_gradchecks(switches.found):
-            self._batches = trainer.warm_up(self._batches)
-            if run.compilation is not None:
-                run.compilation.start(0.0)
-            self.take_step()
-            switches.check()
+        self._batches = trainer.warm_up(self._batches)
+        if run.compilation is not None:
+            run.compilation.start(0.0)
+        self.take_step()
+        switches.check()
         self.aids = switches.found
         """Torch's debugging aids that are on, and where they were switched on."""
         self.shapes.clear()
@@ -194,20 +196,6 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
         run.close()
 
 
-@contextmanager
-def _noting_gradchecks(aids: dict[str, list[str]]) -> Iterator[None]:
-    """Add `gradcheck` to `aids`, with its place, if torch's function is called inside this context."""
-    module: Any = sys.modules["torch.autograd.gradcheck"]
-    check = module._gradcheck_helper
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        aids.setdefault("gradcheck", list(filter(None, [code_place()])))
-        return check(*args, **kwargs)
-
-    with mock.patch.object(module, "_gradcheck_helper", noting):
-        yield
-
-
 def _graph_breaks(run: Run) -> Counter[str]:
     """Return graph breaks in this process by torch's one-line reason; empty if nothing is compiled."""
     if run.compilation is None:
@@ -219,32 +207,21 @@ def _graph_breaks(run: Run) -> Counter[str]:
 
 def trace_samples(source: MapSource) -> SampleTrace:
     """Fetch samples from across the data, as a loader does, and trace it."""
-    decoding_s = 0.0
-
-    def timing(decode: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal decoding_s
-            start = time.perf_counter()
-            try:
-                return decode(*args, **kwargs)
-            finally:
-                decoding_s += time.perf_counter() - start
-
-        return timed
-
     indices = np.linspace(0, len(source) - 1, min(len(source), NUM_SAMPLES)).astype(np.int64)
     source.fetch(indices[:1])
-    image_file, io = sys.modules.get("PIL.ImageFile"), sys.modules.get("torchvision.io")
-    decoders: list[tuple[Any, str]] = [(image_file.ImageFile, "load")] if image_file else []
-    decoders += [(io, name) for name in ("decode_image", "decode_jpeg", "decode_png", "read_image") if io]
-    calls = CallTrace("cpu")
-    with ExitStack() as stack:
-        for owner, name in decoders:
-            stack.enter_context(mock.patch.object(owner, name, timing(getattr(owner, name))))
-        stack.enter_context(calls)
-        start = time.perf_counter()
+    calls, profile = CallTrace("cpu"), cProfile.Profile()
+    start = time.perf_counter()
+    with calls:
         source.fetch(indices)
-        seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    with profile:
+        source.fetch(indices)
+    profiled: Any = pstats.Stats(profile)
+    decoding_s = sum(
+        total_s
+        for (file, _, name), (*_, total_s, _) in profiled.stats.items()
+        if file.endswith(DECODERS) and (name == "load" or name.startswith("decode_"))
+    )
     # ptfast's own image files only decode.
     decoding_s = seconds if isinstance(source, ImageFiles) else decoding_s
     return SampleTrace(len(indices), seconds, decoding_s, calls)
