@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 import signal
@@ -162,33 +161,6 @@ def test_a_config_composes(
 @pytest.mark.parametrize("shown", QUICK, ids=str)
 def test_a_quick_command_runs(shown: Shown, in_tmp: Path) -> None:
     assert shown.words[1:] == ("NAME", "FILE") or run(shown.words) == 0
-
-
-class Code(ast.NodeTransformer):
-    """Leaves imports and docstrings out."""
-
-    def visit_Import(self, node: ast.AST) -> None:
-        """Leave it out."""
-
-    def visit_ImportFrom(self, node: ast.AST) -> None:
-        """Leave it out."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-def test_parts_take_as_many_lines_as_their_table_says() -> None:
-    lines: dict[str, int] = {}
-    for code in fences((*OWN_PARTS, *TASKS), "python"):
-        for node in ast.parse(code).body:
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                lines[node.name] = sum(map(bool, ast.unparse(Code().visit(node)).splitlines()))
-    table = re.findall(
-        r"^\| \[[^|]+\)(?:: (.+?))? \| (\d+) \| \d+ \|$", PAGES["docs/compare/lightning.md"], re.MULTILINE
-    )
-    assert len(table) >= 9
-    for names, count in table:
-        assert int(count) == sum(lines[name] for name in re.findall(r"`(\w+)`", names)), names
 
 
 def test_scripts_exist() -> None:
