@@ -27,7 +27,6 @@ def build(folder: Path) -> list[Row]:
             [T.AutoAugment(T.AutoAugmentPolicy.CIFAR10)],
             {"policy": "auto", "auto_table": "cifar10"},
         ),
-        ("AugMix", [T.AugMix()], {"policy": "augmix"}),
         ("color jitter with hue", [T.ColorJitter(0.4, 0.4, 0.4, 0.1)], {"color_jitter": 0.4, "hue": 0.1}),
         (
             "grayscale and blur",

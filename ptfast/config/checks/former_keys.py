@@ -31,6 +31,7 @@ FORMER = {
     "curriculum.batch_size_from": Former(None),
     "compile.keep": Former(False),
     "parallel.float8_gather": Former(False),
+    "augment.augmix_severity": Former(3),
 }
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
 """Former defaults of keys that are null by default now."""

@@ -53,16 +53,14 @@ class AugmentSection(Section):
     """Fraction of the images that lose their colors."""
     blur: Chance = 0.0
     """Fraction of the images that are blurred."""
-    policy: Literal["trivial", "rand", "auto", "augmix"] | None = None
-    """Published choice of random operations: TrivialAugment, RandAugment, AutoAugment or AugMix."""
+    policy: Literal["trivial", "rand", "auto"] | None = None
+    """Published choice of random operations: TrivialAugment, RandAugment or AutoAugment."""
     rand_ops: Count = 2
     """Number of operations that RandAugment applies to each image."""
     rand_magnitude: Annotated[int, Range(0, 30)] = 9
     """Strength of RandAugment's operations, from 0 to 30."""
     auto_table: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     """Data for which AutoAugment's operations were found."""
-    augmix_severity: Annotated[int, Range(1, 10)] = 3
-    """Largest strength of AugMix's operations, from 1 to 10."""
     rotation_degrees: Annotated[float, Range(0, 180)] = 0.0
     """Largest rotation either way."""
     translation: Annotated[float, Range(0, 1)] = 0.0
@@ -128,7 +126,6 @@ FAMILY = Family(
         Unused.without("augment.resized_crop", "[0.08,1]", "augment.resized_ratio"),
         Unused.unless("augment.policy", ("rand",), "augment.rand_ops", "augment.rand_magnitude"),
         Unused.unless("augment.policy", ("auto",), "augment.auto_table"),
-        Unused.unless("augment.policy", ("augmix",), "augment.augmix_severity"),
     ),
     panel=panel,
 )

@@ -17,7 +17,7 @@ from ptfast.data import transforms
 from ptfast.data.sampling import counter_draws
 from ptfast.data.sampling.sampler import Indices, MicroBatchIndices
 from ptfast.data.transforms import image_operations as ops
-from ptfast.data.transforms.policies import apply_in_turn, apply_policy, draw_policy
+from ptfast.data.transforms.policies import apply_in_turn, draw_policy
 from ptfast.data.transforms.resized_crops import box_edges, draw_boxes
 
 _CACHED_PIXELS = 1 << 17
@@ -131,7 +131,7 @@ class Augment(transforms.AugmentSection):
 
     def change(self, images: Tensor, drawn: dict[str, Tensor]) -> Tensor:
         """A copy of gathered images, (batch, height, width, channels) uint8, changed as `drawn` for each."""
-        operations = {"affine": ops.affine, "policy": apply_policy, "color": ops.recolor}
+        operations = {"affine": ops.affine, "policy": apply_in_turn, "color": ops.recolor}
         operations |= {"hue": ops.shift_hue, "blur": ops.blur, "erased": partial(ops.erase, fill=self.fill)}
         for name, amounts in drawn.items():
             images = operations[name](images, amounts)
@@ -208,9 +208,6 @@ def build_augment(wanted: Any, info: DataInfo, *, images: bool, task_name: str, 
         what = "pixels outside an image, or cut out of it, have no targets to learn"
         hint = "Use augment.crop_padding=0 augment.flip=true, say, or augment=resized_crop"
         raise ConfigError("C011", what, key="augment", suggestion=hint)
-    if info.target_kind == "mask" and augment.policy == "augmix":
-        what, hint = "masks have no place in a blend of moved images", "Use augment.policy=trivial"
-        raise ConfigError("C011", what, key="augment.policy", value="augmix", suggestion=hint)
     if info.target_kind in ("mask", "map"):
         augment = augment.model_copy(update={"mask_fill": info.ignore_index})
     return augment

@@ -21,13 +21,10 @@ OPERATIONS = (
 _TOGETHER = ((1, 2, 3, 4, 5), (6, 7, 8), (9,), (10,), (11, 14), (12,), (13,))
 """Operations that are one computation, of all images that any of them is drawn for."""
 _AFFINE, _COLOR, _SHARPEN, _POSTERIZE, _SOLARIZE, _, _EQUALIZE = _TOGETHER
-_CHAINS, _DEPTH = 3, 3
-"""Of AugMix: chains of operations that are blended, and the most operations in one."""
 SPACES = {
     "trivial": (31, 0.99, 32, 135, 0.99, 8, 2),
     "rand": (31, 0.3, 150 / 331, 30, 0.9, 8, 4),
     "auto": (10, 0.3, 150 / 331, 30, 0.9, 8, 4),
-    "augmix": (10, 0.3, 1 / 3, 30, 0.9, 4, 0),
 }
 """The number of magnitudes; the largest shear, shift (a part of the side; pixels above 1), degrees and change
 of color; bits that posterizing leaves at the smallest magnitude and at the largest."""
@@ -36,21 +33,20 @@ of color; bits that posterizing leaves at the smallest magnitude and at the larg
 def draw_policy(
     augment: AugmentSection, draw: Callable[[int], Floats], shape: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Number and magnitude of the operations for each image one after another, (batch, operations, 2 or 3).
+    """Number and magnitude of the operations for each image one after another, (batch, operations, 2).
 
-    AugMix adds the share of their chain in the blend. `draw` gives numbers in [0, 1) for a stream.
+    `draw` gives numbers in [0, 1) for a stream.
 
     Source: Mueller, Hutter 2021, arXiv:2103.10158; Cubuk, Zoph, Shlens, Le 2019, arXiv:1909.13719; Cubuk et
-    al. 2018, arXiv:1805.09501; Hendrycks et al. 2019, arXiv:1912.02781.
+    al. 2018, arXiv:1805.09501.
     """
     policy = str(augment.policy)
-    count = {"trivial": 1, "rand": augment.rand_ops, "auto": 2, "augmix": _CHAINS * _DEPTH}[policy]
+    count = {"trivial": 1, "rand": augment.rand_ops, "auto": 2}[policy]
     streams = counter_draws.POLICY + np.arange(4 * count).reshape(4, count)
     kind, level, sign, chance = (np.stack([draw(int(each)) for each in row], 1) for row in streams)
-    # Only AutoAugment inverts, and AugMix draws no identity.
-    first, shares = int(policy == "augmix"), list[Floats]()
-    numbers = first + np.floor(kind * (len(OPERATIONS) - 1 - first)).astype(int)
-    levels = np.floor(level * (augment.augmix_severity if first else SPACES[policy][0])).astype(int)
+    # Only AutoAugment inverts.
+    numbers = np.floor(kind * (len(OPERATIONS) - 1)).astype(int)
+    levels = np.floor(level * SPACES[policy][0]).astype(int)
     if policy == "rand":
         levels[:] = augment.rand_magnitude
     elif policy == "auto":
@@ -61,16 +57,9 @@ def draw_policy(
         rows = np.array(steps)[np.floor(kind[:, 0] * len(pairs)).astype(int)]
         found, chances, levels = rows.transpose(2, 0, 1)
         numbers, levels = np.where(chance < chances, found, 0).astype(int), levels.astype(int)
-    elif policy == "augmix":
-        depths = 1 + np.floor(_DEPTH * chance[:, ::_DEPTH]).repeat(_DEPTH, 1)
-        numbers[np.tile(np.arange(_DEPTH), _CHAINS) >= depths] = 0
-        # Exponential draws, divided by their sum, follow the Dirichlet distribution with parameters of 1.
-        parts = -np.log1p(-chance[:, 1::_DEPTH])
-        parts *= chance[:, 2:3] / parts.sum(1, keepdims=True)
-        shares.append(parts.repeat(_DEPTH, 1))
     magnitudes = strengths(policy, shape)[numbers, levels]
     magnitudes[(numbers <= 9) & (sign < 0.5)] *= -1
-    return np.stack([numbers, magnitudes, *shares], 2)
+    return np.stack([numbers, magnitudes], 2)
 
 
 def strengths(policy: str, shape: Sequence[int]) -> NDArray[np.float64]:
@@ -81,34 +70,24 @@ def strengths(policy: str, shape: Sequence[int]) -> NDArray[np.float64]:
     return np.stack([*signed, np.rint(bits - (bits - fewest) * level), 255 * (1 - level), *[0 * level] * 3])
 
 
-def apply_policy(images: Tensor, drawn: Tensor) -> Tensor:
-    """Images (batch, height, width, channels) uint8, changed as `draw_policy` has `drawn` for each.
+def apply_in_turn(images: Tensor, drawn: Tensor, fill: int | None = None) -> Tensor:
+    """Images (batch, height, width, channels) uint8 after each operation that `draw_policy` has `drawn`.
 
-    `drawn` stays on the host, which groups images by operation. Pixels are torchvision's up to rounding.
+    With `fill` they are masks, which only move. `drawn` stays on the host, which groups images by operation.
+    Pixels are torchvision's up to rounding.
     """
-    if drawn.shape[2] == 2:
-        return apply_in_turn(images, drawn)
-    shares = sent(drawn[:, ::_DEPTH, 2].float().numpy(), images.device)[..., None, None, None]
-    mixed = images * (1 - shares.sum(1))
-    for chain, share in zip(drawn.split(_DEPTH, 1), shares.unbind(1), strict=True):
-        mixed += apply_in_turn(images, chain, "bilinear") * share
-    return mixed.round_().to(torch.uint8)
-
-
-def apply_in_turn(images: Tensor, drawn: Tensor, mode: str = "nearest", fill: int | None = None) -> Tensor:
-    """Images after each drawn operation; with `fill` masks, which only move."""
-    for numbers, magnitudes, *_ in drawn.permute(1, 2, 0).numpy():
+    for numbers, magnitudes in drawn.permute(1, 2, 0).numpy():
         images = images.clone()
         for kind in _TOGETHER if fill is None else (_AFFINE,):
             chosen = numbers == np.array(kind)[:, None]
             index = np.flatnonzero(chosen.any(0))
             if len(index):
                 where, amounts = sent(index, images.device), (chosen * magnitudes)[:, index]
-                images[where] = _changed(kind, images[where], amounts, mode, fill or 0)
+                images[where] = _changed(kind, images[where], amounts, fill or 0)
     return images
 
 
-def _changed(kind: tuple[int, ...], images: Tensor, amounts: Floats, mode: str, fill: int) -> Tensor:
+def _changed(kind: tuple[int, ...], images: Tensor, amounts: Floats, fill: int) -> Tensor:
     """Images after operations of one kind, by `amounts` (operations of the kind, batch)."""
     from torchvision.transforms.v2 import functional as V
 
@@ -117,7 +96,7 @@ def _changed(kind: tuple[int, ...], images: Tensor, amounts: Floats, mode: str, 
         shear_x, shear_y, shift_x, shift_y, degrees = amounts
         turns = np.radians(-degrees), np.ones(len(images)), np.trunc(shift_y), np.trunc(shift_x)
         moves = image_operations.affine_coefficients(*turns, images.shape[1:3], (shear_y, shear_x))
-        return image_operations.affine(images, sent(moves, device), mode, fill)
+        return image_operations.affine(images, sent(moves, device), "nearest", fill)
     if kind == _COLOR:
         return image_operations.recolor(images, sent(image_operations.color_factors(*(1 + amounts)), device))
     amount = sent(amounts[0].astype(np.float32), device).view(-1, 1, 1, 1)
