@@ -113,7 +113,7 @@ def images() -> None:
     from ptfast.core.protocols import DataInfo
     from ptfast.data.loaders import device_loader
     from ptfast.data.loaders.device_loader import DeviceBatches
-    from ptfast.data.loaders.loading import LoaderOptions, Prepare
+    from ptfast.data.loaders.pipeline import LoaderOptions, Prepare
     from ptfast.data.map_source import TensorSource
     from ptfast.data.sampling.sampler import Sampler, Sharding
     from ptfast.data.transforms.augment_plan import build_augment

@@ -103,7 +103,7 @@ def lean_by_hand(bench: Job, clock: Clock) -> None:
     from ptfast.core.durations import Duration
     from ptfast.data.build_data import build_data
     from ptfast.data.loaders.build_loaders import build_train_loader
-    from ptfast.data.loaders.loading import LoaderOptions
+    from ptfast.data.loaders.pipeline import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
 
     total_steps = bench.epochs * STEPS_PER_EPOCH

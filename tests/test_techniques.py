@@ -36,7 +36,7 @@ from ptfast.config.files import paths
 from ptfast.core.devices import multiplies_bf16
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.section import PROMISES, Need, Technique
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
+from ptfast.data.loaders.pipeline import LoaderOptions, Prepare
 from ptfast.data.map_source import TensorSource, as_tensor
 from ptfast.training.loop.step import Trainer
 

@@ -36,10 +36,6 @@ def pack(args: Namespace) -> int:
         raise ConfigError("C011", what, key="DST", value=folder, suggestion=hint)
     if not source.exists():
         raise DataError("D001", "no such file or folder", key="SRC", value=source)
-    from ptfast.data.packs.pack_reader import MANIFEST, is_manifest
-
-    if source.is_dir() and is_manifest(source / MANIFEST):
-        raise DataError("D001", "is already a pack", key="SRC", value=source)
     texts = source.is_file()
     for flag in _OF_IMAGES if texts else _OF_TEXT:
         if getattr(args, flag[2:].replace("-", "_")):
@@ -48,10 +44,13 @@ def pack(args: Namespace) -> int:
     if args.jpeg and args.size:
         what, hint = "keeps the files, and so their sizes", "Leave one of the two out"
         raise ConfigError("C011", what, key="--jpeg", suggestion=hint)
-    # Imported late, so that errors in the flags do not wait for torchvision.
+    # Imported late, so that errors in the flags do not wait for torch.
+    from ptfast.data.packs.pack_reader import MANIFEST, is_manifest
     from ptfast.data.packs.pack_sources import plan_images, plan_text
     from ptfast.data.packs.pack_writer import check_folder, make
 
+    if source.is_dir() and is_manifest(source / MANIFEST):
+        raise DataError("D001", "is already a pack", key="SRC", value=source)
     skips = args.on_corrupt == "skip"
     if texts:
         tokenizer, documents = args.tokenizer or "characters", args.documents or "none"

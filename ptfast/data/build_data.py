@@ -27,7 +27,7 @@ from ptfast.data.label_checks import (
     odd_classes,
     unfit_samples,
 )
-from ptfast.data.loaders.collate import Collate
+from ptfast.data.loaders.dataset_source import Collate
 from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice
 from ptfast.data.loaders.sample_form import AS_GIVEN, InputOptions
 from ptfast.data.loaders.shared_memory import SharedArrays

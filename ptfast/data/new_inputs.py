@@ -17,7 +17,7 @@ from ptfast.core.errors import DataError, described
 from ptfast.core.protocols import DataInfo
 from ptfast.data.decoding.image_decoding import decode_file, fit
 from ptfast.data.decoding.text_tokenizer import read_tokenizer
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
+from ptfast.data.loaders.pipeline import LoaderOptions, Prepare
 from ptfast.data.map_source import as_tensor
 from ptfast.data.sources.arrays import as_inputs, read_arrays
 from ptfast.data.sources.class_folders import PassedOver, image_files

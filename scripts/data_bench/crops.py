@@ -72,7 +72,7 @@ def epochs(data: Any, kind: str, augment: dict[str, Any]) -> Callable[[], int]:
     """Whole epochs as the training loop takes them, one a call."""
     from ptfast.core.batch_plan import BatchPlan
     from ptfast.data.loaders.build_loaders import build_train_loader
-    from ptfast.data.loaders.loading import LoaderOptions
+    from ptfast.data.loaders.pipeline import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 

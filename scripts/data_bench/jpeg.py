@@ -13,8 +13,7 @@ import torch
 from data_bench import Row
 from data_bench._photos import write_photos
 from ptfast.core.durations import Duration
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
-from ptfast.data.loaders.step_batches import RawBatches
+from ptfast.data.loaders.pipeline import LoaderOptions, Prepare, RawBatches
 from ptfast.data.packs.pack_sources import plan_images
 from ptfast.data.packs.pack_writer import make
 from ptfast.data.sampling.sampler import MicroBatchIndices

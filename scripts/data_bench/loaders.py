@@ -62,7 +62,7 @@ def loader(data: Any, kind: str) -> Any:
     """The training loader of one kind."""
     from ptfast.core.batch_plan import BatchPlan
     from ptfast.data.loaders.build_loaders import build_train_loader
-    from ptfast.data.loaders.loading import LoaderOptions
+    from ptfast.data.loaders.pipeline import LoaderOptions
     from ptfast.data.sampling.sampler import Sharding
     from ptfast.data.transforms.augment_plan import build_augment
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptfast.config.compose import compose
 from ptfast.core import devices
 from ptfast.core.protocols import DataInfo
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
+from ptfast.data.loaders.pipeline import LoaderOptions, Prepare
 from ptfast.training import fit
 
 

@@ -12,7 +12,7 @@ from ptfast.core.batch_plan import BatchPlan, DropLast
 from ptfast.data.build_data import Data
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
 from ptfast.data.loaders.loader_choice import choose
-from ptfast.data.loaders.loading import LoaderOptions
+from ptfast.data.loaders.pipeline import LoaderOptions
 from ptfast.data.map_source import MapSource
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.transforms.augment_plan import build_augment

@@ -11,8 +11,7 @@ import torch
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode, EventHandler
 
 from ptfast.core.protocols import DataInfo
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
-from ptfast.data.loaders.pipeline import SideStream, prefetched
+from ptfast.data.loaders.pipeline import LoaderOptions, Prepare, SideStream, prefetched
 
 DEVICE = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from ptfast.core.distributed import host_sums
 from ptfast.core.durations import Duration
 from ptfast.core.protocols import StepBatch
 from ptfast.data.build_data import build_data
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
+from ptfast.data.loaders.pipeline import LoaderOptions, Prepare
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams import stream_loaders
 from ptfast.data.streams.iterable import IterableSource

@@ -20,10 +20,18 @@ from ptfast.data.dataset import Data, Source
 from ptfast.data.label_checks import not_finite
 from ptfast.data.loaders.device_loader import DeviceBatches
 from ptfast.data.loaders.loader_choice import DECODED_ONCE, count_workers
-from ptfast.data.loaders.loading import LoaderOptions, Prepare
-from ptfast.data.loaders.pipeline import SideStream, Transform, batch_pipeline
+from ptfast.data.loaders.pipeline import (
+    Batches,
+    LoaderOptions,
+    Prepare,
+    RawBatches,
+    SampledBatches,
+    SideStream,
+    StaticBatches,
+    Transform,
+    batch_pipeline,
+)
 from ptfast.data.loaders.shared_memory import SharedArrays
-from ptfast.data.loaders.step_batches import Batches, RawBatches, SampledBatches, StaticBatches
 from ptfast.data.map_source import MapSource, TensorSource
 from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler, Sharding
 from ptfast.data.streams.iterable import IterableSource

@@ -14,8 +14,7 @@ from torch import Tensor
 from ptfast.core.errors import ConfigError, MachineError, summary_of
 from ptfast.core.machine import available_memory
 from ptfast.core.units import num_bytes
-from ptfast.data.loaders.loading import Prepare
-from ptfast.data.loaders.step_batches import CHUNK_BYTES, ChunkedBatches
+from ptfast.data.loaders.pipeline import CHUNK_BYTES, ChunkedBatches, Prepare
 from ptfast.data.map_source import MapSource, TensorSource, as_tensor
 from ptfast.data.sampling.sampler import Indices, MicroBatchIndices, Sampler
 from ptfast.data.transforms.augment_plan import Augment

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import tee
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from ptfast.core.protocols import MicroBatch, StepBatch
-from ptfast.data.loaders.loading import Prepare
-from ptfast.data.loaders.step_batches import Batches
+from ptfast.core.protocols import DataInfo, MicroBatch, StepBatch
+from ptfast.core.tensors.trees import map_tensors
+from ptfast.data.loaders.worker_processes import WorkerPool
+from ptfast.data.map_source import MapSource, TensorSource, as_tensor
+from ptfast.data.sampling.sampler import InOrder, MicroBatchIndices, Sampler
+from ptfast.data.sources.image_files import ImageFiles
+from ptfast.data.transforms.augment_plan import Augment
+from ptfast.data.transforms.normalize import Normalizer
+from ptfast.data.transforms.row_windows import augmented, cropped
 
 T = TypeVar("T")
 Transform = Callable[[Any, int, int], Any]
@@ -115,3 +126,250 @@ def prefetched(
         report("data")
         yield filled[0]
         filled = following
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are read and reach the device."""
+
+    device: torch.device
+    normalize: bool = True
+    channels_last: bool = False
+    """Memory format of images on the device."""
+    input_type: torch.dtype = torch.float32
+    """Type of images once normalized; another is that of autocast, for a model that casts them first."""
+    kind: str = "plain"
+    """`plain` (this process fetches), `workers` (processes fetch whole micro-batches), `memory` (decoded in
+    memory, gathered and augmented at once), `device` (the same on the training device), `packed` (as `plain`,
+    from memory-mapped files)."""
+    reason: str = "as the config says"
+    """Why that kind, for the panel."""
+    workers: int | str = 0
+    prefetch: int = 2
+    worker_threads: int = 1
+    """Threads of each worker process."""
+    pin: bool | str = "auto"
+    fused: bool = True
+    """Images on a GPU are gathered, changed and normalized in one kernel."""
+
+    @property
+    def pins(self) -> bool:
+        return self.device.type == "cuda" and self.pin in (True, "auto")
+
+    def describe(self, workers: int) -> str:
+        threads = f" of {self.worker_threads} threads" if self.worker_threads > 1 else ""
+        return f"{workers} process{'es' * (workers > 1)}{threads}"
+
+    def pool(self, batches: Callable[[Any], Any], workers: int, among: int | None = None) -> WorkerPool:
+        return WorkerPool(
+            batches, workers, self.prefetch, pin=self.pins, threads=self.worker_threads, among=among
+        )
+
+
+class Prepare:
+    """Moves raw batches to the device, brings them into the model's layout and normalizes them.
+
+    Without statistics in `info`, `images` (uint8, channels last) are scaled to 0 to 1, and other inputs stay
+    as they are; `statistics` are those that it applies.
+    """
+
+    def __init__(self, options: LoaderOptions, info: DataInfo, *, images: bool) -> None:
+        self.device, self.images, self.channels_last = options.device, images, options.channels_last
+        self.fuses = options.fused and images and options.device.type == "cuda"
+        self.pin, self._on_host = options.pins, options.device.type == "cpu"
+        self.input_type = options.input_type if images else torch.float32
+        self.statistics: dict[str, list[float]] | None = None
+        if options.normalize:
+            self.statistics = info.extra.get("normalize")
+        if self.statistics is None and images:
+            channels = info.in_channels or 3
+            self.statistics = {"mean": [0.0] * channels, "std": [info.extra.get("max_value", 255)] * channels}
+        self.layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        self._normalizer: Normalizer | None = None
+        if self.statistics is not None:
+            how = {"images": images, "dtype": self.input_type, "layout": self.layout}
+            self._normalizer = Normalizer(**self.statistics, device=self.device, **how)
+
+    def __call__(self, raw: Any) -> Any:
+        """The batch for a raw one: `(inputs, targets)`, or a user's own structure with its tensors moved."""
+        if isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[0], Tensor):
+            return self.inputs(raw[0]), self.move(raw[1])
+        return self.move(raw)
+
+    def inputs(self, inputs: Tensor) -> Tensor:
+        return self.laid_out(self.move(inputs))
+
+    def laid_out(self, inputs: Tensor) -> Tensor:
+        """Raw inputs on the device, normalized; images as (batch, channels, height, width)."""
+        if self.images:
+            if inputs.shape[3] == 1 and not self.channels_last:
+                # Strides of a lone channel are ambiguous; these are the ones of a plain contiguous tensor.
+                inputs = inputs.reshape(len(inputs), 1, *inputs.shape[1:3])
+            else:
+                inputs = inputs.permute(0, 3, 1, 2)
+                fuses = self._normalizer is not None and self._normalizer.fuses(inputs)
+                inputs = inputs if self.channels_last or fuses else inputs.contiguous()
+        elif self.channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs if self._normalizer is None else self._normalizer(inputs)
+
+    @property
+    def mean_and_factor(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and factor by which inputs are normalized."""
+        return self._normalizer and self._normalizer.mean_and_factor
+
+    def move(self, value: Any) -> Any:
+        """`value` with every tensor in it on the device."""
+        return value if self._on_host else map_tensors(self._moved, value)
+
+    def _moved(self, tensor: Any) -> Any:
+        if self.pin and isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        # Some devices still copy from memory that is not pinned when the host goes on to overwrite it.
+        return tensor.to(self.device, non_blocking=self.pin)
+
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of normalized data that are gathered at once from memory."""
+
+
+StepIndices = Callable[[int], tuple[list[MicroBatchIndices], int]]
+"""A rank's micro-batches at a step, before they are fetched, and the samples of the whole step."""
+
+
+class Batches:
+    """The batches of one rank, a pure function of the step. Subclasses give `steps`."""
+
+    indices_at: StepIndices | None = None
+    """The samples of each step; None for a stream."""
+    prepare: Prepare | None = None
+    """Makes the batches ready for the model; None where they are."""
+    pools: Sequence[WorkerPool] = ()
+    workers = 0
+    """Processes of all pools, which read the batches."""
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps `first_step` (from 0, over epochs) up to, not including, `last_step`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        for pool in self.pools:
+            pool.close()
+
+
+class SampledBatches(Batches):
+    """Batches of samples by index. `source` is told which files could not be read."""
+
+    def __init__(
+        self,
+        sampler: Sampler | InOrder,
+        prepare: Prepare,
+        fetch: Callable[[MicroBatchIndices], Any] | WorkerPool,
+        source: MapSource,
+    ) -> None:
+        self.indices_at, self._sampler, self.prepare = sampler.step, sampler, prepare
+        self._fetch = fetch.fetch if isinstance(fetch, WorkerPool) else partial(map, fetch)
+        if isinstance(fetch, WorkerPool):
+            self.pools, self.workers = [fetch], fetch.workers
+        skips = isinstance(source, ImageFiles) and source.skips
+        self._note_unreadable = cast(ImageFiles, source).note_unreadable if skips else None
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        # Workers take micro-batches some steps before their batch is due.
+        early, due = tee(self._sampler.steps(first_step, last_step))
+        raw_batches = self._fetch(micro_batch for micro_batches, _ in early for micro_batch in micro_batches)
+        for micro_batches, num_samples in due:
+            fetched: list[MicroBatch] = []
+            for micro_batch in micro_batches:
+                raw = next(raw_batches)
+                if self._note_unreadable is not None:
+                    self._note_unreadable(micro_batch.indices, raw[1])
+                fetched.append(MicroBatch(raw, micro_batch.num_samples))
+            yield StepBatch(tuple(fetched), num_samples)
+
+
+class ChunkedBatches(Batches):
+    """Batches gathered many steps at a time. Subclasses give `_gather`."""
+
+    def __init__(self, sampler: Sampler, prepare: Prepare, sample_bytes: int) -> None:
+        self.sampler, self.indices_at, self._prepare = sampler, sampler.step, prepare
+        step_bytes = max(1, sampler.batch_size * sample_bytes)
+        self._chunk_steps = max(1, min(1024, CHUNK_BYTES // step_bytes))
+
+    def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        step = first_step
+        while step < last_step:
+            _, first, end = self.sampler.plan.epoch_of(step)
+            # Chunks begin at fixed places in an epoch.
+            start = step - (step - first) % self._chunk_steps
+            stop = min(start + self._chunk_steps, end)
+            plan = self._planned(start, stop)
+            pieces = self._gather(
+                [micro_batch for micro_batches, _ in plan for micro_batch in micro_batches], start
+            )
+            batches: list[StepBatch] = []
+            for micro_batches, num_samples in plan:
+                ready = [MicroBatch(next(pieces), micro_batch.num_samples) for micro_batch in micro_batches]
+                batches.append(StepBatch(tuple(ready), num_samples))
+            yield from batches[step - start : last_step - start]
+            step = stop
+
+    def _planned(self, start: int, stop: int) -> list[tuple[list[MicroBatchIndices], int]]:
+        """The micro-batches of the steps from `start` to `stop`, all of one epoch."""
+        return [self.sampler.step(step) for step in range(start, stop)]
+
+    def _gather(
+        self, micro_batches: list[MicroBatchIndices], first_step: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each micro-batch, in their order from `first_step` on."""
+        raise NotImplementedError
+
+
+class StaticBatches(ChunkedBatches):
+    """Batches of small, unaugmented data, normalized once and kept on the device.
+
+    One gather and one split serve up to 64 MB of batches: a step costs about a microsecond.
+    """
+
+    def __init__(self, sampler: Sampler, prepare: Prepare, source: TensorSource) -> None:
+        inputs = prepare.inputs(source.inputs)
+        super().__init__(sampler, prepare, inputs[0].numel() * inputs.element_size())
+        self._targets = prepare.move(source.targets)
+        # Rows are gathered from contiguous memory; channels first is only a view.
+        self._permuted = prepare.channels_last and inputs.dim() == 4
+        self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if self._permuted else inputs.contiguous()
+
+    def _gather(
+        self, micro_batches: list[MicroBatchIndices], first_step: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        parts, stride = [micro_batch.indices for micro_batch in micro_batches], 1
+        if any(len(part) % 16 for part in parts[:-1]):
+            # Kernels may sum in another order where memory is aligned otherwise: each micro-batch begins at a
+            # multiple of 16 rows, which are whole cache lines, as in a tensor of its own.
+            stride = 2
+            parts = [each for part in parts for each in (part, np.zeros(-len(part) % 16, np.int64))]
+        sizes = [len(part) for part in parts]
+        index = self._prepare.move(as_tensor(np.concatenate(parts)))
+        inputs, targets = self._inputs.index_select(0, index), self._targets.index_select(0, index)
+        if self._permuted:
+            inputs = inputs.permute(0, 3, 1, 2)
+        return zip(inputs.split(sizes)[::stride], targets.split(sizes)[::stride], strict=True)
+
+
+@dataclass
+class RawBatches:
+    """Fetches a micro-batch from the source and augments it; worker processes get a copy of it."""
+
+    source: MapSource
+    augment: Augment
+
+    def __call__(self, micro_batch: MicroBatchIndices) -> Any:
+        source, places = self.source, micro_batch.indices
+        if self.augment.resized_crop is None:
+            raw = source.fetch(places, micro_batch.epoch)
+            return augmented(self.augment, raw, micro_batch) if self.augment else raw
+        if not source.cuts:
+            source = TensorSource(*source.fetch(places, micro_batch.epoch), images=True)
+            places = np.arange(len(places))
+        return cropped(self.augment, source, micro_batch, places)

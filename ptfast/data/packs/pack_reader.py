@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ptfast.core.distributed import once_per_machine
 from ptfast.core.errors import DataError, name_some
 from ptfast.core.run_records import checked
-from ptfast.data.data_fingerprint import Contents, class_parts, describe_part, differing, size_and_time
-
-if TYPE_CHECKING:
-    from ptfast.data.sources.class_folders import Listing
+from ptfast.data.data_fingerprint import Contents, describe_part, differing, size_and_time
+from ptfast.data.sources.class_folders import Listing, list_tree, newest_folder, tree_contents
 
 FORMAT = 3
 """Version of the files; others are rejected."""
@@ -212,8 +208,6 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
     path = Path(before.path)
     if not path.exists() or (not whole and newest_folder(path) == before.folders_ns):
         return
-    from ptfast.data.sources.class_folders import list_tree
-
     try:
         now = SourceFacts.of(path, None if manifest.text is not None else list_tree(path))
     except (DataError, OSError):
@@ -224,26 +218,6 @@ def check_source(folder: Path, manifest: Manifest, key: str, *, whole: bool) -> 
         what = f"was packed from {path}, which has changed since: {name_some(changes, 3)}"
         hint = f"Pack it again with {manifest.command(folder)}, or use {key}={path}"
         raise DataError("D007", what, key=key, value=folder, suggestion=hint)
-
-
-def tree_contents(
-    root: Path, classes: tuple[str, ...], listings: dict[str, Listing], most: int = sys.maxsize
-) -> tuple[Contents, int]:
-    """The fingerprint of a tree of class folders, by up to `most` files a split, and their latest change."""
-    looks = [class_parts(split, root, classes, *listing, most) for split, listing in listings.items()]
-    contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
-    return contents, max(newest_ns for _, newest_ns in looks)
-
-
-def newest_folder(root: Path) -> int:
-    """Latest change of a folder in the tree, two levels deep, in nanoseconds; of `root` if it is a file."""
-    folders = level = [root]
-    for _ in range(2):
-        # Entries know whether they are folders: the thousands of files are not asked.
-        entries = [entry for folder in level if folder.is_dir() for entry in os.scandir(folder)]
-        level = [Path(entry) for entry in entries if entry.is_dir()]
-        folders = folders + level
-    return max(folder.stat().st_mtime_ns for folder in folders)
 
 
 def _damaged(path: Path, what: str, manifest: Manifest) -> DataError:

@@ -16,7 +16,7 @@ from ptfast.core.sections.section import Count
 from ptfast.data.dataset import ReadsAsKnown, Splits
 from ptfast.data.label_checks import infer_task, kind_of_target
 from ptfast.data.map_source import TensorSource, as_tensor
-from ptfast.data.tables.records import check_file
+from ptfast.data.tables.columns import check_file
 
 _NAMES = {
     "train": (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptfast.core.errors import DataError
+from ptfast.data.data_fingerprint import Contents, class_parts
 from ptfast.data.decoding.image_decoding import SUFFIXES, is_hidden, without_hidden
 from ptfast.data.label_checks import differing_names
 
@@ -132,3 +134,23 @@ def image_files(folder: Path, passed: PassedOver) -> list[str]:
             except OSError:
                 passed.no_files.append(entry.path)
     return sorted(found)
+
+
+def tree_contents(
+    root: Path, classes: tuple[str, ...], listings: dict[str, Listing], most: int = sys.maxsize
+) -> tuple[Contents, int]:
+    """The fingerprint of a tree of class folders, by up to `most` files a split, and their latest change."""
+    looks = [class_parts(split, root, classes, *listing, most) for split, listing in listings.items()]
+    contents = {name: facts for parts, _ in looks for name, facts in parts.items()}
+    return contents, max(newest_ns for _, newest_ns in looks)
+
+
+def newest_folder(root: Path) -> int:
+    """Latest change of a folder in the tree, two levels deep, in nanoseconds; of `root` if it is a file."""
+    folders = level = [root]
+    for _ in range(2):
+        # Entries know whether they are folders: the thousands of files are not asked.
+        entries = [entry for folder in level if folder.is_dir() for entry in os.scandir(folder)]
+        level = [Path(entry) for entry in entries if entry.is_dir()]
+        folders = folders + level
+    return max(folder.stat().st_mtime_ns for folder in folders)

@@ -27,8 +27,7 @@ from ptfast.data.label_checks import (
     shape_of,
     signed,
 )
-from ptfast.data.loaders.collate import Collate, collate_of
-from ptfast.data.loaders.dataset_source import DatasetSource, is_tokens
+from ptfast.data.loaders.dataset_source import Collate, DatasetSource, collate_of, is_tokens
 from ptfast.data.loaders.sample_form import (
     AS_GIVEN,
     InputOptions,
@@ -43,7 +42,7 @@ from ptfast.data.loaders.sample_form import (
 )
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import TensorSource
-from ptfast.data.sampling.dataset_state import DatasetState, generators_of
+from ptfast.data.sampling.counter_draws import DatasetState, generators_of
 from ptfast.data.streams.iterable import IterableSource
 
 _WITH_CLASSES = ("classification", "token_classification")

@@ -12,9 +12,15 @@ from ptfast.core.errors import ConfigError
 from ptfast.core.sections.section import Count
 from ptfast.data.data_fingerprint import Contents
 from ptfast.data.dataset import ReadsAsKnown, Splits, image_info
-from ptfast.data.packs.pack_reader import STAT_LIMIT, newest_folder, open_pack, tree_contents
+from ptfast.data.packs.pack_reader import STAT_LIMIT, open_pack
 from ptfast.data.packs.packed_images import load_packed_images
-from ptfast.data.sources.class_folders import Listing, PassedOver, list_tree
+from ptfast.data.sources.class_folders import (
+    Listing,
+    PassedOver,
+    list_tree,
+    newest_folder,
+    tree_contents,
+)
 from ptfast.data.sources.image_files import ImageFiles, OnCorrupt, set_shapes
 
 

@@ -34,8 +34,7 @@ from ptfast.data.sampling.sampler import Indices
 from ptfast.data.sampling.splits import held_out
 from ptfast.data.sources.ragged_text import Documents, Numbers, labelled_texts
 from ptfast.data.sources.text_files import SUFFIXES, Table, read_table
-from ptfast.data.tables.columns import read_columns
-from ptfast.data.tables.records import read_text
+from ptfast.data.tables.columns import read_columns, read_text
 
 _SPLITS = {"train": ("train",), "val": ("dev", "val", "valid", "validation"), "test": ("test",)}
 

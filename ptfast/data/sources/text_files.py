@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ptfast.core.errors import DataError, shorten
-from ptfast.data.tables import records
-from ptfast.data.tables.records import read_text
+from ptfast.data.tables.columns import RECORDS, TAB, read_lines, read_rows
 
-SUFFIXES = (".tsv", ".csv", *records.SUFFIXES)
+SUFFIXES = (".tsv", ".csv", *RECORDS)
 """Of files of labelled texts."""
 LABELS = {"label", "labels", "class", "target", "category", "sentiment", "gold_label"}
 _TEXTS = {"text", "sentence", "review", "content", "comment", "document", "question", "tweet", "phrase"}
 _NUMBERS = {"id", "idx", "index", "guid", ""}
 _NAME_WORDS = 3
 """Words of a column's name, at most."""
-_LONGEST_FIELD = 2**31 - 1
-TAB = "\t"
-_DELIMITERS = (",", ";", TAB)
-"""Of a CSV file, the first where several would do."""
-_FIRST_LINES = 50
-"""Of a CSV file, which show what delimits its fields."""
 _SHORT = 24
 _FEW = 10
 """Lines in which any number of labels may differ."""
@@ -60,7 +50,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
     """
     rows, delimiter = read_rows(path)
     header = _header([fields for _, fields in rows], text, label)
-    if path.suffix.lower() in records.SUFFIXES:
+    if path.suffix.lower() in RECORDS:
         header = tuple(rows[0][1])
     place, texts, guessed, columns, text_names = -1, list[int](), True, "", list[str]()
     if header is not None:
@@ -104,51 +94,7 @@ def read_texts(path: Path, columns: Sequence[str], key: str) -> Iterator[tuple[i
             for number, fields in rows:
                 yield number, " ".join(fields[place] for place in places if place < len(fields))
             return
-    yield from _lines(path, key)
-
-
-def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers, without their ends."""
-    for number, line in enumerate(read_text(path, key).split("\n"), 1):
-        yield number, line.rstrip("\r")
-
-
-def read_rows(path: Path, key: str = "data.path") -> tuple[list[tuple[int, list[Any]]], str]:
-    """The lines that are not empty, with their numbers, and what is between their fields.
-
-    JSON lines and Parquet files come with a first line that names the fields; a list in them is None.
-    """
-    if path.suffix.lower() in records.SUFFIXES:
-        names, rows = records.read_records(path, key)
-        texts = [(number, [records.as_text(value) for value in row]) for number, row in rows]
-        return [(0, names), *texts], TAB
-    if path.suffix.lower() != ".csv":
-        return [(number, line.split(TAB)) for number, line in _lines(path, key) if line.strip()], TAB
-    text = read_text(path, key)
-    delimiter, most = _DELIMITERS[0], 1
-    for each in _DELIMITERS:
-        with contextlib.suppress(DataError):
-            counts = {len(fields) for _, fields in islice(_csv_rows(path, text, each), _FIRST_LINES)}
-            # It delimits fields only if every line has as many of them.
-            if len(counts) == 1 and max(counts) > most:
-                delimiter, most = each, max(counts)
-    return list(_csv_rows(path, text, delimiter)), delimiter
-
-
-def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    before = csv.field_size_limit(_LONGEST_FIELD)
-    number = 1
-    try:
-        for fields in reader:
-            if any(field.strip() for field in fields):
-                yield number, fields
-            # Texts in quotes may have several lines: a row is named by its first.
-            number = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError("D005", f"is not a CSV file: {error}", key=f"{path}:{number}") from None
-    finally:
-        csv.field_size_limit(before)
+    yield from read_lines(path, key)
 
 
 def _check_no_table(path: Path, rows: Sequence[tuple[int, list[str]]]) -> None:

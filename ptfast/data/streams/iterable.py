@@ -13,12 +13,11 @@ from torch.utils.data import IterableDataset
 
 from ptfast.core.errors import DataError
 from ptfast.core.tensors.torch_internals import data_worker
-from ptfast.data.loaders.collate import Collate, collate_of
+from ptfast.data.loaders.dataset_source import Collate, collate_of
 from ptfast.data.loaders.worker_processes import as_data_errors
 from ptfast.data.map_source import BaseSource
 from ptfast.data.sampling import counter_draws
-from ptfast.data.sampling.counter_draws import OwnGenerators, seed_all, seeded
-from ptfast.data.sampling.dataset_state import DatasetState
+from ptfast.data.sampling.counter_draws import DatasetState, OwnGenerators, seed_all, seeded
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented

@@ -36,7 +36,7 @@ from ptfast.core.tensors.checkpoint_files import (
 )
 from ptfast.core.tensors.checkpoint_folders import config_of
 from ptfast.core.tensors.dtensors import write_tensors
-from ptfast.data.loaders.loading import Prepare
+from ptfast.data.loaders.pipeline import Prepare
 from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.streams.iterable import IterableSource
 from ptfast.data.transforms.augment_plan import Augment

@@ -25,11 +25,9 @@ from ptfast.data.build_data import Data, build_data
 from ptfast.data.dataset import check_same_data, read_info
 from ptfast.data.label_checks import missing_classes
 from ptfast.data.loaders.build_loaders import build_eval_loader, build_train_loader
-from ptfast.data.loaders.collate import Collate
-from ptfast.data.loaders.dataset_source import DatasetSource
+from ptfast.data.loaders.dataset_source import Collate, DatasetSource
 from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice, choose
-from ptfast.data.loaders.loading import LoaderOptions
-from ptfast.data.loaders.pipeline import SideStream, open_side_stream
+from ptfast.data.loaders.pipeline import LoaderOptions, SideStream, open_side_stream
 from ptfast.data.loaders.sample_form import InputOptions
 from ptfast.data.loaders.shared_memory import SharedArrays
 from ptfast.data.loaders.worker_processes import RAISED

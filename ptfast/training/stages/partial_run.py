@@ -11,7 +11,7 @@ import torch
 from ptfast.config.schema import Config
 from ptfast.core.tensors.checkpoint_files import CheckpointContent
 from ptfast.data.build_data import Data
-from ptfast.data.loaders.loading import LoaderOptions
+from ptfast.data.loaders.pipeline import LoaderOptions
 from ptfast.optim.parameter_groups import Grouping
 from ptfast.run import Run
 from ptfast.training.stages.training_plan import TrainingPlan

@@ -25,7 +25,7 @@ from ptfast.core.errors import ConfigError, DataError, MachineError
 from ptfast.core.protocols import DataInfo, StepBatch
 from ptfast.core.tensors.torch_internals import DispatchMode
 from ptfast.data.build_data import Data
-from ptfast.data.loaders import device_loader, step_batches
+from ptfast.data.loaders import device_loader, pipeline
 from ptfast.data.map_source import MapSource, TensorSource
 
 __all__ = ["Armed", "color"]
@@ -115,7 +115,7 @@ def test_a_batch_is_one_gather_of_its_images_and_one_of_its_targets(color: Data,
 
 def test_several_chunks_and_ranks_are_cut_alike(color: Data, monkeypatch: pytest.MonkeyPatch):
     whole = list(loader(color, "plain", micro_batches=4, augment=ALL).steps(0, 11))
-    monkeypatch.setattr(step_batches, "CHUNK_BYTES", 2 * 24 * 180 * 4)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 2 * 24 * 180 * 4)
     for rank in (0, 1):
         here = loader(color, "device", micro_batches=4, augment=ALL, rank=rank, world_size=2)
         assert here.batches._chunk_steps == 2
@@ -163,7 +163,7 @@ def test_what_is_read_sample_by_sample_is_read_once(color: Data):
 
 def test_nothing_is_copied_within_an_epoch(color: Data, monkeypatch: pytest.MonkeyPatch):
     here = loader(color, "device", augment=ALL)
-    monkeypatch.setattr(step_batches, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 1)
     here.batches._chunk_steps = 1
     batches = here.steps(0, 10)
     next(batches)

@@ -16,7 +16,7 @@ from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError
 from ptfast.data.build_data import build_data
 from ptfast.data.loaders.loader_choice import choose
-from ptfast.data.sampling.dataset_state import generators_of
+from ptfast.data.sampling.counter_draws import generators_of
 
 
 class Noise:

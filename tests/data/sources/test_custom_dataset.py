@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from ptfast.core.durations import Duration
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.build_data import build_data
-from ptfast.data.loaders.collate import Collate
+from ptfast.data.loaders.dataset_source import Collate
 from ptfast.data.loaders.loader_choice import choose
 
 NO_VAL = Duration(0, "percent")

@@ -27,11 +27,10 @@ from ptfast.core.batch_plan import BatchPlan
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.data.loaders import loader_choice
 from ptfast.data.loaders.loader_choice import choose
-from ptfast.data.loaders.loading import LoaderOptions
+from ptfast.data.loaders.pipeline import LoaderOptions
 from ptfast.data.sampling.sampler import Sharding
 from ptfast.data.streams.iterable import IterableSource
-from ptfast.data.streams.stream_loaders import share_out
-from ptfast.data.streams.stream_readers import digest, sum_of
+from ptfast.data.streams.stream_loaders import digest, share_out, sum_of
 
 
 def test_under_keep_two_ranks_of_three_workers_read_every_sample_exactly_once() -> None:
