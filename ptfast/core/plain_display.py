@@ -215,13 +215,12 @@ class Display:
 
 
 def ledger(budget: Mapping[str, float]) -> Rows:
-    """Rows of the time by cause, the largest first; causes below 1 % share a row."""
+    """Rows of the time by cause, the largest first; causes below 1 % share a row with unexplained time."""
     total_s = sum(budget.values())
     if total_s <= 0:
         return []
-    large = {
-        label(name): s for name, s in sorted(budget.items(), key=lambda item: -item[1]) if s >= total_s / 100
-    }
+    known = sorted((item for item in budget.items() if item[0] != "unexplained"), key=lambda item: -item[1])
+    large = {label(name): s for name, s in known if s >= total_s / 100}
     rest_s = total_s - sum(large.values())
     shown = large | ({"rest": rest_s} if rest_s > 0 else {})
     width = max(map(len, shown))

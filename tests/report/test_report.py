@@ -154,7 +154,7 @@ def test_a_confusion_matrix_counts_true_and_predicted_classes(tmp_path: Path) ->
     write_examples(tmp_path, "", "cat")
     matrix = read(tmp_path).split("<b>confusion matrix</b>")[1].split("</table>")[0]
     assert re.findall(r"<th>(\w*)</th>", matrix) == ["", "cat", "dog", "cat", "dog"]
-    assert re.findall(r">(\d+)</td>", matrix) == ["9", "3", "0", "0"]
+    assert re.findall(r">(\d*)</td>", matrix) == ["9", "3", "", ""]
     several = [
         {
             "class": f"c{i}",

@@ -225,7 +225,7 @@ def _examples(run: RunFiles, *, matrix: bool) -> str:
         more = f", the {MOST_CLASSES} least accurate of {grouped(len(classes))}"
         what = f"{grouped(facts.get('num_samples', 0))} samples of {escape(str(facts.get('split')))}"
         body.append(f"<h2>By class: {what}{more * (len(classes) > MOST_CLASSES)}</h2>")
-        body.append(html_table(["class", "samples", "accuracy", "taken for"], rows))
+        body.append(html_table(["class", "samples", "accuracy", "mistaken for"], rows))
     if classes and matrix:
         pairs = [(row["class"], row["class"], row["hits"]) for row in classes]
         pairs += [
@@ -396,14 +396,14 @@ def _confusion(name: str, counts: Sequence[Sequence[float]], names: Any) -> str:
     lines = ["<th></th>" + "".join(f"<th>{escape(label)}</th>" for label in labels)]
     for class_name, row in zip(labels, counts, strict=True):
         total = sum(row) or 1
-        cells = "".join(f'<td style="--part:{100 * count / total:.0f}%">{_cell(count)}</td>' for count in row)
+        cells = "".join(f'<td style="--part:{60 * count / total:.0f}%">{_cell(count)}</td>' for count in row)
         lines.append(f"<th>{escape(class_name)}</th>{cells}")
     table = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<figure>{caption}<div class="matrix"><table>{table}</table></div></figure>'
 
 
 def _cell(count: float) -> str:
-    return grouped(count) if float(count).is_integer() else f"{count:.3g}"
+    return "" if not count else grouped(count) if float(count).is_integer() else f"{count:.3g}"
 
 
 def _curves(name: str, x: Any, y: Any, axes: tuple[str, str], names: Any) -> str:
