@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from ptfast.core.distributed import sum_over_ranks
 from ptfast.core.machine import available_memory, peak_memory_bytes
 from ptfast.core.protocols import StepBatch
 from ptfast.core.tensors.torch_internals import DispatchMode, OpOverload
-from ptfast.core.tensors.trees import tensors_in, tree_map
-from ptfast.profiling.step_phases import Phases, SavedKinds, saved_for_backward, watched
+from ptfast.core.tensors.trees import tree_map
+from ptfast.profiling.step_phases import Phases, saved_for_backward, watched
 from ptfast.run import Run
 from ptfast.techniques.compile.compilation import num_compiled
 
@@ -87,18 +86,28 @@ def flops(product: Product) -> int:
     return int(formula(*product.args, **product.kwargs, out_val=product.outputs)) if formula else 0
 
 
-@dataclass
-class Counted:
-    """Counts summed over some steps."""
+class Counted(Phases):
+    """Counts over some steps: operators, and the bytes that forward saves for backward, without weights."""
 
-    products: list[Product]
-    calls: int
-    """Number of operator calls."""
-    steps: int
-    kept_bytes: int
-    """Bytes of tensors that forward saves for backward, without weights."""
-    batch_bytes: int
-    """Bytes of the batches, as the model receives them."""
+    def __init__(self, run: Run) -> None:
+        super().__init__(self._enter, self._leave)
+        self.operators = Operators(recording=False)
+        self.steps = self.kept_bytes = 0
+        # Sharded weights cannot be distinguished from activations: their memory comes and goes.
+        self._saved: dict[int, int] = {}
+        self._saving = None if run.sharded else saved_for_backward(run.model, self._saved)
+
+    def _enter(self, name: str) -> None:
+        self.operators.recording = name in COUNTED
+        if name == "forward" and self._saving is not None:
+            self._saved.clear()
+            self._saving.__enter__()
+
+    def _leave(self, name: str) -> None:
+        self.operators.recording = False
+        if name == "forward" and self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self.kept_bytes += sum(self._saved.values())
 
 
 class StepCounter:
@@ -134,21 +143,17 @@ class StepCounter:
 
     @contextmanager
     def counting(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch]]:
-        """Count one step inside this context; it must use the batches that this yields."""
+        """Count one step inside this context, which trains on `batches`."""
         run = self.run
         with run.clock.gathering("measuring"):
             if not run.ranks.is_first:
                 yield batches
                 return
-            counts = _StepCounts(run)
-            with counts.operators, watched(run, counts):
-                yield counts.weighed(batches)
-            self.counted = found = self.counted or Counted([], 0, 0, 0, 0)
-            found.products += counts.operators.products
-            found.calls += counts.operators.calls.total()
-            found.steps += 1
-            found.kept_bytes += counts.kept_bytes
-            found.batch_bytes += counts.batch_bytes
+            counted = self.counted or Counted(run)
+            with counted.operators, watched(run, counted):
+                yield batches
+            counted.steps += 1
+            self.counted = counted
 
     @contextmanager
     def uncompiled(self, batches: Iterator[StepBatch]) -> Iterator[Iterator[StepBatch] | None]:
@@ -170,37 +175,5 @@ class StepCounter:
         if self.why_not is not None:
             yield None
             return
-        # Later batches do not count.
-        with self.run.uncompiled(), self.counting(islice(batches, 1)) as weighed:
-            yield chain(weighed, batches)
-
-
-class _StepCounts(Phases):
-    """Collect the counts of one step: operators, bytes saved for backward, bytes of batches."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(self._enter, self._leave)
-        self.operators = Operators(recording=False)
-        self.kept_bytes = self.batch_bytes = 0
-        # Sharded weights cannot be distinguished from activations: their memory comes and goes.
-        self._saved: SavedKinds = {}
-        self._saving = None if run.sharded else saved_for_backward(run.model, self._saved)
-
-    def weighed(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Yield the same batches, and add up their bytes."""
-        for batch in batches:
-            tensors = tensors_in([data for data, _ in batch.micro_batches])
-            self.batch_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            yield batch
-
-    def _enter(self, name: str) -> None:
-        self.operators.recording = name in COUNTED
-        if name == "forward" and self._saving is not None:
-            self._saved.clear()
-            self._saving.__enter__()
-
-    def _leave(self, name: str) -> None:
-        self.operators.recording = False
-        if name == "forward" and self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self.kept_bytes += sum(size for _, _, size in self._saved.values())
+        with self.run.uncompiled(), self.counting(batches):
+            yield batches

@@ -50,8 +50,6 @@ class Peaks:
     """Bytes per second read and written, for tensors larger than the cache."""
     op_s: float
     """Seconds per small operator, among many."""
-    transfer_bytes_per_s: float | None = None
-    """Bytes per second from page-locked memory to the device; None if the device shares the host's memory."""
     seconds: float = field(default=0.0, compare=False)
     """Seconds spent on measuring; 0 for peaks from the cache."""
 
@@ -77,11 +75,9 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
     rates = {name: _products_per_s(name, device) for name in dict.fromkeys(formats)}
     before = known_peaks(device) or Peaks({}, 0.0, float("inf"))
     names = sorted(rates.keys() | before.flops_per_s.keys())
-    transfers = [before.transfer_bytes_per_s] if before.transfer_bytes_per_s is not None else []
-    if device.type == "cuda":
-        host = torch.zeros(_STREAMED_BYTES, dtype=torch.uint8, pin_memory=True)
-        transfers.append(_bytes_per_s(host, torch.empty_like(host, device=device)))
     data = torch.zeros(_BYTES.get(device.type, _STREAMED_BYTES), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(data)
+    copied_per_s = len(data) / _quickest(device, lambda: target.copy_(data))
     number, calls = torch.ones(1, device=device), 200
 
     def add() -> None:
@@ -90,9 +86,8 @@ def measured_peaks(device: torch.device, formats: Iterable[str] = ("fp32",)) -> 
 
     peaks = Peaks(
         {name: max(rates.get(name, 0.0), before.flops_per_s.get(name, 0.0)) for name in names},
-        bytes_per_s=max(2 * _bytes_per_s(data, torch.zeros_like(data)), before.bytes_per_s),
+        bytes_per_s=max(2 * copied_per_s, before.bytes_per_s),
         op_s=min(_quickest(device, add) / calls, before.op_s),
-        transfer_bytes_per_s=max(transfers, default=None),
     )
     found = {name: value for name, value in asdict(peaks).items() if name != "seconds"}
     of = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
@@ -123,10 +118,6 @@ def _products_per_s(name: str, device: torch.device) -> float:
         return 2 * size**3 / _quickest(device, lambda: torch.mm(left, right))
     finally:
         set_float32(before)
-
-
-def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
-    return len(source) / _quickest(target.device, lambda: target.copy_(source, non_blocking=True))
 
 
 def _quickest(device: torch.device, call: Callable[[], Any]) -> float:
@@ -168,14 +159,13 @@ class Work:
     """Bytes read and written: weights, gradients, optimizer state and activations."""
     calls: float
     """Number of operator calls."""
-    batch_bytes: float = 0.0
 
 
 def count_work(run: Run, counted: Counted) -> Work:
     """Return the work of one step, from counts over several."""
     steps = counted.steps
     totals: dict[str, float] = defaultdict(float)
-    for product in counted.products:
+    for product in counted.operators.products:
         if count := flops(product):
             totals[_format(run, product)] += count / steps
     weights = _bytes(p for group in run.optimizer.param_groups for p in group["params"])
@@ -183,7 +173,7 @@ def count_work(run: Run, counted: Counted) -> Work:
     # Weights are read by forward, backward and the optimizer, which also reads gradients and state; gradients
     # are written by backward, weights and state by the optimizer.
     moved = 6 * weights + 2 * state + 2 * counted.kept_bytes / steps
-    return Work(dict(totals), moved, counted.calls / steps, counted.batch_bytes / steps)
+    return Work(dict(totals), moved, counted.operators.calls.total() / steps)
 
 
 def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) -> dict[str, Any]:
@@ -204,8 +194,6 @@ def weigh(work: Work, peaks: Peaks, seconds: Mapping[str, float], steps: int) ->
     if limits[bound] < SMALL * step_s:
         # Small operators reach no peak.
         bound = "operators"
-    if peaks.transfer_bytes_per_s is not None:
-        floors["transfer"] = work.batch_bytes / peaks.transfer_bytes_per_s
     mfu = floors["compute"] / step_s
     main_format = max(work.flops, key=work.flops.__getitem__, default=None)
     reached, peak = "no matrix products to count", None

@@ -20,10 +20,6 @@ INTERRUPTIONS = ("transfer", "gradient_sync")
 another thread reports the wait for gradients."""
 
 
-SavedKinds = dict[int, tuple[torch.dtype, tuple[int, ...], int]]
-"""Type, shape and bytes of each storage saved for the backward pass, by its address."""
-
-
 @dataclass(eq=False)
 class Phases(Callback):
     """Follows the phases of a step: `data`, `forward`, `backward` and `optimizer`, None between steps.
@@ -71,14 +67,14 @@ def watched(run: Run, phases: Phases) -> Iterator[None]:
             vars(clock)["to"] = around
 
 
-def saved_for_backward(model: torch.nn.Module, kinds: SavedKinds) -> saved_tensors_hooks:
-    """Return a reusable context that records the tensors autograd saves, except weights."""
+def saved_for_backward(model: torch.nn.Module, saved: dict[int, int]) -> saved_tensors_hooks:
+    """Return a reusable context that notes the bytes of what autograd saves, by address, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if (address := storage.data_ptr()) not in weights:
-            kinds.setdefault(address, (tensor.dtype, tuple(tensor.shape), storage.nbytes()))
+            saved[address] = storage.nbytes()
         return tensor
 
     return saved_tensors_hooks(note, lambda tensor: tensor)

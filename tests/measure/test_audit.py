@@ -62,7 +62,6 @@ MODELS = {
     "parallel": ("data parallel", "inner"),
     "unused": ("unused parameters", "spare.weight, spare.bias"),
     "float64": ("float64", "line"),
-    "deep": ("deep without normalization", "Net"),
     "item": ("reads on the host", "line"),
     "cpu": ("reads on the host", "line"),
     "branch": ("reads on the host", "line"),
@@ -192,15 +191,11 @@ def machine(context: AuditContext) -> list[str]:
 
 def test_what_a_machine_lacks_is_found(context: AuditContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: torch.get_num_threads())
-    monkeypatch.setattr(step_checks, "shared_memory", lambda: 2**40)
     monkeypatch.setattr(step_checks.devices, "check_precision", lambda mode, device: None)
     assert machine(context) == []
     with monkeypatch.context() as patch:
         patch.setattr(step_checks, "usable_cores", lambda hyperthreads=False: 4 * torch.get_num_threads())
         assert machine(context) == ["threads not matching cores"]
-    with monkeypatch.context() as patch:
-        patch.setattr(step_checks, "shared_memory", lambda: 10)
-        assert machine(context) == ["shared memory small"]
     assert machine(changed(context, device_type="cuda")) == ["tf32 off"]
 
 

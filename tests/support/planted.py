@@ -43,8 +43,6 @@ class Net(nn.Module):
             self.drop = nn.Dropout(0.0)
         if defect == "unused":
             self.spare = nn.Linear(8, 8)
-        if defect == "deep":
-            self.hidden = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
         if defect == "parallel":
             self.inner = nn.DataParallel(nn.Linear(8, 8))
         if defect == "width":
@@ -64,9 +62,6 @@ class Net(nn.Module):
 
     def _dropout(self, hidden: Tensor) -> Tensor:
         return self.drop(hidden)
-
-    def _deep(self, hidden: Tensor) -> Tensor:
-        return self.hidden(hidden)
 
     def _parallel(self, hidden: Tensor) -> Tensor:
         return self.inner(hidden)

@@ -16,8 +16,6 @@ from ptfast.techniques.rewrites.model_rewrites import find_cancelled_biases, fin
 
 TILE = 8
 """Columns of a half-precision tile in tensor cores (NVIDIA, Matrix Multiplication guide)."""
-DEEP = 10
-"""A net without normalization counts as deep from this number of layers with weights on."""
 WIDTH_SHARE = 0.01
 """Layers with a smaller share of the model's weights are not worth another width."""
 NAMED = 3
@@ -59,14 +57,6 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
             what = f"float64, {counted(count, 'operator')} in a forward pass"
             mend = "dtype=torch.float32 where it is made, or .float()"
             yield Finding("float64", what, place, mend, kind="reduced")
-    normalizes = operators.normalizes or any(
-        "norm" in type(each).__name__.lower() for each in modules.values()
-    )
-    if operators.weighted >= DEEP and not normalizes and not context.untraced:
-        what = f"{operators.weighted} layers with weights and no normalization"
-        norms = "BatchNorm, LayerNorm or RMSNorm between layers, which allow higher learning rates"
-        mend = f"{norms}; or clipping by layer: gradients=adaptive"
-        yield Finding("deep without normalization", what, type(run.model).__name__, mend, kind="training")
 
 
 def _check_biases(context: AuditContext) -> Iterator[Finding]:

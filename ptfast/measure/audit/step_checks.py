@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from ptfast.core import devices
-from ptfast.core.machine import shared_memory, spare_cores, usable_cores
+from ptfast.core.machine import spare_cores, usable_cores
 from ptfast.core.tensors.trees import tensors_in
-from ptfast.core.units import counted, num_bytes, short_time
+from ptfast.core.units import counted, short_time
 from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, Finding, Price, SampleTrace
 from ptfast.measure.audit.model_checks import times
@@ -185,9 +185,3 @@ def check_machine(context: AuditContext) -> Iterator[Finding]:
     if on_cuda and exact and devices.check_precision("tf32", "cuda") is None:
         what = "float32 matrix products do not use tensor cores"
         yield Finding("tf32 off", what, "precision", "", ("precision=tf32",), "reduced")
-    ahead = max(context.run.train_loader.workers, 1) * (config.dataloader.prefetch + 1)
-    needed, there = ahead * sum(tensor.nbytes for tensor in tensors_in(context.batch)), shared_memory()
-    if config.dataloader.kind not in ("memory", "device") and there < needed:
-        what = f"{num_bytes(there)} of shared memory, but prefetched batches take {num_bytes(needed)}"
-        mend = "docker run --shm-size=8g, or dataloader.prefetch=1"
-        yield Finding("shared memory small", what, "/dev/shm", mend)

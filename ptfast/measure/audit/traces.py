@@ -250,8 +250,6 @@ class OperatorTrace(DispatchMode):
         """Counts by place and by the `approximate` argument of `F.gelu`."""
         self.doubles: Counter[str] = Counter()
         """Operators that return a float64 tensor, by place."""
-        self.normalizes, self.weighted = False, 0
-        """Whether an operator normalizes, and the number of products and convolutions with a parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,13 +257,10 @@ class OperatorTrace(DispatchMode):
         name, first = func.overloadpacket.__name__, next(tensors_in(result), None)
         if self._clock.cause != "forward" or first is None:
             return result
-        self.normalizes |= "norm" in name or name == "rsqrt"
         if first.dtype == torch.float64 and first.numel() > 1 and (place := code_place()) is not None:
             self.doubles[place] += 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         roles = [self._roles.get(tensor) for tensor in given]
-        if name in ("mm", "bmm", "addmm", "baddbmm", "convolution") and "parameter" in roles:
-            self.weighted += 1
         calling, _, keywords = self._calls.current
         whole = calling == "multi_head_attention_forward" and not keywords.get("need_weights", True)
         # Torch's own attention may use the same operators.

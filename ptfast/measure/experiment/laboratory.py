@@ -43,10 +43,12 @@ class TrialResult:
         """Raise the error that ended the trial, if any, as the user's own run would show it."""
         if self.why:
             line = self.facts.get("line") or f"ptfast: error: {self.why}"
-            raise ReportedError(line, self.facts.get("exit_code", EXIT_BUG))
+            cause = self.facts.get("cause")
+            raise ReportedError(line, self.facts.get("exit_code", EXIT_BUG), error=cause)
 
     def record(self) -> dict[str, Any]:
-        facts = {name: value for name, value in self.facts.items() if name not in ("environment", "choices")}
+        left_out = ("environment", "choices", "cause")
+        facts = {name: value for name, value in self.facts.items() if name not in left_out}
         return {"words": redact(self.words), "time": self.time, "why": self.why, **facts}
 
 

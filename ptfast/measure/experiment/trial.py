@@ -34,6 +34,8 @@ from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Need
 from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Data
+from ptfast.data.loaders.loader_choice import time_samples
+from ptfast.data.streams.iterable import IterableSource
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
@@ -42,6 +44,7 @@ from ptfast.training.build import build
 from ptfast.training.fit import try_out
 from ptfast.training.loop.loss_accumulator import begin_sums
 from ptfast.training.loop.step import Trainer
+from ptfast.training.stages.data_stage import load_data
 
 Rendezvous = tuple[int, int, int]
 """A process's rank, the world size, and the port of the rendezvous."""
@@ -141,6 +144,7 @@ class Segments:
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks, data: Data | None) -> None:
         self.run = run = build(config, ranks=ranks, folder=folder, display=Display(), data=data)
+        self._config, self._data = config, data
         run.callbacks = []
         run.total_steps = ENDLESS
         self.trainer = Trainer(run)
@@ -196,7 +200,7 @@ class Segments:
         self.lead_steps = self._prefetched_steps + (self.step_s < SHORT_S)
         self._rest()
         is_quick = self._is_alone and self._prefetched_steps < 2
-        return {
+        return self.facts | {
             "steps": len(times),
             "step_s": self.step_s,
             "lead_steps": self.lead_steps,
@@ -242,6 +246,23 @@ class Segments:
             try_out(self.run)
             self._take(1)
         return {}
+
+    def describe_data(self) -> dict[str, Any]:
+        """Return the properties of the training data that decide which loaders make sense."""
+        train = (self._data or load_data(self._config)).train
+        streams = isinstance(train, IterableSource)
+        facts = {
+            "device": self.run.device.type,
+            "iterable": streams,
+            "num_shards": train.num_shards if streams and train.shared_by != "none" else None,
+            "in_memory": not streams and train.storage == "memory",
+            "packed": not streams and train.storage == "pack",
+            "repeatable": not streams and train.repeatable,
+            "read_s": 0.0,
+        }
+        if not (streams or facts["in_memory"]):
+            facts["read_s"] = time_samples(train).seconds * len(train)
+        return {"data": facts}
 
     def _take(self, num_steps: int) -> float:
         """Train some steps and return their mean loss, waiting for the device."""

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -24,11 +23,18 @@ import torch
 from ptfast.config.read import read_config
 from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
-from ptfast.core.errors import EXIT_OK, PtfastError, error_line, exit_code_of, one_line
+from ptfast.core.errors import (
+    EXIT_OK,
+    PtfastError,
+    ReportedError,
+    error_line,
+    exit_code_of,
+    one_line,
+    text_of,
+)
 from ptfast.core.machine import is_memory_error
-from ptfast.data.build_data import Data, Source
-from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice, time_samples
-from ptfast.data.streams.iterable import IterableSource
+from ptfast.data.build_data import Data
+from ptfast.data.loaders.loader_choice import DECODED_ONCE, Choice
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.experiment.trial import (
     Processes,
@@ -50,8 +56,6 @@ SHIFT_BYTES = 64 * 2**10
 LEAST_TURNS, MOST_TURNS = 4, 24
 ALIKE = 2.5
 """Trials whose step times differ by at most this factor train on the same batches."""
-_REPORTED = re.compile(r"^ptfast: (error\[\w+\]: )?| \(([^()]*:\d+|command line)\)(?=: )")
-"""The prefix of an error's line, and the place of its key, which does not exist in a trial's config."""
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Request:
 
 
 def _ask(
-    trials: dict[int, Processes], found: list[dict[str, Any]], index: int, what: str, *arguments: float
+    trials: dict[int, Processes], found: list[dict[str, Any]], index: int, method: str, *arguments: float
 ) -> None:
     """Add the answer of a trial's first rank to its results; if a rank has failed, end the trial.
 
@@ -84,7 +88,7 @@ def _ask(
     for _, connection in trials[index]:
         # A failed rank has already answered.
         with contextlib.suppress(ConnectionError):
-            connection.send((what, *arguments))
+            connection.send((method, *arguments))
     answers: list[dict[str, Any]] = []
     for process, connection in trials[index]:
         answer = {"error": f"took more than {ANSWER_S:.0f} s"}
@@ -145,9 +149,9 @@ class WarmParent:
                 except PtfastError as error:
                     found[index] = _failure(error)
             for index in list(trials):
-                _ask(trials, found, index, "warm", request.warm_s)
+                _ask(trials, found, index, "warm_up", request.warm_s)
                 if request.asks and index in trials:
-                    _ask(trials, found, index, "data")
+                    _ask(trials, found, index, "describe_data")
             if request.timed_s and trials:
                 turns = dict(zip(trials, plan_turns(request, [found[i] for i in trials]), strict=True))
                 turn_s = statistics.fmean(turns[i][0] * found[i]["step_s"] for i in trials)
@@ -157,7 +161,7 @@ class WarmParent:
                         num_steps, lead_steps, behind = turns[index]
                         _ask(trials, found, index, "train", num_steps, lead_steps + (0 if turn else behind))
             for index in list(trials) if request.spares else ():
-                _ask(trials, found, index, "spare")
+                _ask(trials, found, index, "check_spare")
         finally:
             for trial in trials.values():
                 end_ranks(trial)
@@ -217,16 +221,8 @@ def _train_on_request(
     try:
         segments = Segments(config, folder, join(rendezvous, config), data)
         while True:
-            what, *arguments = connection.recv()
-            if what == "warm":
-                connection.send(segments.facts | segments.warm_up(*arguments))
-            elif what == "train":
-                connection.send(segments.train(*arguments))
-            elif what == "spare":
-                connection.send(segments.check_spare())
-            else:
-                train = (data or load_data(config)).train
-                connection.send({"data": {"device": segments.run.device.type, **_facts_of(train)}})
+            method, *arguments = connection.recv()
+            connection.send(getattr(segments, method)(*arguments))
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
@@ -238,23 +234,16 @@ def _train_on_request(
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """Return the error of a trial: a clause, its code, and the line and exit code a run would end with."""
-    code = error.code if isinstance(error, PtfastError) else type(error).__name__
-    clause = one_line(_REPORTED.sub("", str(error))) or code
+    known = error.error if isinstance(error, ReportedError) else error
+    code, clause = type(error).__name__, one_line(text_of(error))
+    if isinstance(known, PtfastError):
+        # The place of its key does not exist in a trial's config.
+        code, clause = known.code, str(known.changed(place=None))
     if is_memory_error(error):
         code, clause = NO_MEMORY, "ran out of memory"
-    return {"error": clause, "code": code, "line": error_line(error), "exit_code": exit_code_of(error)}
-
-
-def _facts_of(train: Source) -> dict[str, Any]:
-    """Return the properties of the training data that decide which loaders make sense."""
-    facts: dict[str, Any] = {"in_memory": False, "repeatable": False, "packed": False, "read_s": 0.0}
-    if isinstance(train, IterableSource):
-        shards = train.num_shards if train.shared_by != "none" else None
-        return facts | {"iterable": True, "num_shards": shards}
-    in_memory = train.storage == "memory"
-    facts |= {"iterable": False, "num_shards": None, "in_memory": in_memory}
-    read_s = 0.0 if in_memory else time_samples(train).seconds * len(train)
-    return facts | {"packed": train.storage == "pack", "repeatable": train.repeatable, "read_s": read_s}
+    facts = {"error": clause or code, "code": code, "line": error_line(error)}
+    cause = known if isinstance(known, PtfastError) else None
+    return facts | {"exit_code": exit_code_of(error), "cause": cause}
 
 
 def serve(connection: Connection, rendezvous: Rendezvous | None) -> None:

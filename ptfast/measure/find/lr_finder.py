@@ -22,7 +22,6 @@ from ptfast.core.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.launch.launcher import resolve_world_size
 from ptfast.measure.outputs import check_outputs, label, write_recipe, write_results
-from ptfast.optim.build_optimizer import load_optimizer
 from ptfast.optim.parameter_groups import reference_lr
 from ptfast.report.terminal.display import build_display, say, table
 from ptfast.run import Run
@@ -199,9 +198,9 @@ def preserving_state(run: Run) -> Iterator[None]:
 
     Cost: a copy of weights and optimizer state on the device.
     """
-    model, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
-    scaler = run.precision.scaler
-    scaling = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    saved = ("optimizer", "scaler")
+    parts = {"model": run.model} | {name: run.stateful[name] for name in saved if name in run.stateful}
+    states = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
     replaced = {name: getattr(run, name) for name in REPLACED}
     run.progress = replace(run.progress)
     run.metrics, run.best_metrics = dict(run.metrics), dict(run.best_metrics)
@@ -212,16 +211,12 @@ def preserving_state(run: Run) -> Iterator[None]:
         with on_device, OwnGenerators().in_place():
             yield
     finally:
-        with torch.no_grad():
-            for name, value in run.model.state_dict().items():
-                value.copy_(model[name])
-        run.optimizer.zero_grad(set_to_none=True)
-        run.optimizer.state.clear()
-        load_optimizer(run.optimizer, optimizer)
-        if scaler is not None:
-            scaler.load_state_dict(scaling)
         for name, value in replaced.items():
             setattr(run, name, value)
+        run.optimizer.zero_grad(set_to_none=True)
+        run.optimizer.state.clear()
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
         run.model.train(was_training)
 
 

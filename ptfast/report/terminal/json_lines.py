@@ -20,7 +20,6 @@ VERSION = 1
 """Raised when a field changes its meaning or goes; new fields and events may come at any time."""
 VARIABLE = "PTFAST_JSON"
 """Set for the processes that a command starts."""
-_REPORTED = re.compile(r"ptfast: error\[(\w+)\]: (.*)", re.DOTALL)
 
 
 class JsonLines(io.TextIOBase):
@@ -97,9 +96,7 @@ def emit_error(error: BaseException, *, details: bool = False) -> bool:
         error = error.error
     if not isinstance(error, PtfastError):
         what = text_of(error) or type(error).__name__
-        # Another process has put it into words.
-        code, what = found.groups() if (found := _REPORTED.match(what)) else (None, what)
-        return emit("error", code=code, what=one_line(what), **common)
+        return emit("error", code=None, what=one_line(what), **common)
     for each in (error, *error.others):
         parts: dict[str, Any] = each.parts | {"message": str(each)}
         if each.key and is_secret(each.key, misspelt=each.code == "C002"):
