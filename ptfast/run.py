@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ptfast.config.schema import Eval, Saving, Stop
-    from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
     from ptfast.data.loaders.build_loaders import EvaluationLoader, Loader
     from ptfast.optim.parameter_groups import Freezing
     from ptfast.techniques.backend.garbage_collection import Collector
@@ -136,9 +135,7 @@ class Run:
     stateful: dict[str, Stateful] = field(init=False)
     """What checkpoints hold besides the weights, by name."""
     checkpointer: Any = field(init=False)
-    """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`)."""
-    saver: CheckpointWriter = field(init=False)
-    """Writes checkpoints, in the background if it may."""
+    """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`); its `writer` writes files."""
 
     progress: Progress = field(default_factory=Progress)
     """Saved with the weights."""

@@ -49,7 +49,7 @@ def main() -> None:
     words = (*words, f"batch_size={given.batch}", "steps=100000", "optimizer=adamw", "optimizer.lr=1e-6")
     words = (*words, f"backend.threads={given.threads}", "saving.background=true")
     run = build(read_config(words)[1], ranks=Ranks(), folder=folder, display=Display())
-    trainer, saver = Trainer(run), run.saver
+    trainer, saver = Trainer(run), run.checkpointer.writer
     batches = run.train_loader.steps(0, run.total_steps)
 
     def seconds(of: object) -> float:

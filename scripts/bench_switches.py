@@ -83,10 +83,10 @@ def child(words: list[str]) -> None:
             if on_gpu:
                 # The memory was given back after the last round: this step takes it again.
                 trainer.train(batches, run.progress.step + 1)
-                trainer.window.read()
+                trainer.losses.read()
             before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
             trainer.train(batches, run.progress.step + int(line))
-            loss = trainer.window.read()
+            loss = trainer.losses.read()
             seconds, used = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
             if on_gpu:
                 torch.cuda.empty_cache()

@@ -175,13 +175,13 @@ def dry_run(config: Config) -> int:
         operators = Operators()
         with operators, naming_user_code(run):
             trainer.train(batches, first + 1)
-        trainer.window.read()
+        trainer.losses.read()
         trainer.first_checks.check_evaluation()
         seconds = []
         for step in range(first + 2, min(first + TIMED_STEPS + 1, run.total_steps) + 1):
             start = time.perf_counter()
             trainer.train(batches, step)
-            trainer.window.read()
+            trainer.losses.read()
             seconds.append(time.perf_counter() - start)
         try_out(run)
         run.close()

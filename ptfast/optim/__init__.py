@@ -14,11 +14,11 @@ from ptfast.core.sections.section import (
     Count,
     Family,
     NotNegative,
-    Part,
     Positive,
     Section,
     TargetSection,
     Unused,
+    UpToOne,
 )
 from ptfast.techniques.ema import Ema
 from ptfast.techniques.gradients import Gradients
@@ -48,7 +48,7 @@ class Optimizer(TargetSection):
 
     decay_1d: bool = True
     """Apply weight decay also to norms and biases (parameters of at most one dimension)."""
-    layer_decay: Part | None = None
+    layer_decay: UpToOne | None = None
     """Factor on the learning rate for every layer between a parameter and the output, such as 0.75."""
     freeze_backbone: Annotated[Duration, InUnit("epochs")] | None = None
     """How long all layers below the last are frozen, for example `1epochs`; null never freezes them."""

@@ -49,7 +49,7 @@ class LayerBatch:
         """State that is one number per layer, by name."""
         columns = [weights, *([state[name] for state in states] for name in layer_state)]
         self.pieces: list[list[Tensors]] = [
-            [weights, [], *kept] for weights, *kept in zip(*map(self._cut, columns), strict=True)
+            [weights, [], *kept] for weights, *kept in zip(*map(self._pieces_of, columns), strict=True)
         ]
         """Per piece: weights, gradients (not yet multiplied by `grad_factor`), then each of `layer_state`."""
         self.grad_factor: Tensor | None = None
@@ -81,8 +81,8 @@ class LayerBatch:
             if grad.is_sparse:
                 raise no_sparse("it does")
             grads.append(laid_out_as(weight, grad if grad.dtype == weight.dtype else grad.to(weight.dtype)))
-        for piece, cut in zip(self.pieces, self._cut(grads), strict=True):
-            piece[1] = cut
+        for piece, part in zip(self.pieces, self._pieces_of(grads), strict=True):
+            piece[1] = part
 
     def finish(self, *, copied: bool) -> None:
         """Release the gradients, and write copied weights back."""
@@ -112,7 +112,7 @@ class LayerBatch:
         """The gradients times their factor where there is one."""
         return grads if self.grad_factor is None else list(torch._foreach_mul(grads, self.grad_factor))
 
-    def _cut(self, column: Tensors) -> list[Tensors]:
+    def _pieces_of(self, column: Tensors) -> list[Tensors]:
         """A column as one piece; a layer longer than `CPU_CHUNK_SIZE` in pieces of that many elements."""
         if not self.on_cpu:
             return [column]

@@ -156,8 +156,8 @@ def results(run: Run) -> dict[str, Any]:
         summary["compile"] = run.compilation.report()
     if run.unreadable is not None and (files := run.unreadable()):
         summary["skipped_files"] = {"count": len(files), "first": files[:SKIPPED_NAMES]}
-    if run.saver.states:
-        summary["saving"] = run.saver.report()
+    if run.checkpointer.writer.states:
+        summary["saving"] = run.checkpointer.writer.report()
     if progress.best_step is not None:
         summary["best"] = {"step": progress.best_step, **run.best_metrics}
     if len(progress.best_states) > 1:

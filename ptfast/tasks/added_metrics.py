@@ -17,7 +17,7 @@ from ptfast.core.errors import ConfigError, PtfastError, described, name_of, sho
 from ptfast.core.protocols import DataInfo, Metrics, Task
 from ptfast.core.sections.targets import Target, built, is_metric_function
 from ptfast.core.tensors.trees import tree_leaves
-from ptfast.tasks.ratios import Parts, Ratios, update_metrics
+from ptfast.tasks.ratios import Ratios, RatioTerms, update_metrics
 
 _TASKS = {"classification": "multiclass", "multilabel": "multilabel", "token_classification": "multiclass"}
 
@@ -184,7 +184,7 @@ class _OfFunction(Ratios):
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        def parts(outputs: Tensor, targets: Tensor) -> Parts:
+        def parts(outputs: Tensor, targets: Tensor) -> RatioTerms:
             given = function(outputs, targets)
             if isinstance(given, tuple):
                 return given

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptfast.core.errors import ConfigError, did_you_mean, name_some
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, Mixed
-from ptfast.core.sections.section import Fraction, NotNegative, Part, Positive
+from ptfast.core.sections.section import Fraction, NotNegative, Positive, UpToOne
 from ptfast.data.map_source import MapSource
 from ptfast.tasks.loss_functions import LossFunction, target_weights
 from ptfast.tasks.supervised import SupervisedTask, names_of_classes
@@ -40,7 +40,7 @@ class CrossEntropyTask(SupervisedTask):
         class_weights: Literal["balanced"] | Weights | None = None,
         focal_gamma: NotNegative = 0.0,
         teacher: str | None = None,
-        distill_weight: Part | None = None,
+        distill_weight: UpToOne | None = None,
         temperature: Positive | None = None,
     ) -> None:
         """Build the task.

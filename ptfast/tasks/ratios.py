@@ -15,7 +15,7 @@ from ptfast.core.protocols import IGNORE_INDEX
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Parts = tuple[Tensor, Tensor | int]
+RatioTerms = tuple[Tensor, Tensor | int]
 """A batch's part of the dividend and of the divisor of a ratio."""
 
 
@@ -54,7 +54,7 @@ class Ratios(DeviceSums):
     instead. `ratios` say what outputs and targets of a batch add to each.
     """
 
-    def __init__(self, **ratios: Callable[[Tensor, Tensor], Parts]) -> None:
+    def __init__(self, **ratios: Callable[[Tensor, Tensor], RatioTerms]) -> None:
         super().__init__(ratios, len(ratios), 2)
         self._ratios = ratios
 
@@ -108,7 +108,7 @@ def take_kinds(metrics: Any, others: Any) -> None:
                 setattr(part, name, [rows[:0] for rows in state])
 
 
-def accuracy(outputs: Tensor, targets: Tensor, top_k: int = 1) -> Parts:
+def accuracy(outputs: Tensor, targets: Tensor, top_k: int = 1) -> RatioTerms:
     """Share of the targets that count whose class is among the `top_k` likeliest.
 
     Args:
@@ -125,17 +125,17 @@ def accuracy(outputs: Tensor, targets: Tensor, top_k: int = 1) -> Parts:
 top5_accuracy = partial(accuracy, top_k=5)
 
 
-def label_accuracy(outputs: Tensor, targets: Tensor) -> Parts:
+def label_accuracy(outputs: Tensor, targets: Tensor) -> RatioTerms:
     """Share of the pairs of input and class that are rightly predicted to belong together or not."""
     return ((outputs > 0) == targets.bool()).sum(), targets.numel()
 
 
-def label_f1(outputs: Tensor, targets: Tensor) -> Parts:
+def label_f1(outputs: Tensor, targets: Tensor) -> RatioTerms:
     """F1 score over all pairs of input and class, of logits and 0/1 targets."""
     chosen, wanted = outputs > 0, targets.bool()
     return 2 * (chosen & wanted).sum(), chosen.sum() + wanted.sum()
 
 
-def absolute_error(outputs: Tensor, targets: Tensor) -> Parts:
+def absolute_error(outputs: Tensor, targets: Tensor) -> RatioTerms:
     """Mean absolute error of outputs of the targets' shape."""
     return (outputs - targets).abs().sum(), targets.numel()

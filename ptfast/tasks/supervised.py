@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ptfast.core.errors import ConfigError, DataError
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo, LinearLogits, Metrics, Mixed, NamedInputs
 from ptfast.tasks.loss_functions import LossFunction, adapt_loss
-from ptfast.tasks.ratios import Parts, Ratios, update_metrics
+from ptfast.tasks.ratios import Ratios, RatioTerms, update_metrics
 
 
 class SupervisedTask:
@@ -27,7 +27,7 @@ class SupervisedTask:
 
     metric = "loss"
     mode = "min"
-    ratios: Mapping[str, Callable[[Tensor, Tensor], Parts]] = {}
+    ratios: Mapping[str, Callable[[Tensor, Tensor], RatioTerms]] = {}
     """The metrics next to the loss, by name."""
     counts_samples = True
     """Every sample counts as one item, so that a step counts nothing."""

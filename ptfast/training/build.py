@@ -16,7 +16,6 @@ from ptfast.core.errors import ConfigError, name_of, name_some
 from ptfast.core.plain_display import Display
 from ptfast.core.protocols import Logger, hooks, takes_own_steps
 from ptfast.core.tensors.checkpoint_files import read_checkpoint
-from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
 from ptfast.core.units import better_mode
 from ptfast.data.build_data import Data
 from ptfast.models.build_model import remedy
@@ -27,7 +26,12 @@ from ptfast.training.checkpointer import Checkpointer
 from ptfast.training.loop.updates import OPTIMIZER_NAME
 from ptfast.training.saved_model import add_teacher
 from ptfast.training.stages.data_stage import build_loaders, choose_task, load_splits
-from ptfast.training.stages.machine_stage import build_seeder, cut_batch, seed_everything, set_up_machine
+from ptfast.training.stages.machine_stage import (
+    build_seeder,
+    choose_micro_batches,
+    seed_everything,
+    set_up_machine,
+)
 from ptfast.training.stages.model_stage import build_plain_model, place_model, shape_model
 from ptfast.training.stages.optimizer_stage import add_average, add_optimizer, add_schedule
 from ptfast.training.stages.partial_run import PartialRun
@@ -69,7 +73,7 @@ def build(
     run.choices = _former_choices(run, state_folder)
     run.checkpointer = Checkpointer(run)
     set_up_machine(run)
-    cut_batch(run)
+    choose_micro_batches(run)
     load_splits(run)
     choose_task(run)
     add_teacher(run)
@@ -107,15 +111,13 @@ def _former_choices(run: PartialRun, state_folder: Path | None) -> AutoChoices:
 
 
 def add_callbacks(run: PartialRun) -> None:
-    """Build the callbacks, what seeds a step, the writer of checkpoints, and advice for a misfit."""
+    """Build the callbacks, the seeding of a step, and advice for a model that does not fit."""
     config, callbacks = run.config, list[Any]()
     for index, target in enumerate(config.callbacks):
         with constructing(f"callbacks.{index}", target.path):
             callbacks.append(target.build())
     run.callbacks += callbacks
     run.seed_step = partial(build_seeder(run.device), config.seed)
-    saves_s = config.saving.every.seconds if config.saving.every.unit == "seconds" else None
-    run.saver = CheckpointWriter(run.ranks, run.clock, config.saving.background, saves_s)
     run.remedy = partial(remedy, config.model.target, config.data.target, run.info)
 
 

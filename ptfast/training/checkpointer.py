@@ -25,6 +25,7 @@ from ptfast.core.tensors.checkpoint_folders import (
     prune,
     step_of,
 )
+from ptfast.core.tensors.checkpoint_writer import CheckpointWriter
 from ptfast.core.tensors.dtensors import local_part, shard_like
 from ptfast.data.streams.stream_loaders import Marks
 from ptfast.optim.build_optimizer import load_optimizer, state_by_name
@@ -99,6 +100,8 @@ class CallbackStates:
 class Checkpointer:
     """Saves and restores a run: whole or in shards, at once or in the background."""
 
+    writer: CheckpointWriter
+    """Writes the files, in the background if it may; there is one once the run is built."""
     left_out: Sequence[str] = ()
     """Names of frozen weights that checkpoints do not hold: those of `model.weights`."""
 
@@ -113,6 +116,9 @@ class Checkpointer:
         checked.
         """
         run = self.run
+        saving = run.plan.saving
+        every_s = saving.every.seconds if saving.every.unit == "seconds" else None
+        self.writer = CheckpointWriter(run.ranks, run.clock, saving.background, every_s)
         run.stateful = stateful_parts(run)
         if state is not None:
             self.restore(state, run.choices.began_with("total_steps", int) or 0)
@@ -136,7 +142,7 @@ class Checkpointer:
             tell: called on the first rank with the folder once it is on disk.
         """
         run, step = self.run, self.run.progress.step
-        run.saver.begin()
+        self.writer.begin()
         if not (run.ranks.is_first or run.sharded):
             return
         model = run.model.state_dict()
@@ -156,7 +162,7 @@ class Checkpointer:
             draft = ShardedDraft(self._saved, step, state, run.ranks, mark)
         else:
             draft = WholeDraft(self._saved, step, state, mark)
-        run.saver.write(draft, check=must_be_finite, tell=tell, background=background)
+        self.writer.write(draft, check=must_be_finite, tell=tell, background=background)
 
     def restore_model(self, state: CheckpointContent) -> None:
         """Load the weights: all of them, or this rank's shard if they are sharded."""

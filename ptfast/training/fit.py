@@ -37,7 +37,7 @@ def fit(run: Run) -> str:
     try:
         return _fit_or_stop(run).value
     except BaseException:
-        run.saver.leave()
+        run.checkpointer.writer.leave()
         raise
     finally:
         # Python then collects the garbage of the whole run.
@@ -63,7 +63,7 @@ def _fit_or_stop(run: Run) -> StopReason:
 
 def _fit(run: Run) -> StopReason:
     """Train a segment, log, evaluate, save, and repeat."""
-    progress = run.progress
+    progress, writer = run.progress, run.checkpointer.writer
     run.call_back("on_start")
     callback_states(run)
     trainer, votes = Trainer(run), Votes(run)
@@ -75,7 +75,7 @@ def _fit(run: Run) -> StopReason:
             batches = _apply_freezing(run, trainer, batches)
             segment = _train_segment(run, trainer, batches, votes.max_steps)
             data_comes = segment.data_comes
-            stop = votes.exchange(segment.step_s, defers=trainer.window.defers)
+            stop = votes.exchange(segment.step_s, defers=trainer.losses.defers)
             _report(run, trainer, segment)
         if progress.evaluation_due and stop in (None, StopReason.MAX_TIME):
             try:
@@ -85,7 +85,7 @@ def _fit(run: Run) -> StopReason:
             if stop is None and progress.step < run.total_steps:
                 stop = _no_gain(run)
         ends = progress.step >= run.total_steps or stop is not None
-        is_scheduled = ends or run.saver.due or progress.step in run.plan.intervals.save_steps
+        is_scheduled = ends or writer.is_due or progress.step in run.plan.intervals.save_steps
         if is_kept or is_scheduled:
             _save(run, finalize_averages=data_comes, ends=ends, best_only=not is_scheduled)
     stop = _test(run, stop or StopReason.LAST_STEP)
@@ -141,7 +141,7 @@ class Segment(NamedTuple):
 
 def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], max_steps: int) -> Segment:
     """Train until the next log, evaluation or save is due, for at most `max_steps` steps."""
-    progress, clock, counter, window, data_comes = run.progress, run.clock, run.counter, trainer.window, True
+    progress, clock, counter, losses, data_comes = run.progress, run.clock, run.counter, trainer.losses, True
     start, start_s, samples, began = progress.step, clock.elapsed_s(), progress.samples, clock.moment()
     end = min(run.plan.intervals.next_stop(start, run.total_steps), start + max_steps)
     # The first step of a process and counted steps do not represent the training speed.
@@ -155,11 +155,11 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], max
             trainer.train(given or batches, end)
         except Stopped:
             data_comes = False
-        log, steps = window.begin_log(), progress.step - start
-        window.flush()
-        window.unread = log
-        if aside is not None or not window.defers:
-            window.receive(log)
+        log, steps = losses.begin_log(), progress.step - start
+        losses.flush()
+        losses.unread = log
+        if aside is not None or not losses.defers:
+            losses.receive(log)
         if is_first and steps:
             trainer.first_checks.check_evaluation()
     trainer.first_checks.switches.check()
@@ -167,7 +167,7 @@ def _train_segment(run: Run, trainer: Trainer, batches: Iterator[StepBatch], max
         log.timed = steps, progress.samples - samples, began, clock.moment()
     step_s = (clock.elapsed_s() - start_s) / max(1, steps)
     # A host that does not wait may be ahead of the device.
-    return Segment(steps, log, max(step_s, window.step_s if window.defers else 0.0), data_comes)
+    return Segment(steps, log, max(step_s, losses.step_s if losses.defers else 0.0), data_comes)
 
 
 def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
@@ -178,7 +178,7 @@ def _report(run: Run, trainer: Trainer, segment: Segment) -> None:
         run.call_back("on_epoch", round(run.epoch))
     progress.evaluation_due = took_any and (step >= run.total_steps or step in intervals.eval_steps)
     logs = progress.evaluation_due or (took_any and step in intervals.log_steps)
-    trainer.window.report(segment.log, logs=logs)
+    trainer.losses.report(segment.log, logs=logs)
     if logs and run.compilation is not None:
         num_steps = run.total_steps - trainer.first_step
         if advice := run.compilation.complaint(segment.step_s, num_steps):
@@ -202,11 +202,12 @@ def _save(run: Run, *, finalize_averages: bool, ends: bool, best_only: bool = Fa
             run.call_back("on_save", step, folder)
 
     # A callback expects the checkpoint of the step at which it is called, unless the config says otherwise.
-    callback_waits = run.saver.background == "auto" and bool(hooks(run.callbacks, "on_save"))
+    writer = run.checkpointer.writer
+    callback_waits = writer.background == "auto" and bool(hooks(run.callbacks, "on_save"))
     run.checkpointer.save(background=not (ends or callback_waits), best_only=best_only, tell=tell)
     run.clock.to(None)
     if not ends:
-        run.saver.longest_stall_s = max(run.saver.longest_stall_s, booked["saving"] - before_s)
+        writer.longest_stall_s = max(writer.longest_stall_s, booked["saving"] - before_s)
 
 
 def try_out(run: Run) -> None:

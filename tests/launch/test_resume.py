@@ -36,7 +36,7 @@ from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 from ptfast.launch.resume import next_commands, resume_command
 from ptfast.report.goodput import ATTEMPTS_FILE
 from ptfast.report.loggers import read_records
-from ptfast.training.stages.machine_stage import cut_batch
+from ptfast.training.stages.machine_stage import choose_micro_batches
 
 __all__ = ["runs", "stopped", "whole"]
 
@@ -356,4 +356,4 @@ def test_micro_batches_outlive_the_ranks_they_came_from(in_tmp: Path) -> None:
         choices=AutoChoices({"micro_batches": AutoChoice("micro_batches", 4)}),
     )
     with pytest.raises(ConfigError, match=r"micro_batches=4: .* Resume it on 1, 2, 4 ranks: only a new run"):
-        cut_batch(others)
+        choose_micro_batches(others)

@@ -121,7 +121,7 @@ def test_the_pick_holds_what_is_faster(planted: type[Planted], in_tmp: Path, cap
 
 
 def test_what_the_config_has_stays_unless_it_is_clearly_slower(planted: type[Planted], in_tmp: Path) -> None:
-    planted.speeds = {"backend.hold_memory=true": 0.998, "rewrites.bias_before_norm=false": 0.9}
+    planted.speeds = {"backend.reuse_memory=true": 0.998, "rewrites.bias_before_norm=false": 0.9}
     only = "memory-reuse,no-bias-before-batch-norm,denormals-flushed-to-zero,channels-last"
     record = ablated(in_tmp / "out", "preset=safe", only=only)
     assert set(record["selected"]) == {"memory reuse", "denormals flushed to zero"}

@@ -192,7 +192,7 @@ def saved_beside(on: Cases, name: str, *words: str, **given: Any) -> tuple[bool,
         says = on.refusal(f"{name}-full", *words, **given) if run.sharded else ""
     finally:
         checkpoint_files.write_tensors, torch.save = writers
-    return all(same_bits(*pair) for pair in nests), run.saver.in_background, says
+    return all(same_bits(*pair) for pair in nests), run.checkpointer.writer.in_background, says
 
 
 def fsdp_cases(on: Cases) -> dict[str, Any]:
@@ -213,8 +213,6 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
         for precision in ("fp32", "bf16", "amp_fp16"):
             name = f"gpt {precision} {strategy}"
             found[name] = on.train(name, *GPT, f"precision.mode={precision}", strategy=strategy)
-    words = (*GPT, "precision.mode=fp32", "parallel.prefetch=2")
-    found["gpt prefetched"] = on.train("gpt prefetched", *words, strategy="fsdp")
     if find_spec("torchao") is not None:
         found |= float8_cases(on)
     middle = Path("mixed-ddp/saved/step-4")

@@ -106,7 +106,7 @@ def test_held_memory_comes_without_page_faults() -> None:
     """Blocks that glibc would trim, and one that it would map anew, in a process of its own."""
     code = """
 import ctypes, resource
-from ptfast.techniques.backend.torch_settings import hold_memory
+from ptfast.techniques.backend.torch_settings import reuse_memory
 libc, sizes = ctypes.CDLL(None), [size << 20 for size in (8, 8, 8, 48)]
 libc.malloc.restype = ctypes.c_void_p
 def step():
@@ -120,7 +120,7 @@ def faults():
     step()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 as_it_is = faults()
-assert hold_memory()
+assert reuse_memory()
 print(as_it_is, faults())
 """
     environment = {**os.environ, **WITH_TESTS}

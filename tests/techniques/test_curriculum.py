@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ptfast.core.errors import ConfigError
-from ptfast.techniques.curriculum.growing_sizes import Cut, Resize, Stages, grow
+from ptfast.techniques.curriculum.growing_sizes import Resize, Stages, Truncation, grow
 
 __all__ = ["Armed"]
 NET = ("model=resnet_digits", "model.width=4", "batch_size=64", "log_every=1", "saving.every=1000steps")
@@ -117,7 +117,7 @@ def test_a_step_on_short_sequences_does_not_depend_on_how_it_is_cut(tmp_path: Pa
 
 def test_batches_of_keywords_are_cut_too() -> None:
     batch = {"input_ids": torch.ones(2, 9), "labels": torch.ones(2, 9), "sizes": torch.ones(2)}
-    cut = Cut(Stages((4, 9), (0, 5)))(batch, 0, 0)
+    cut = Truncation(Stages((4, 9), (0, 5)))(batch, 0, 0)
     assert [tuple(value.shape) for value in cut.values()] == [(2, 4), (2, 4), (2,)]
 
 

@@ -236,7 +236,7 @@ def test_a_callback_is_told_once_a_state_is_on_disk(
     assert list(saved) == sorted({*range(5, 40, 5), *(step for step in saved if step % 6 == 0), 39})
     assert (saved == now) == (background == "auto")
     assert all(later > step for step, later in told.saved[:-1]) == (background == "true")
-    assert run.saver.report()["in_background"] == (len(saved) - 1) * (background == "true")
+    assert run.checkpointer.writer.report()["in_background"] == (len(saved) - 1) * (background == "true")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
@@ -250,7 +250,7 @@ def test_the_writer_gives_way_until_training_waits_for_it(
     run.checkpointer.save(background=True)
     while not set_to:
         time.sleep(0.001)
-    run.saver.finish()
+    run.checkpointer.writer.finish()
     (thread, away), (waited_for, back) = set_to
     assert thread == waited_for != os.getpid()
     assert (away, back) == (
@@ -281,7 +281,7 @@ def test_small_states_are_written_at_once(tmp_path: Path) -> None:
     run = build_run(tmp_path, *NET, *RHYTHM)
     run.logger = Lines()
     fit(run)
-    assert run.saver.report()["in_background"] == 0
+    assert run.checkpointer.writer.report()["in_background"] == 0
 
 
 def test_copies_are_independent_and_reuse_their_memory() -> None:
@@ -322,15 +322,15 @@ def test_a_save_waits_for_the_gpu_once(
     )
     for background in ("true", "false"):
         run = build_run(tmp_path / background, *words, f"saving.background={background}")
-        run.logger, take = Lines(), run.saver._copies.take
+        run.logger, take = Lines(), run.checkpointer.writer._copies.take
 
         def without_waiting(*given: Any, take: Any = take) -> Any:
             with no_waits():
                 return take(*given)
 
-        monkeypatch.setattr(run.saver._copies, "take", without_waiting)
+        monkeypatch.setattr(run.checkpointer.writer._copies, "take", without_waiting)
         fit(run)
-        assert len(waits) == run.saver.states == 3
+        assert len(waits) == run.checkpointer.writer.states == 3
         waits.clear()
     for step in (4, 8, 12):
         own, other = (read_checkpoint(tmp_path / name / f"saved/step-{step}") for name in ("true", "false"))

@@ -31,14 +31,14 @@ def defer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[int, int]]
     def start() -> list[tuple[int, int]]:
         read, init, receive = list[tuple[int, int]](), LossAccumulator.__init__, LossAccumulator.receive
 
-        def defer_figures(window: LossAccumulator, *arguments: Any) -> None:
-            init(window, *arguments)
-            window.defers = True
+        def defer_figures(losses: LossAccumulator, *arguments: Any) -> None:
+            init(losses, *arguments)
+            losses.defers = True
 
-        def note(window: LossAccumulator, look: PendingLog) -> float:
+        def note(losses: LossAccumulator, look: PendingLog) -> float:
             if look.loss is None and look.error is None:
-                read.append((look.step, window._run.progress.step))
-            return receive(window, look)
+                read.append((look.step, losses._run.progress.step))
+            return receive(losses, look)
 
         monkeypatch.setattr(LossAccumulator, "__init__", defer_figures)
         monkeypatch.setattr(LossAccumulator, "receive", note)

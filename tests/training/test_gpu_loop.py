@@ -52,7 +52,7 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(words, tmp_path: Pa
     trainer.train(batches, 5)
     with no_waits():
         trainer.train(batches, 20)
-    assert trainer.window.read() > 0
+    assert trainer.losses.read() > 0
     budget = clock.ledger()
     assert all(budget[cause] > 0 for cause in ("forward", "backward", "optimizer"))
     assert budget["unexplained"] < 0.02 * clock.elapsed_s()
@@ -72,9 +72,9 @@ class Guarded(Callback):
 def reads_first(report: Callable[..., None]) -> Callable[..., None]:
     """`LossAccumulator.report` that waits for the figures, as on a CPU."""
 
-    def read(window: LossAccumulator, look: PendingLog, *, logs: bool) -> None:
-        window.receive(look)
-        report(window, look, logs=logs)
+    def read(losses: LossAccumulator, look: PendingLog, *, logs: bool) -> None:
+        losses.receive(look)
+        report(losses, look, logs=logs)
 
     return read
 

@@ -23,6 +23,8 @@ class Former(NamedTuple):
 
 
 FORMER = {
+    "backend.hold_memory": Former(True, "backend.reuse_memory"),
+    "parallel.prefetch": Former(1),
     "optimizer.backbone_from": Former(None, "optimizer.freeze_backbone"),
     "dataloader.last": Former("auto", "dataloader.drop_last", (("keep", False), ("drop", True))),
     "debug.torch_check": Former("none"),

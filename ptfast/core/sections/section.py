@@ -22,7 +22,7 @@ Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Fraction = Annotated[float, FRACTION]
 """At least 0, below 1: a dropout or a momentum."""
-Part = Annotated[float, Range(0, 1, open_low=True)]
+UpToOne = Annotated[float, Range(0, 1, open_low=True)]
 """Above 0, at most 1."""
 Share = Annotated[float, Range(0, 1, open_low=True, open_high=True)]
 """Above 0, below 1."""

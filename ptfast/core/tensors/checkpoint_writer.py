@@ -112,7 +112,7 @@ class CheckpointWriter:
         every_s: float | None = None,
     ) -> None:
         self.background, self.every_s, self._ranks, self._clock = background, every_s, ranks, clock
-        self.due = False
+        self.is_due = False
         """The ranks have agreed that it is time for a checkpoint."""
         self._copies, self._saved_s, self._is_stale = HostCopies(), 0.0, False
         self._written: Future[Any] | None = None
@@ -125,7 +125,7 @@ class CheckpointWriter:
         """Time spent writing, also while training went on; the longest pause for one checkpoint."""
 
     @property
-    def is_due(self) -> bool:
+    def interval_over(self) -> bool:
         """Whether it is time for the next checkpoint, by this rank's clock."""
         return self.every_s is not None and self._clock.elapsed_s() - self._saved_s >= self.every_s
 
@@ -138,7 +138,7 @@ class CheckpointWriter:
         """Publish the checkpoint under way if it is written, and note if the next one is `due`.
 
         Args:
-            due: what the first rank's `is_due` said, the same on all ranks; and `all_written`, whether
+            due: what the first rank's `interval_over` said, the same on all ranks; and `all_written`, whether
                 `is_written` held on each. What they said before the last save is passed over.
         """
         if self._together:
@@ -146,12 +146,12 @@ class CheckpointWriter:
                 self.finish()
         elif self.is_written:
             self.finish()
-        self.due, self._is_stale = due and not self._is_stale, False
+        self.is_due, self._is_stale = due and not self._is_stale, False
 
     def begin(self) -> None:
         """Begin a save, on all ranks: wait for the checkpoint before it."""
         self.finish()
-        self.due, self._is_stale, self._saved_s = False, True, self._clock.elapsed_s()
+        self.is_due, self._is_stale, self._saved_s = False, True, self._clock.elapsed_s()
 
     def write(
         self,

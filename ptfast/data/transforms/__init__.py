@@ -12,10 +12,10 @@ from ptfast.core.sections.section import (
     Fraction,
     Natural,
     NotNegative,
-    Part,
     Positive,
     Section,
     Unused,
+    UpToOne,
 )
 
 Chance = Annotated[float, Range(0, 1)]
@@ -31,7 +31,7 @@ class AugmentSection(Section):
     """`constant` pads with black, `reflect` with the pixels inside, mirrored at the edge."""
     flip: bool | Literal["alternating"] = False
     """Mirror a random half of the images each epoch; `alternating` mirrors each one every second epoch."""
-    resized_crop: tuple[Part, Part] | None = None
+    resized_crop: tuple[UpToOne, UpToOne] | None = None
     """Smallest and largest fraction of an image's area to crop and scale to full size; null for none."""
     resized_ratio: tuple[Positive, Positive] = (0.75, 1.3333)
     """Smallest and largest aspect ratio (width / height) of that crop."""

@@ -149,7 +149,7 @@ class AuditContext:
     def take_step(self) -> None:
         """Train one more step, and wait for it."""
         self._trainer.train(self._batches, self.run.progress.step + 1)
-        self._trainer.window.read()
+        self._trainer.losses.read()
 
     def _noting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         for batch in batches:

@@ -266,10 +266,10 @@ class Segments:
 
     def _take(self, num_steps: int) -> float:
         """Train some steps and return their mean loss, waiting for the device."""
-        window = self.trainer.window
-        window.clear()
+        losses = self.trainer.losses
+        losses.clear()
         self.trainer.train(self._batches, self.run.progress.step + num_steps)
-        loss = window.read()
+        loss = losses.read()
         self.run.clock.to(None)
         return loss
 

@@ -169,8 +169,8 @@ def train_at(run: Run, lrs: Sequence[float]) -> RangeTest:
                 break
             lr = lrs[step - trainer.update.schedule_lag]
             trainer.train(iter([batch]), first + step + 1)
-            loss_sum, items = begin_sums(trainer.window.sums(), run.device, run.ranks).read()
-            trainer.window.clear()
+            loss_sum, items = begin_sums(trainer.losses.sums(), run.device, run.ranks).read()
+            trainer.losses.clear()
             skipped_in_a_row = 0 if items else skipped_in_a_row + 1
             if not items and skipped_in_a_row < ScaledUpdate.limit:
                 continue

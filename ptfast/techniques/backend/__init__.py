@@ -17,7 +17,7 @@ class Backend(Section):
     """Let cuDNN time its kernels and use the fastest; `auto` does so while inputs have few shapes."""
     deterministic: bool = False
     """Use only kernels that give the same bits in every run."""
-    hold_memory: bool = True
+    reuse_memory: bool = True
     """Keep the CPU's freed memory for the next step instead of returning it to the system."""
     expandable_segments: bool | OrAuto = "auto"
     """Let segments of GPU memory grow; `auto` does so for texts of many lengths, without CUDA graphs."""
@@ -40,9 +40,9 @@ def repeatable_kernels(backend: Backend) -> PtfastError | None:
 
 FAMILY = Family(
     rules=(repeatable_kernels,),
-    free_keys=("backend.hold_memory", "backend.expandable_segments", "backend.gc"),
+    free_keys=("backend.reuse_memory", "backend.expandable_segments", "backend.gc"),
     panel=lambda backend, choices: {
         "kernels": "deterministic" if backend.deterministic else None,
-        "memory": "freed blocks are kept for the next step" if choices.get("backend.hold_memory") else None,
+        "memory": "freed blocks are kept for the next step" if choices.get("backend.reuse_memory") else None,
     },
 )

@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while one step follows another."""
+"""Python's garbage collector, which can wait until a row of steps is over."""
 
 from __future__ import annotations
 

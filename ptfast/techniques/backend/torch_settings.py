@@ -68,7 +68,7 @@ def apply_backend(
     before = bool(choices.began_with("backend.flush_denormals", bool))
     flush = device.type == "cpu" and (before if began_on == "cpu" else backend.flush_denormals)
     choices.choose("backend.flush_denormals", torch.set_flush_denormal(flush) and flush)
-    choices.choose("backend.hold_memory", backend.hold_memory and device.type == "cpu" and hold_memory())
+    choices.choose("backend.reuse_memory", backend.reuse_memory and device.type == "cpu" and reuse_memory())
 
 
 def watch_shapes(
@@ -146,7 +146,7 @@ def allow_cudnn_attention(
     torch.backends.cuda.enable_cudnn_sdp(may)
 
 
-def hold_memory() -> bool:
+def reuse_memory() -> bool:
     """Keep memory that this process frees for its next allocation; return True if its C library can do so.
 
     glibc returns freed memory to the system, which clears and maps the pages of activations again in each

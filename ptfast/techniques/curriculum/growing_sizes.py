@@ -75,7 +75,7 @@ class Resize:
 
 
 @dataclass
-class Cut:
+class Truncation:
     """Sequences that start short and grow, cut on the device.
 
     Attention's work grows with the square of the length, and short sequences keep early steps stable at large
@@ -93,8 +93,8 @@ class Cut:
         if length == self.stages.values[-1]:
             return data
         if isinstance(data, Mapping):
-            return {name: _cut(value, length) for name, value in data.items()}
-        return tuple(_cut(value, length) for value in data)
+            return {name: _truncated(value, length) for name, value in data.items()}
+        return tuple(_truncated(value, length) for value in data)
 
 
 def build_resize(
@@ -132,7 +132,9 @@ def build_resize(
     return resize
 
 
-def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Cut:
+def build_truncation(
+    first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo
+) -> Truncation:
     """Return sequences that grow from `first` tokens (`auto`: a quarter) to the data's own length.
 
     C011 if the data is not text for language modeling, or its sequences are not longer.
@@ -143,7 +145,7 @@ def build_cut(first: int | Literal["auto"], multiple: int, over_steps: int, info
     first = full // 4 if first == "auto" else first
     if not 0 < first < full:
         raise _rejected(f"not shorter than the sequences, which have {full} tokens", key, first)
-    return Cut(grow(first, full, multiple, over_steps))
+    return Truncation(grow(first, full, multiple, over_steps))
 
 
 def _rejected(what: str, key: str, first: int | str) -> ConfigError:
@@ -156,7 +158,7 @@ def describe_growth(what: str, stages: Stages) -> str:
     return f"{what.format(values[0], values[-1])} in {len(values)} stages over {starts[-1]:,} steps"
 
 
-def _cut(value: Any, length: int) -> Any:
+def _truncated(value: Any, length: int) -> Any:
     if isinstance(value, PackedTokens):
-        return PackedTokens(*(_cut(item, length) for item in value))
+        return PackedTokens(*(_truncated(item, length) for item in value))
     return value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 else value

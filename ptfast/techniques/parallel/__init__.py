@@ -48,8 +48,6 @@ class Parallel(Section):
     """ddp: the number format in which gradients are sent."""
     blocks: list[str] | Literal["auto"] = "auto"
     """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` for repeated blocks."""
-    prefetch: Count = 1
-    """fsdp: number of parts gathered while another computes, and kept until their turn."""
 
 
 _OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": False}
@@ -180,7 +178,6 @@ def panel(parallel: Parallel, choices: AutoChoices) -> dict[str, object]:
     if parallel.strategy == "fsdp":
         num_parts = len(choices.get("shards")) + 1
         words = [f"fsdp, weights in {num_parts} part{'s' * (num_parts > 1)}"]
-        words += [f"{parallel.prefetch} prefetched"] * (parallel.prefetch > 1)
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
         words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)
@@ -190,7 +187,7 @@ def panel(parallel: Parallel, choices: AutoChoices) -> dict[str, object]:
 
 
 _FREE = (
-    *("strategy", "nproc", "nnodes", "rdzv", "timeout", "max_restarts", "blocks", "prefetch"),
+    *("strategy", "nproc", "nnodes", "rdzv", "timeout", "max_restarts", "blocks"),
     *("wrap_one_rank", "gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
 )
 
@@ -207,7 +204,7 @@ FAMILY = Family(
         Unused.unless(
             "parallel.strategy", ("ddp",), "parallel.bucket_mb", "parallel.gradient_as_bucket_view"
         ),
-        Unused.unless("parallel.strategy", ("fsdp",), "parallel.blocks", "parallel.prefetch"),
+        Unused.unless("parallel.strategy", ("fsdp",), "parallel.blocks"),
         Unused.unless(
             "parallel.strategy", ("ddp", "fsdp"), "parallel.wrap_one_rank", "parallel.max_restarts"
         ),

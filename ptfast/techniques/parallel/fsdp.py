@@ -29,7 +29,6 @@ class Sharded:
         device: device of the shards. A block is whole there only until it is sharded.
         blocks: parts of the model, not nested. The rest of the model is one more block.
         autocast_dtype: the type of autocast; None for float32.
-        prefetch: blocks gathered while another one computes; 1 is torch's own order.
 
     Cost: two seconds to import, once. Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277;
     Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054.
@@ -45,7 +44,6 @@ class Sharded:
         *,
         blocks: Iterable[nn.Module],
         autocast_dtype: torch.dtype | None,
-        prefetch: int = 1,
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -61,7 +59,6 @@ class Sharded:
         sums = torch.float32 if autocast_dtype is not None else None
         policy = MixedPrecisionPolicy(param_dtype=autocast_dtype, reduce_dtype=sums)
         mesh = init_device_mesh(device.type, (ranks.world_size,))
-        blocks = list(blocks)
         for block in (*blocks, model):
             whole = [
                 each for each in (*block.parameters(), *block.buffers()) if not isinstance(each, DTensor)
@@ -72,9 +69,6 @@ class Sharded:
             broadcast_buffers([each.detach() for each in whole], ranks)
             # An evaluation has no backward pass to release the gathered weights.
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        if prefetch > 1:
-            _prefetch([model, *blocks], prefetch, "set_modules_to_forward_prefetch")
-            _prefetch([model, *reversed(blocks)], prefetch, "set_modules_to_backward_prefetch")
         self.module: Any = model
         self.train, self.eval = model.train, model.eval
 
@@ -99,9 +93,3 @@ class Sharded:
             what = f"the loss does not depend on {name_some(unused)}, which fsdp does not support"
             hint = "Freeze or remove them, or use parallel=ddp parallel.unused_parameters=true"
             raise ConfigError("C011", what, key="parallel", value="fsdp", suggestion=hint)
-
-
-def _prefetch(parts: list[Any], number: int, setting: str) -> None:
-    """Let each of `parts`, in the order in which they compute, prefetch the next `number` parts."""
-    for index, part in enumerate(parts, 1):
-        getattr(part, setting)(parts[index : index + number])

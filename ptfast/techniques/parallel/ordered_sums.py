@@ -14,7 +14,7 @@ from ptfast.core.distributed import Ranks, broadcast_buffers, gathered, host_sum
 from ptfast.core.tensors.torch_internals import BatchNorm
 
 
-class Part(NamedTuple):
+class PartialSum(NamedTuple):
     """The gradients of micro-batches `start` to `start + size`, summed; `size` is a power of two."""
 
     start: int
@@ -22,18 +22,18 @@ class Part(NamedTuple):
     gradients: list[Tensor]
 
 
-def add_part(parts: list[Part], part: Part) -> None:
+def add_partial_sum(parts: list[PartialSum], part: PartialSum) -> None:
     """Append `part`, and join neighbors that are halves of a larger part, as long as there are any."""
     parts.append(part)
     while len(parts) > 1 and parts[-2].size == parts[-1].size and parts[-2].start % (2 * part.size) == 0:
         right, left = parts.pop(), parts.pop()
         if left.gradients:
             torch._foreach_add_(left.gradients, right.gradients)
-        part = Part(left.start, 2 * left.size, left.gradients)
+        part = PartialSum(left.start, 2 * left.size, left.gradients)
         parts.append(part)
 
 
-def total(parts: list[Part]) -> list[Tensor]:
+def total(parts: list[PartialSum]) -> list[Tensor]:
     """Return the sum of all parts, which together cover each micro-batch once, from the last to the first."""
     while len(parts) > 1:
         right = parts.pop()
@@ -64,13 +64,13 @@ class OrderedSums(nn.Module):
         self._reached = [0] * len(self._summed)
         """Whether each parameter has had a gradient in this step."""
         self._sum_over_hosts = host_sums(ranks.world_size)
-        self._parts: list[Part] = []
-        self._layouts: list[list[Part]] = []
+        self._parts: list[PartialSum] = []
+        self._layouts: list[list[PartialSum]] = []
         """The parts that each rank has at the end, without their gradients."""
         for rank in range(ranks.world_size):
             self._layouts.append([])
             for index in range(rank * share, (rank + 1) * share):
-                add_part(self._layouts[-1], Part(index, 1, []))
+                add_partial_sum(self._layouts[-1], PartialSum(index, 1, []))
         self._statistics = OrderedStatistics(model, ranks)
         broadcast_buffers([each.detach() for each in (*model.parameters(), *model.buffers())], ranks)
 
@@ -97,7 +97,7 @@ class OrderedSums(nn.Module):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._summed]
         for parameter in self._summed:
             parameter.grad = None
-        add_part(self._parts, Part(index, 1, gradients))
+        add_partial_sum(self._parts, PartialSum(index, 1, gradients))
         self._statistics.keep()
 
     @torch.no_grad()
@@ -127,9 +127,9 @@ class OrderedSums(nn.Module):
         received = slices.new_empty(sum(counts))
         torch.distributed.all_to_all_single(received, slices, counts, [len(own) * length] * world_size)
         rows = received.view(-1, length)
-        parts: list[Part] = []
+        parts: list[PartialSum] = []
         for part, row in zip(chain.from_iterable(self._layouts), rows, strict=True):
-            add_part(parts, part._replace(gradients=[row]))
+            add_partial_sum(parts, part._replace(gradients=[row]))
         flat = gathered(total(parts)[0], world_size).flatten()
         for parameter, summed in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
             # Use separate memory, in the parameter's order as on one rank, because norms sum in that order.

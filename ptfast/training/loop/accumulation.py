@@ -39,9 +39,9 @@ class Accumulator:
     """The items of this step's micro-batches, as their losses count them."""
 
     def __init__(
-        self, run: Run, exchange: GradientExchange, window: LossAccumulator, first_checks: FirstStep
+        self, run: Run, exchange: GradientExchange, losses: LossAccumulator, first_checks: FirstStep
     ) -> None:
-        self.run, self.exchange, self.window = run, exchange, window
+        self.run, self.exchange, self.losses = run, exchange, losses
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         is_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if is_double else torch.float32
@@ -87,7 +87,7 @@ class Accumulator:
         mark("backward")
         backward(loss, weight if num_samples else weight * 0)
         if num_samples:
-            self.window.add(loss.detach(), num_items)
+            self.losses.add(loss.detach(), num_items)
             self._counts.append(num_items)
 
     def _autocast_loss(self, data: Any, num_samples: int) -> tuple[Tensor, Any]:

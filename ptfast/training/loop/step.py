@@ -35,9 +35,9 @@ class Trainer:
         self.parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
         self.first_step, self.first_checks = run.progress.step, FirstStep(run)
         self.exchange = build_exchange(run)
-        self.window = LossAccumulator(run, self.parameters, self.first_checks)
-        self.update = self.window.update = build_update(run, self.window, self.exchange)
-        accumulator = Accumulator(run, self.exchange, self.window, self.first_checks)
+        self.losses = LossAccumulator(run, self.parameters, self.first_checks)
+        self.update = self.losses.update = build_update(run, self.losses, self.exchange)
+        accumulator = Accumulator(run, self.exchange, self.losses, self.first_checks)
         self.accumulate = _nothing if takes_own_steps(run.task) else accumulator.accumulate
         self.learning_rates = LearningRates(run)
 
@@ -52,7 +52,7 @@ class Trainer:
         self.set_training_mode()
         self.on_step = hooks([*run.callbacks, *run.debug_aids], "on_step")
         self.update_average = run.ema.update if run.ema is not None else _nothing
-        self.window.inspected_step = last_step - 1
+        self.losses.inspected_step = last_step - 1
         self.learning_rates.prepare(last_step, self.update.schedule_lag)
         is_warm = progress.step > self.first_step
         with run.collector.waiting(run.clock) if is_warm else nullcontext():
@@ -73,7 +73,7 @@ class Trainer:
         self.accumulate(batch)  # forward and backward of each micro-batch
         self.exchange.merge_statistics()  # of BatchNorm, over the ranks
         self.run.clock.to("optimizer")
-        self.window.inspect_gradients()  # their norm, in the last step of a segment
+        self.losses.inspect_gradients()  # their norm, in the last step of a segment
         self.learning_rates.apply(progress.step - update.schedule_lag)
         update.step(batch)  # clip and take the optimizer's step, or skip it
         self.zero_grad()
@@ -117,7 +117,7 @@ class Trainer:
         The compiler works in the first backward of a process, and DDP regroups its buckets after it. This
         changes the order of sums of three ranks or more. Returns all batches, the first included.
         """
-        run, window = self.run, self.window
+        run, losses = self.run, self.losses
         resumes = self.exchange.averaged_ranks > 1 and not run.sharded and run.progress.step
         due = (resumes or run.compilation is not None) and not takes_own_steps(run.task)
         if not due or run.progress.step >= run.total_steps:
@@ -127,14 +127,14 @@ class Trainer:
             first = next(batches, None)
         if first is None:
             return batches
-        sums = window.sums()
+        sums = losses.sums()
         self.set_training_mode()
         try:
             with buffers_kept(run.model):
                 self.accumulate(StepBatch(copied(first.micro_batches), first.num_samples))
         finally:
             self.zero_grad()
-            window.put_back(sums)
+            losses.put_back(sums)
         return chain([first], batches)
 
 

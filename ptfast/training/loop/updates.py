@@ -67,17 +67,17 @@ class SkippingUpdate(PlainUpdate):
     """The base class of updates that may skip a step and then restore buffers and losses."""
 
     def __init__(
-        self, run: Run, window: LossAccumulator, exchange: GradientExchange, step: Callable[[], object]
+        self, run: Run, losses: LossAccumulator, exchange: GradientExchange, step: Callable[[], object]
     ) -> None:
         super().__init__(run, step)
-        self._window, self._exchange, self._buffers = window, exchange, KeptBuffers(run.model)
+        self._losses, self._exchange, self._buffers = losses, exchange, KeptBuffers(run.model)
 
     def prepare(self) -> None:
         self._buffers.keep()
 
     def undo_if_skipped(self, batch: StepBatch) -> None:
         if self.skipped is not None:
-            self._window.leave_out(self.skipped)
+            self._losses.leave_out(self.skipped)
             self._buffers.put_back(self.skipped)
             self._exchange.reread_statistics()
 
@@ -96,8 +96,8 @@ class ScaledUpdate(SkippingUpdate):
     """Number of consecutive skipped steps, each halving the scale, after which no scale will help."""
     cause = "fp16 gradients overflowed"
 
-    def __init__(self, run: Run, window: LossAccumulator, exchange: GradientExchange) -> None:
-        super().__init__(run, window, exchange, run.optimizer.step)
+    def __init__(self, run: Run, losses: LossAccumulator, exchange: GradientExchange) -> None:
+        super().__init__(run, losses, exchange, run.optimizer.step)
         assert run.precision.scaler is not None
         self.scaler, progress, device = run.precision.scaler, run.progress, run.device
         self._one = torch.ones((), device=device)
@@ -157,7 +157,7 @@ class CheckedUpdate(SkippingUpdate):
     cause = "loss or gradients were not finite"
     explains_skips = True
 
-    def __init__(self, run: Run, window: LossAccumulator, exchange: GradientExchange) -> None:
+    def __init__(self, run: Run, losses: LossAccumulator, exchange: GradientExchange) -> None:
         optimizer, device = run.optimizer, run.device
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._ranks, self.limit = run.ranks, run.plan.numerics.limit
@@ -172,7 +172,7 @@ class CheckedUpdate(SkippingUpdate):
             run.display.warn(f"numerics: {name} has no `found_inf`, so every step waits for the device")
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         step = build_step(optimizer, self._found if self._on_device else None)
-        super().__init__(run, window, exchange, step)
+        super().__init__(run, losses, exchange, step)
         self._yes = torch.ones((), device=device, dtype=torch.bool)
         zero = torch.zeros((), device=device, dtype=torch.int64) if self._on_device else 0
         self._step_number, self._last = run.progress.step, zero
@@ -187,12 +187,12 @@ class CheckedUpdate(SkippingUpdate):
     def prepare(self) -> None:
         super().prepare()
         if not self._on_device:
-            self._window.remember()
+            self._losses.remember()
 
     def step(self, batch: StepBatch) -> None:
         """Check loss and gradients, clip and step, or skip the step."""
         # Check before clipping, which would hide infinities.
-        self._check(self._window.loss_sum)
+        self._check(self._losses.loss_sum)
         if self._run.clip is not None:
             self._run.clip()
         self._take()
@@ -200,7 +200,7 @@ class CheckedUpdate(SkippingUpdate):
     def undo_if_skipped(self, batch: StepBatch) -> None:
         super().undo_if_skipped(batch)
         if self.skipped is not None and not self._on_device:
-            self._window.explain(self._run.progress.step, batch)
+            self._losses.explain(self._run.progress.step, batch)
 
     def _check(self, loss_sum: Tensor) -> None:
         """Record in `_found` whether the sum of the losses or a gradient is not finite."""
@@ -238,9 +238,9 @@ class CheckedUpdate(SkippingUpdate):
 class TaskUpdate(PlainUpdate):
     """Lets a task take its own step: forward, backward, and its named optimizers."""
 
-    def __init__(self, run: Run, window: LossAccumulator) -> None:
+    def __init__(self, run: Run, losses: LossAccumulator) -> None:
         super().__init__(run)
-        self._window, self._optimizers = window, named_optimizers(run.optimizer)
+        self._losses, self._optimizers = losses, named_optimizers(run.optimizer)
 
     def step(self, batch: StepBatch) -> None:
         """Call the task's `step`, which returns the sum of the losses to log and their count."""
@@ -253,16 +253,16 @@ class TaskUpdate(PlainUpdate):
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)):
             what = f"step returns {described(given)}, but must return the sum of its losses and their count"
             raise UserPart("task", task).error(what)
-        self._window.add(given[0].detach(), given[1])
+        self._losses.add(given[0].detach(), given[1])
 
 
-def build_update(run: Run, window: LossAccumulator, exchange: GradientExchange) -> PlainUpdate:
+def build_update(run: Run, losses: LossAccumulator, exchange: GradientExchange) -> PlainUpdate:
     """Build the update of a run from its task, its precision, and its handling of numbers not finite."""
     if takes_own_steps(run.task):
-        return TaskUpdate(run, window)
+        return TaskUpdate(run, losses)
     if run.precision.scaler is not None:
-        return ScaledUpdate(run, window, exchange)
-    return CheckedUpdate(run, window, exchange) if run.plan.numerics.mode == "skip" else PlainUpdate(run)
+        return ScaledUpdate(run, losses, exchange)
+    return CheckedUpdate(run, losses, exchange) if run.plan.numerics.mode == "skip" else PlainUpdate(run)
 
 
 def named_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

@@ -71,8 +71,8 @@ def own_vote(run: Run, step_s: float, phases_s: list[float]) -> Vote:
     limit_s = run.plan.max_time_s
     late = limit_s is not None and run.clock.elapsed_s() > limit_s
     late = late and run.progress.step < run.total_steps
-    due = run.saver.is_due and run.ranks.is_first
-    return Vote(run.stop_signal or 0, late, due, run.saver.is_written, step_s, phases_s)
+    due = run.checkpointer.writer.interval_over and run.ranks.is_first
+    return Vote(run.stop_signal or 0, late, due, run.checkpointer.writer.is_written, step_s, phases_s)
 
 
 def stop_reason(run: Run, vote: Vote) -> StopReason | None:
@@ -124,8 +124,8 @@ class Votes:
             self._sent = sent
             vote = read_votes(sent if waits else before or sent, run.ranks.world_size)
             self._stragglers.receive(vote.phases_s)
-        run.saver.poll(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
+        run.checkpointer.writer.poll(due=bool(vote.due), all_written=vote.written == run.ranks.world_size)
         self.max_steps = max(
-            1, int(min(EXCHANGE_S, run.saver.every_s or EXCHANGE_S) / max(vote.step_s, 1e-6))
+            1, int(min(EXCHANGE_S, run.checkpointer.writer.every_s or EXCHANGE_S) / max(vote.step_s, 1e-6))
         )
         return stop_reason(run, vote)

@@ -52,7 +52,7 @@ def _stop_searching(run: PartialRun) -> None:
         run.choices.write(run.folder)
 
 
-def cut_batch(run: PartialRun) -> None:
+def choose_micro_batches(run: PartialRun) -> None:
     """Resolve the parts of a batch; a resumed run keeps its own, whatever its ranks would choose now."""
     config, ranks, known = run.config, run.ranks, run.choices.began_with("micro_batches", int) or 0
     if known % ranks.world_size:

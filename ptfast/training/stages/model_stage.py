@@ -283,7 +283,6 @@ def shape_model(run: PartialRun) -> None:
                 run.device,
                 blocks=shards.values(),
                 autocast_dtype=run.precision.autocast_dtype,
-                prefetch=config.parallel.prefetch,
             )
         return GradientAveraging(model, config.parallel)
 

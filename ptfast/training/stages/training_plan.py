@@ -24,8 +24,8 @@ from ptfast.data.sampling.sampler import Sampler, Sharding, smallest_micro_batch
 from ptfast.data.sources.ragged_text import Documents, PackedSequences
 from ptfast.models.layers import load_varlen_attention
 from ptfast.techniques.curriculum.growing_sizes import (
-    build_cut,
     build_resize,
+    build_truncation,
     describe_growth,
 )
 
@@ -98,8 +98,8 @@ def build_plan(
         plan.notes.append(describe_growth("images from {} to {} pixels", resize.stages))
     if curriculum.length_from is not None:
         first, multiple = curriculum.length_from, curriculum.length_multiple
-        plan.transforms.append(cut := build_cut(first, multiple, over_steps, info))
-        plan.notes.append(describe_growth("sequences from {} to {} tokens", cut.stages))
+        plan.transforms.append(truncation := build_truncation(first, multiple, over_steps, info))
+        plan.notes.append(describe_growth("sequences from {} to {} tokens", truncation.stages))
     plan.spans_run = bool(plan.notes) and curriculum.over.unit == "percent"
     return plan
 

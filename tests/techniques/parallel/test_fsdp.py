@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from test_ddp import a_run
 from ptfast.core.distributed import Ranks
 from ptfast.core.protocols import DataInfo
 from ptfast.tasks.classification import Classification
-from ptfast.techniques.parallel.fsdp import _prefetch
 from ptfast.training.evaluate import evaluate
 from ptfast.training.stages.machine_stage import set_up_machine
 from ptfast.training.stages.model_stage import build_plain_model, place_model
@@ -42,17 +40,6 @@ def test_half_precision_is_as_near_as_it_can_be(two_ranks: dict[str, Any], preci
     assert fsdp["losses"] != two_ranks["gpt fp32 fsdp"]["losses"]
     assert fsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-3)
     assert {value.dtype for value in fsdp["weights"].values()} == {torch.float32}
-
-
-def test_gathers_ahead_change_no_bit(two_ranks: dict[str, Any]) -> None:
-    assert same_bits(two_ranks["gpt prefetched"], two_ranks["gpt fp32 fsdp"])
-
-
-def test_each_part_gathers_those_that_follow() -> None:
-    parts = [Mock() for _ in range(4)]
-    _prefetch(parts, 2, "set_modules_to_forward_prefetch")
-    [*called] = [part.set_modules_to_forward_prefetch.call_args.args[0] for part in parts]
-    assert called == [parts[1:3], parts[2:4], parts[3:], []]
 
 
 def test_float8_products_resume_with_the_same_bits(two_ranks: dict[str, Any]) -> None:
