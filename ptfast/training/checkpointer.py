@@ -48,7 +48,11 @@ def stateful_parts(run: Run) -> dict[str, Stateful]:
         "callbacks": CallbackStates(run),
     }
     on_gradients: Any = run.clip or ()
-    parts |= {type(step).__name__: step for step in on_gradients if hasattr(step, "state_dict")}
+    for step in (each for each in on_gradients if hasattr(each, "state_dict")):
+        name = type(step).__name__
+        # The second of a class is `Name#2`.
+        alike = sum(key.partition("#")[0] == name for key in parts)
+        parts[f"{name}#{alike + 1}" if alike else name] = step
     return {name: part for name, part in parts.items() if part is not None}
 
 

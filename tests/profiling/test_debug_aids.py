@@ -54,6 +54,34 @@ class Net(nn.Module):
         return self.last(self.dropout(Cube.apply(x) if self.broken else x**3))
 
 
+class WrongLinear(torch.autograd.Function):
+    """A linear layer whose backward pass gives the weight a gradient that is a tenth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, 1.1 * (grads[0].T @ x)
+
+
+class Wide(nn.Module):
+    """Has a layer of 512 x 512, whose gradient may be wrong."""
+
+    def __init__(self, num_classes: int, broken: bool = True) -> None:
+        super().__init__()
+        self.first, self.wide, self.broken = nn.Linear(64, 512), nn.Linear(512, 512), broken
+        self.last = nn.Linear(512, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images.flatten(1)).tanh()
+        x = WrongLinear.apply(x, self.wide.weight) + self.wide.bias if self.broken else self.wide(x)
+        return self.last(x.tanh())
+
+
 @pytest.fixture
 def run(in_tmp: Path) -> Iterator[Run]:
     run = build_run(in_tmp / "run", *SMALL)
@@ -151,6 +179,18 @@ def test_gradcheck_names_what_is_wrong(in_tmp: Path, capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert "error[N002]" in error
     assert "does not match the loss: first." in error or "does not match the loss: norm." in error
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_gradcheck_finds_a_wrong_gradient_of_a_large_layer(in_tmp: Path, broken: bool) -> None:
+    words = ("model=custom", "model._target_=test_debug_aids.Wide", f"model.broken={str(broken).lower()}")
+    run = build_run(in_tmp / "run", *words, "steps=2")
+    if not broken:
+        check_gradients(run)
+        return
+    with pytest.raises(NumericsError, match=r"does not match the loss: wide\.weight") as caught:
+        check_gradients(run)
+    assert caught.value.code == "N002"
 
 
 @pytest.mark.parametrize("words", [("model=resnet_digits",), ("model=resnet_digits", "checkpointing=full")])

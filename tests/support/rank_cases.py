@@ -41,7 +41,6 @@ UNUSED = {
     "always": FORGETFUL,
     "later": (*FORGETFUL, "+model.after=3"),
     "switched": (*FORGETFUL, "parallel.unused_parameters=true"),
-    "recorded": (*FORGETFUL, "parallel.static_graph=true"),
     "unused fsdp": FORGETFUL,
 }
 SELDOM = (*FORGETFUL[2:], "model=custom", "model._target_=toys.Seldom", "determinism=elastic")

@@ -110,7 +110,6 @@ def ddp_cases(on: Cases) -> dict[str, Any]:
     switches = {
         "copied": ("parallel.gradient_as_bucket_view=false",),
         "buckets": ("parallel.bucket_mb=0.001",),
-        "static": ("parallel.static_graph=true",),
         "unused": ("parallel.unused_parameters=true",),
         "bf16": ("parallel.compression=bf16",),
         "fp16": ("parallel.compression=fp16",),
@@ -241,4 +240,7 @@ def float8_cases(on: Cases) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ptfast.core.devices.check_float8", lambda device: None)
         patch.setattr("ptfast.training.stages.model_stage.apply_float8", partial(apply_float8, emulate=True))
-        return {"float8 resumes": on.resumed("float8", *words, strategy="fsdp")}
+        off = on.train("float8-off", *words, "precision.float8=false", strategy="fsdp")
+        resumes = on.resumed("float8", *words, strategy="fsdp")
+        found = on.train("float8-again", *words, strategy="fsdp")
+        return {"float8 resumes": resumes, "float8": found, "float8 off": off}

@@ -71,7 +71,6 @@ def test_small_images_keep_proportions_and_memory_format() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("model=mlp",), r"curriculum.image_size_from=4: the model does not take images of 4 x 4"),
         (("curriculum.image_size_from=8",), r"image_size_from=8: not smaller than the images, .* 8 pixels"),
         (("data=text_file", "data.path=text.txt", "model=gpt"), "tokens data has no images"),
         (("curriculum=sequence_length",), "image data has no sequences to cut"),
@@ -83,6 +82,15 @@ def test_what_cannot_grow_is_refused(words: tuple[str, ...], reason: str, in_tmp
     with pytest.raises(ConfigError, match=reason) as caught:
         build_run(in_tmp / "run", *chosen.values())
     assert caught.value.code == "C011"
+
+
+def test_a_model_of_one_size_fails_in_the_first_step(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("model=mlp", IMAGES[0], "steps=2", "run.dir=run") == 2
+    assert "forward raises RuntimeError" in (said := capsys.readouterr().err)
+    assert "given a Tensor of float32 (64, 1, 4, 4)" in said
+    assert not Path("run/saved").exists()
 
 
 # Sequences

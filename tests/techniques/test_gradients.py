@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import build_run, records, same_bits, train
+from running import build_run, records, same_bits, train, training_state
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -254,7 +254,10 @@ def test_what_acts_on_gradients_is_saved_and_logged_if_it_has_a_state(
 ) -> None:
     def build(gradients: Gradients, given: Any, **options: Any) -> GradientSteps:
         given = [*given]
-        return GradientSteps([MeanNorm(given), *(build_clipper(gradients, given, **options) or ())])
+        second = MeanNorm(given[:1])
+        second.log_values = dict  # pyright: ignore[reportAttributeAccessIssue]
+        steps = [MeanNorm(given), second]
+        return GradientSteps([*steps, *(build_clipper(gradients, given, **options) or ())])
 
     monkeypatch.setattr("ptfast.training.stages.optimizer_stage.build_clipper", build)
     words = ("model=mlp", "model.hidden=[8]", "log_every=1steps", "gradients.clip_norm=0.1", "steps=6")
@@ -267,3 +270,7 @@ def test_what_acts_on_gradients_is_saved_and_logged_if_it_has_a_state(
     }
     assert means["b"][-3:] == means["whole"][-3:]
     assert len({*means["whole"]}) == 6
+    # Two of one class are saved apart.
+    both = [training_state(Path("b"))[name]["total"] for name in ("MeanNorm", "MeanNorm#2")]
+    assert both[0] > both[1] > 0
+    assert both == [training_state(Path("whole"))[name]["total"] for name in ("MeanNorm", "MeanNorm#2")]

@@ -25,6 +25,7 @@ class Former(NamedTuple):
 FORMER = {
     "backend.hold_memory": Former(True, "backend.reuse_memory"),
     "parallel.prefetch": Former(1),
+    "parallel.static_graph": Former(False),
     "optimizer.backbone_from": Former(None, "optimizer.freeze_backbone"),
     "dataloader.last": Former("auto", "dataloader.drop_last", (("keep", False), ("drop", True))),
     "debug.torch_check": Former("none"),

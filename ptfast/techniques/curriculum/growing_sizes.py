@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ptfast.core.errors import ConfigError
@@ -97,17 +97,15 @@ class Truncation:
         return tuple(_truncated(value, length) for value in data)
 
 
-def build_resize(
-    first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo, model: nn.Module
-) -> Resize:
+def build_resize(first: int | Literal["auto"], multiple: int, over_steps: int, info: DataInfo) -> Resize:
     """Return images that grow from `first` pixels of the shorter side (`auto`: half) to the data's own size.
 
-    C011 if there are no images, if they are not larger, or if `model`, tried on the CPU, rejects that size.
+    C011 if there are no images, or they are not larger.
     """
     key = "curriculum.image_size_from"
     if info.kind != "image" or info.input_shape is None:
         raise _rejected(f"{info.kind} data has no images", key, first)
-    channels, *shape = info.input_shape
+    _, *shape = info.input_shape
     full = min(shape)
     first = full // 2 if first == "auto" else first
     if not 0 < first < full:
@@ -116,20 +114,7 @@ def build_resize(
     if info.target_kind == "unknown":
         what = "targets that may be coordinates, such as boxes or points, are not resized with the image"
         raise _rejected(what, key, first)
-    resize = Resize(stages, (shape[0], shape[1]), masks=masks)
-    height, width = resize.size(first)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            model(torch.zeros(2, channels, height, width))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        what = f"the model does not take images of {height} x {width} ({str(error).splitlines()[0]})"
-        hint = "Use a larger size or a model that accepts any size, such as a convolutional one"
-        raise ConfigError("C011", what, key=key, value=first, suggestion=hint) from error
-    finally:
-        model.train(was_training)
-    return resize
+    return Resize(stages, (shape[0], shape[1]), masks=masks)
 
 
 def build_truncation(

@@ -44,8 +44,8 @@ def build_clipper(
 class GradientSteps(list[Clipper]):
     """Calls its functions in order, and returns the result of the last.
 
-    Those with `state_dict` and `load_state_dict` are saved with the run; their `log_values()`, if they have
-    it, returns numbers for a log line.
+    Those with `state_dict` and `load_state_dict` are saved with the run, by the names of their classes, in
+    order; their `log_values()`, if they have it, returns numbers for a log line.
     """
 
     def __call__(self) -> Tensor | None:

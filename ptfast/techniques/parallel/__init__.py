@@ -40,8 +40,6 @@ class Parallel(Section):
     """ddp: keep gradients in the buffers that are sent, which saves a copy of them."""
     bucket_mb: Positive = 25.0
     """ddp: megabytes of gradients sent together."""
-    static_graph: bool = False
-    """ddp: every step uses the same parameters in the same order."""
     unused_parameters: bool = False
     """ddp: check in every step for parameters that do not affect the loss."""
     compression: Literal["none", "bf16", "fp16"] = "none"
@@ -50,7 +48,7 @@ class Parallel(Section):
     """fsdp: parts gathered at a time, as patterns of names such as `layers.*`; `auto` for repeated blocks."""
 
 
-_OF_DDP = {"compression": "none", "static_graph": False, "unused_parameters": False}
+_OF_DDP = {"compression": "none", "unused_parameters": False}
 """Keys of ddp alone, with their values when off."""
 
 
@@ -81,35 +79,18 @@ def readable_rendezvous(parallel: Parallel) -> PtfastError | None:
     )
 
 
-def allowed_by_ranks(
-    parallel: Parallel, gradients: Gradients, micro_batches: int | None
-) -> Iterator[PtfastError]:
-    """Reject settings that contradict the ranks or the parts of a batch, as far as these are known."""
-    ranks = None if parallel.nproc == "auto" else parallel.nproc * parallel.nnodes
-    yield from ruled_out_by_ranks(
-        parallel,
-        alone=parallel.strategy == "single",
-        accumulates=gradients.accumulate > 1 or bool(ranks and micro_batches and micro_batches > ranks),
-    )
+def synced_over_ranks(parallel: Parallel) -> PtfastError | None:
+    """Reject statistics over the ranks of a single process."""
+    return rejected_alone(parallel) if parallel.strategy == "single" else None
 
 
-def ruled_out_by_ranks(parallel: Parallel, *, alone: bool, accumulates: bool) -> Iterator[PtfastError]:
-    """Reject settings that cannot be combined; checked again once `auto` is resolved.
-
-    A run is `alone` if one process trains, and `accumulates` if a step has several micro-batches on a rank.
-    """
-    if parallel.sync_batchnorm and alone:
-        what = "one process has no other ranks to share statistics with"
-        hint = "Use parallel=ddp" if parallel.strategy == "single" else "Set it to false"
-        yield ConfigError("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=hint)
-    if parallel.static_graph and parallel.unused_parameters:
-        what = "contradicts parallel.static_graph=true, which records them in the first step"
-        hint = "Set one of the two to false"
-        yield ConfigError("C011", what, key="parallel.unused_parameters", value=True, suggestion=hint)
-    if parallel.static_graph and accumulates:
-        what = "DDP records a static graph only in steps of one backward pass"
-        hint = "Use gradients.accumulate=1, one micro-batch per rank"
-        yield ConfigError("C011", what, key="parallel.static_graph", value=True, suggestion=hint)
+def rejected_alone(parallel: Parallel) -> PtfastError | None:
+    """Reject what one process cannot do; checked again once `auto` is resolved."""
+    if not parallel.sync_batchnorm:
+        return None
+    what = "one process has no other ranks to share statistics with"
+    hint = "Use parallel=ddp" if parallel.strategy == "single" else "Set it to false"
+    return ConfigError("C011", what, key="parallel.sync_batchnorm", value=True, suggestion=hint)
 
 
 def whole_under_fsdp(
@@ -181,21 +162,21 @@ def panel(parallel: Parallel, choices: AutoChoices) -> dict[str, object]:
     else:
         words = [f"ddp, buckets of {parallel.bucket_mb:g} MB"]
         words += ["copied gradients"] * (not parallel.gradient_as_bucket_view)
-        words += ["static graph"] * parallel.static_graph + ["unused parameters"] * parallel.unused_parameters
+        words += ["unused parameters"] * parallel.unused_parameters
         words += [f"{parallel.compression} gradients"] * (parallel.compression != "none")
     return {"parallel": ", ".join(words + ["synced BatchNorm"] * parallel.sync_batchnorm)}
 
 
 _FREE = (
     *("strategy", "nproc", "nnodes", "rdzv", "timeout", "max_restarts", "blocks"),
-    *("wrap_one_rank", "gradient_as_bucket_view", "bucket_mb", "static_graph", "unused_parameters"),
+    *("wrap_one_rank", "gradient_as_bucket_view", "bucket_mb", "unused_parameters"),
 )
 
 FAMILY = Family(
     rules=(
         keys_of_the_strategy,
         readable_rendezvous,
-        allowed_by_ranks,
+        synced_over_ranks,
         whole_under_fsdp,
         the_same_on_any_ranks,
     ),

@@ -28,10 +28,8 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
             bucket_cap_mb=options.bucket_mb,  # type: ignore[arg-type] - a fraction will do
             find_unused_parameters=options.unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
             **keywords,
         )
-        self.finds_unused = options.unused_parameters or options.static_graph
         if options.compression != "none":
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -54,7 +52,7 @@ class GradientAveraging(nn.parallel.DistributedDataParallel):
         """Reject, with C011, parameters without a gradient, which DDP notices one wrong step later."""
         named = self.module.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        if unused and not self.finds_unused:
+        if unused and not self.find_unused_parameters:
             raise _unused_error(unused)
 
 

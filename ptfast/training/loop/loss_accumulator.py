@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptfast.core import devices
 from ptfast.core.distributed import Ranks, on_all_ranks, sum_over_ranks
-from ptfast.core.errors import NumericsError, PtfastError
+from ptfast.core.errors import NumericsError, PtfastError, name_some
 from ptfast.core.machine import peak_memory_bytes, processor_time_s, reserved_memory_bytes
 from ptfast.core.protocols import StepBatch, takes_own_steps
 from ptfast.core.tensors.async_host_copy import AsyncHostCopy, scalars
@@ -32,8 +32,6 @@ RECENT, FEWEST = 50, 10
 """Number of log lines that a loss is compared with, and the minimum."""
 FAR, LEAST_SPREAD = 8.0, 0.01
 """Median absolute deviations above the median that make a spike, and its minimum relative to the median."""
-NAMED = 5
-"""Number of parameters without a gradient to name; the rest are counted."""
 
 
 class Usage:
@@ -323,10 +321,8 @@ class LossAccumulator:
     def _name_unreached(self) -> None:
         """Note, with the first line, which parameters get no gradient."""
         if self._unreached and not self._named_unreached:
-            names = sorted(self._unreached)
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             what = "get no gradient, so they have neither updates nor weight decay"
-            self._run.display.note(f"{', '.join(names[:NAMED])}{more} {what}")
+            self._run.display.note(f"{name_some(sorted(self._unreached))} {what}")
         self._named_unreached = True
 
     def _timed(self) -> tuple[int, int, float]:

@@ -13,7 +13,7 @@ from ptfast.config.checks.rules import check_batch
 from ptfast.core.errors import ConfigError, name_some
 from ptfast.data.sampling.counter_draws import GOLDEN, finalize
 from ptfast.techniques.backend.torch_settings import MOST_SHAPES, apply_backend, watch_shapes
-from ptfast.techniques.parallel import ruled_out_by_ranks
+from ptfast.techniques.parallel import rejected_alone
 from ptfast.techniques.precision.mixed_precision import build_precision
 from ptfast.training.stages.partial_run import PartialRun
 
@@ -61,11 +61,7 @@ def choose_micro_batches(run: PartialRun) -> None:
         hint = f"Resume it on {name_some(fitting)} ranks: only a new run may cut its batches differently"
         raise ConfigError("C010", what, key="micro_batches", value=known, suggestion=hint)
     run.choices.choose("micro_batches", check_batch(config, ranks.world_size, known))
-    for problem in ruled_out_by_ranks(
-        config.parallel,
-        alone=not ranks.distributed,
-        accumulates=run.micro_batches > ranks.world_size,
-    ):
+    if not ranks.distributed and (problem := rejected_alone(config.parallel)) is not None:
         raise problem
 
 

@@ -66,7 +66,7 @@ class TrainingPlan:
 def build_plan(
     config: Config, data: Data, model: nn.Module, micro_batches: int, note: Callable[[str], None]
 ) -> TrainingPlan:
-    """Plan a run; if images grow, `model`, which is still on the CPU, is tried on small ones.
+    """Plan a run.
 
     `note` receives a line if `dataloader.drop_last=auto` leaves out the last batch of an epoch.
     """
@@ -94,7 +94,7 @@ def build_plan(
     over_steps = plan.steps("curriculum.over", curriculum.over) if grows else 0
     if curriculum.image_size_from is not None:
         first, multiple = curriculum.image_size_from, curriculum.image_size_multiple
-        plan.transforms.append(resize := build_resize(first, multiple, over_steps, info, model))
+        plan.transforms.append(resize := build_resize(first, multiple, over_steps, info))
         plan.notes.append(describe_growth("images from {} to {} pixels", resize.stages))
     if curriculum.length_from is not None:
         first, multiple = curriculum.length_from, curriculum.length_multiple

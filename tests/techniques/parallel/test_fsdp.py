@@ -42,9 +42,14 @@ def test_half_precision_is_as_near_as_it_can_be(two_ranks: dict[str, Any], preci
     assert {value.dtype for value in fsdp["weights"].values()} == {torch.float32}
 
 
-def test_float8_products_resume_with_the_same_bits(two_ranks: dict[str, Any]) -> None:
+def test_float8_products_train_like_bfloat16_and_resume_with_the_same_bits(two_ranks: dict[str, Any]) -> None:
     pytest.importorskip("torchao")
-    assert two_ranks["float8 resumes"]
+    assert two_ranks["float8 resumes"] is True
+    float8, bf16 = two_ranks["float8"], two_ranks["float8 off"]
+    assert float8["losses"] != bf16["losses"]
+    assert float8["losses"] == pytest.approx(bf16["losses"], rel=0.02)
+    for name, value in bf16["weights"].items():
+        torch.testing.assert_close(float8["weights"][name], value, rtol=0.05, atol=0.02)
 
 
 def test_it_goes_on_to_the_same_bits(two_ranks: dict[str, Any]) -> None:
