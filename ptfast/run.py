@@ -133,7 +133,7 @@ class Run:
     evaluation: Eval = field(init=False)
     plan: RunPlan = field(init=False)
     stateful: dict[str, Stateful] = field(init=False)
-    """What checkpoints hold besides the weights, by name."""
+    """The parts of checkpoints besides the weights, by name."""
     checkpointer: Any = field(init=False)
     """Saves and restores the run (`ptfast.training.checkpointer.Checkpointer`); its `writer` writes files."""
 
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def sharded(self) -> bool:
-        """True if each rank holds a part of the weights: all ranks then have to join in using the model."""
+        """True if each rank has a part of the weights: all ranks then have to join in using the model."""
         return getattr(self.forward, "sharded", False)
 
     def uncompiled(self) -> AbstractContextManager[Any]:

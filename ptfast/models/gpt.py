@@ -1,4 +1,4 @@
-"""A decoder-only transformer for language modelling."""
+"""A decoder-only transformer for language modeling."""
 
 from __future__ import annotations
 

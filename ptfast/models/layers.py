@@ -169,7 +169,7 @@ class Block(nn.Module):
 def drop_path(x: Tensor, rate: float) -> Tensor:
     """The output of a residual branch, zero for samples drawn at random and larger for the rest.
 
-    Samples train networks of differing depth, which shortens the path of gradients and regularises;
+    Samples train networks of differing depth, which shortens the path of gradients and regularizes;
     evaluation uses all of it. `rate`, in [0, 1), is the probability of a zero; the rest of `x`, (batch, ...),
     is divided by 1 - rate, so that the mean stays.
 

@@ -76,7 +76,7 @@ class Mlp(nn.Module):
 
     def _embedded(self, inputs: Tensor) -> Tensor:
         if self.largest > _EXACT_IN_BFLOAT16 and inputs.dtype in (torch.bfloat16, torch.float16):
-            what = f"16-bit inputs cannot hold the numbers of {self.largest:,} categories"
+            what = f"16-bit inputs cannot represent the numbers of {self.largest:,} categories"
             hint = "Use precision=amp, which keeps inputs in float32"
             raise ConfigError("C011", what, key="precision", suggestion=hint)
         numbers, codes = inputs[:, : -self.num_categorical], inputs[:, -self.num_categorical :].long()

@@ -65,7 +65,7 @@ def build(
         model.load_state_dict(fits, strict=False)
     if in_channels != 3:
         first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-        # A grey image gives the same outputs as it gave as RGB.
+        # A gray image gives the same outputs as it gave as RGB.
         weight = first.weight.detach().sum(1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
         first.weight, first.in_channels = nn.Parameter(weight), in_channels
     return model

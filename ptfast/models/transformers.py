@@ -168,5 +168,5 @@ def _merged(written: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
 
 def _unreachable(name: str, error: Exception) -> MachineError:
     what = f"the model cannot be fetched ({str(error).splitlines()[0]})"
-    hint = "Check the name, or give a folder that holds the model"
+    hint = "Check the name, or give a folder that contains the model"
     return MachineError("E005", what, key="model.name", value=name, suggestion=hint)

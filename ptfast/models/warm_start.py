@@ -22,7 +22,7 @@ NUM_SHOWN = 3
 
 
 def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = False) -> list[str]:
-    """Copy the weights that `source` holds into `model`, in place.
+    """Copy the weights in `source` into `model`, in place.
 
     Nothing in the file can run code, and damage is found by its checksums. Prefixes that `torch.compile` and
     data parallel wrappers leave in names are removed.
@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, source: str | Path, *, replace_head: bool = F
         Lines for the user.
 
     Raises:
-        SavedStateError: there is no such file (S004), it is damaged or holds pickled objects (S001), or it
+        SavedStateError: there is no such file (S004), it is damaged or contains pickled objects (S001), or it
             belongs to another model (S002).
     """
     path = _find_file(Path(source))
@@ -115,7 +115,7 @@ def _find_file(source: Path) -> Path:
         for name in ("model.pt", "model.safetensors", TREE):
             if (source / folder / name).is_file():
                 return (source / folder / name).resolve()
-    what = "the folder holds no saved weights" if source.is_dir() else "no such file or folder"
+    what = "the folder contains no saved weights" if source.is_dir() else "no such file or folder"
     hint = "Give a .pt or .safetensors file, a run directory, or `pretrained`"
     raise SavedStateError("S004", what, key=KEY, value=source, suggestion=hint)
 
@@ -133,7 +133,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise SavedStateError("S002", "the file holds no named tensors", key=KEY, value=path)
+        raise SavedStateError("S002", "the file contains no named tensors", key=KEY, value=path)
     return content
 
 
@@ -148,9 +148,9 @@ def _read_pt(path: Path) -> Any:
                 raise zipfile.BadZipFile(broken)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # A damaged pickle may make the reader raise anything.
+        # A damaged pickle may raise anything.
         if "Unsupported" in str(error):
-            what = "holds pickled objects, which could run code; only tensors are read"
+            what = "contains pickled objects, which could run code; only tensors are read"
             raise _damaged(path, what) from error
         raise _damaged(path) from error
 

@@ -28,7 +28,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 class LayerBatch:
     """Layers that are updated together: of one group, device and type, all with a gradient, all 1-d or none.
 
-    A batch holds whole layers in one piece, or a single long layer in several. On the CPU all tensors are
+    A batch has whole layers in one piece, or a single long layer in several. On the CPU all tensors are
     flat views in memory order, made once, because 20 us of Python per layer and step would count there.
     `weights` are updated: views of the layers, or copies in float32.
     """
@@ -61,7 +61,7 @@ class LayerBatch:
             for layer, state in zip(layers, states, strict=True)
         ]
 
-    def holds(self, layers: Tensors, states: dict[Tensor, Group]) -> bool:
+    def is_current(self, layers: Tensors, states: dict[Tensor, Group]) -> bool:
         """Return True if the batch is of these layers, and they and their state lie where they did."""
         if len(layers) != len(self.layers):
             return False
@@ -241,7 +241,7 @@ class LayerwiseOptimizer(Optimizer):
                         found_inf = found_inf.to(device, non_blocking=True).clamp(max=1)
                     factors[device] = None if needless else factor, found_inf
                 batch = planned.batch
-                if batch is None or planned.copied or not batch.holds(layers, self.state):
+                if batch is None or planned.copied or not batch.is_current(layers, self.state):
                     batch = planned.batch = self._build_batch(layers, copied=planned.copied)
                 batch.grad_factor, batch.found_inf = factors[device]
                 batch.load_grads()

@@ -220,7 +220,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter by name, from 0 at the input, in the order of modules.
 
     A layer is a repeated block of `find_blocks` (a transformer's layer, a residual block), or in a model
-    without any, a module that holds a matrix of its own. Parameters before the first (embeddings, a stem)
+    without any, a module with a matrix of its own. Parameters before the first (embeddings, a stem)
     make one layer below; those after the last make one above if there is a matrix among them (a head, with
     the norm before it); those between two belong to the one before.
 

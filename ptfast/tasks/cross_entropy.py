@@ -150,7 +150,7 @@ def read_weights(given: Any, info: DataInfo, key: str) -> Any:
     elif not all(0 <= weight < float("inf") for weight in weights):
         what = "weights must be finite numbers of at least 0"
     elif not any(weights):
-        what = "every weight is 0, so that nothing would be learnt"
+        what = "every weight is 0, so that nothing would be learned"
     if what:
         raise ConfigError("C005", what, key=key, value=given, suggestion=hint)
     return torch.tensor(weights, dtype=torch.float32)

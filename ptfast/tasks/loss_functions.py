@@ -34,9 +34,6 @@ CLOSE = 1e-3
 class UserLoss:
     """A function of a user's. Its first value shows what it returns, which must stay the same."""
 
-    is_compared = False
-    """An evaluation has asked for `difference_of_parts`."""
-
     def __init__(self, loss: LossFunction, task: Any) -> None:
         self._loss, self._task, self._items_of = loss, task, task.num_items
         self._per_sample = task.counts_samples
@@ -67,7 +64,7 @@ class UserLoss:
         return value.sum() if scale is None else value.sum() * scale, num_items
 
     def of_samples(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Each sample's part of the sum, (batch,); vectorised if the function returns one number."""
+        """Each sample's part of the sum, (batch,); vectorized if the function returns one number."""
         value = self._call(outputs, targets) if self.returns not in ("mean", "pair") else None
         if not isinstance(value, Tensor) or not value.dim():
             return self._task.losses_one_by_one(outputs, targets)
@@ -100,7 +97,7 @@ class UserLoss:
         """Say by how much the loss of a batch differs from the mean of its parts; None if it does not.
 
         The batch is some samples of this one and half of them again with other targets, so that its parts
-        differ in what they hold. Cost: four calls of the loss; the host waits for the device.
+        contain different samples. Cost: four calls of the loss; the host waits for the device.
         """
         if self.returns != "mean":
             return None

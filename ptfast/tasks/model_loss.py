@@ -18,7 +18,7 @@ class ModelLossTask(SupervisedTask):
 
     A batch is a mapping of the model's keywords with `labels` among them, or `(inputs, targets)`, where
     inputs are such a mapping without labels, token ids, or images. Integer labels of two dimensions are one
-    per token. Labels of -100 do not count. For language modelling the model shifts them by one.
+    per token. Labels of -100 do not count. For language modeling the model shifts them by one.
 
     Args:
         by_position: pass inputs as the first argument, not by the keywords of transformers' models.

@@ -118,7 +118,7 @@ class SupervisedTask:
         return self.losses_one_by_one(outputs, targets)
 
     def losses_one_by_one(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """`loss_sum` of each sample by itself, (batch,), vectorised, which costs about 0.3 ms a call.
+        """`loss_sum` of each sample by itself, (batch,), vectorized, which costs about 0.3 ms a call.
 
         Raises:
             ConfigError: C011 for a loss that does not allow it.

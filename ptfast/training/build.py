@@ -56,8 +56,8 @@ def build(
 ) -> Run:
     """Build a run on this rank, stage by stage.
 
-    An optimizer built before the model has its final place and form would hold parameters that nothing
-    trains. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
+    An optimizer built before the model has its final place and form would have parameters that are never
+    trained. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
 
     Args:
         state_folder: the state to resume; None starts afresh.

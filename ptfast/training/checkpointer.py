@@ -107,7 +107,7 @@ class Checkpointer:
     writer: CheckpointWriter
     """Writes the files, in the background if it may; there is one once the run is built."""
     left_out: Sequence[str] = ()
-    """Names of frozen weights that checkpoints do not hold: those of `model.weights`."""
+    """Names of frozen weights that checkpoints omit: those of `model.weights`."""
 
     def __init__(self, run: Run) -> None:
         self.run, self._saved = run, run.folder / "saved"

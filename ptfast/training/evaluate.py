@@ -105,23 +105,6 @@ def check_tta(flip: bool, shift: int, info: DataInfo, task: Any, *, targets: str
         raise ConfigError("C011", what, key="eval.shift", value=shift, suggestion="Set eval.shift=0")
 
 
-def _evaluate_first(run: Run, predictor: nn.Module, data: Any, metrics: Any) -> tuple[Tensor, Any]:
-    """Evaluate the first batch of a split, and check the model's outputs and a user's loss.
-
-    Warns once if the loss depends on how samples are cut into batches.
-    """
-    forward = checking_outputs(predictor, run)
-    forward = with_output_check(forward, run.model, run.task, data, " in evaluation")
-    result = run.task.evaluate(forward, data, metrics)
-    outputs, adapted = getattr(forward, "outputs", None), getattr(run.task, "adapted", None)
-    if outputs is not None and adapted is not None and not adapted.is_compared:
-        adapted.is_compared = True
-        if found := adapted.difference_of_parts(outputs, data[1]):
-            hint = "have it return (sum, weight) or the loss of each sample"
-            run.display.warn(f"task.loss: {found}, so losses depend on eval.batch_size: {hint}")
-    return result
-
-
 class Abandoned(Exception):  # noqa: N818 - nothing is wrong
     """A signal stopped an evaluation early, on all ranks."""
 
@@ -208,10 +191,11 @@ def _sum_losses(run: Run, batches: Iterator[Any], metrics: Any) -> tuple[Tensor,
             if run.stop_signal is not None and not run.sharded:
                 break
             if num_samples:
+                forward: Any = predictor
                 if index == 0:
-                    loss, count = _evaluate_first(run, predictor, data, metrics)
-                else:
-                    loss, count = task.evaluate(predictor, data, metrics)
+                    forward = checking_outputs(predictor, run)
+                    forward = with_output_check(forward, run.model, task, data, " in evaluation")
+                loss, count = task.evaluate(forward, data, metrics)
                 loss_sum += loss
                 num_items += count
             elif run.sharded or index == 0:

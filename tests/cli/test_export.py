@@ -162,7 +162,8 @@ def test_a_hub_folder_that_fails_leaves_no_folder(
 
     monkeypatch.setattr(export_run, "write_hub", fail)
     assert run(["export", "r", "--out", "e", "--hub", "h"]) == 2
-    assert "error[C017]: --hub (command line): fails: KeyError" in capsys.readouterr().err
+    assert "error[C017]: --hub (command line): fails: KeyError" in (said := capsys.readouterr().err)
+    assert said.endswith("No file is written; export without it.\n")
     assert not Path("e").exists()
     assert not Path("h").exists()
 

@@ -187,14 +187,6 @@ def test_a_loss_whose_parts_do_not_add_up_cannot_be_mixed(tmp_path: Path, name: 
         fit(run)
 
 
-def test_an_evaluation_of_such_a_loss_says_once_that_it_depends_on_the_batch(tmp_path: Path) -> None:
-    for name, times in (("a function of weights", 1), ("focal", 0), ("weights", 0)):
-        run, said = run_of(tmp_path / name, *CASES[name].run_words(), "data.val=12samples"), list[str]()
-        run.display.warn = said.append  # type: ignore[method-assign]
-        fit(run)
-        assert sum("losses depend on eval.batch_size" in line for line in said) == times
-
-
 def test_a_task_whose_counts_differ_is_rejected_in_the_first_step(tmp_path: Path) -> None:
     run = run_of(tmp_path, *CASES["values"].run_words()[:-1], "task=loss_cases.WrongCount")
     with pytest.raises(

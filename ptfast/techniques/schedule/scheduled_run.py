@@ -154,10 +154,10 @@ class TorchScheduler(LRSchedule):
     _known: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def factor(self, span: Span) -> Curve:
-        return _curve([rate / self.lr for rate, _ in self._figures(span.total_steps)])
+        return _curve([rate / self.lr for rate, _ in self._rates_and_momenta(span.total_steps)])
 
     def momentum(self, span: Span) -> Curve | None:
-        momenta = [momentum for _, momentum in self._figures(span.total_steps)]
+        momenta = [momentum for _, momentum in self._rates_and_momenta(span.total_steps)]
         return _curve(momenta) if set(momenta) != {MOMENTUM} else None
 
     def lowest_from(self, num_steps: int) -> int | None:
@@ -165,20 +165,20 @@ class TorchScheduler(LRSchedule):
 
         None for a schedule that starts at its lowest learning rate, as cycles do.
         """
-        rates = [rate for rate, _ in self._figures(num_steps)]
+        rates = [rate for rate, _ in self._rates_and_momenta(num_steps)]
         lowest, highest = min(rates), max(rates)
         margin = 0.01 * (highest - lowest)
         low, peak = lowest + margin, next(i for i, rate in enumerate(rates) if rate >= highest - margin)
         first = next((step for step in range(peak, num_steps) if rates[step] <= low), num_steps)
         return first if rates[0] > low and first < num_steps / 10 else None
 
-    def _figures(self, num_steps: int) -> list[tuple[float, float]]:
+    def _rates_and_momenta(self, num_steps: int) -> list[tuple[float, float]]:
         """Return the learning rate and momentum of each step."""
         if num_steps in self._known:
             return self._known[num_steps]
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr, momentum=MOMENTUM)
         (group,) = optimizer.param_groups
-        figures: list[tuple[float, float]] = []
+        found: list[tuple[float, float]] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -187,12 +187,12 @@ class TorchScheduler(LRSchedule):
                 for step in range(num_steps):
                     if step:
                         scheduler.step()
-                    figures.append((float(group["lr"]), float(group["momentum"])))
+                    found.append((float(group["lr"]), float(group["momentum"])))
             except Exception as error:
-                when = f"at step {len(figures)} it " if figures else ""
+                when = f"at step {len(found)} it " if found else ""
                 _reject(self.target, f"{when}raises {summary_of(error)}", error)
-        self._known[num_steps] = figures
-        return figures
+        self._known[num_steps] = found
+        return found
 
 
 class MetricScheduler(LRSchedule):

@@ -55,6 +55,7 @@ LIMIT = 1e-4
 """Largest accepted difference of an export's logits from the model's, relative to the largest logit, or to 1
 if that is larger."""
 NUM_SAMPLES = 8
+UNWRITTEN = "No file is written; export without it"
 
 
 class RawModel(nn.Module):
@@ -223,7 +224,7 @@ class _KnownOutputs:
             )
         if not found <= LIMIT:
             what = f"its logits differ from the model's by {found:.2g} of the largest, more than {LIMIT:g}"
-            raise NumericsError("N003", what, key=name, suggestion="No file is written; export without it")
+            raise NumericsError("N003", what, key=name, suggestion=UNWRITTEN)
         self.differences[name] = found
 
     def facts(self) -> dict[str, Any]:
@@ -248,7 +249,8 @@ def _naming(flag: str) -> Iterator[None]:
     except (PtfastError, OSError):
         raise
     except Exception as error:
-        raise ConfigError("C017", f"fails: {summary_of(error)}", key=flag) from error
+        what = f"fails: {summary_of(error)}"
+        raise ConfigError("C017", what, key=flag, suggestion=UNWRITTEN) from error
 
 
 def _held_out(saved: PartialRun) -> tuple[Tensor, bool]:

@@ -34,9 +34,9 @@ for word in {words}:
         logits = model(read(word)[None])[0]
     {show}
 '''
-_GREY = """\
-    grey = pixels.double() @ torch.tensor([0.299, 0.587, 0.114]).double()
-    pixels = (grey * ({most} / 255)).round().byte()[..., None]
+_GRAY = """\
+    gray = pixels.double() @ torch.tensor([0.299, 0.587, 0.114]).double()
+    pixels = (gray * ({most} / 255)).round().byte()[..., None]
 """
 _ROWS = """\
 rows = {}
@@ -91,7 +91,7 @@ def load_script(info: DataInfo, given: dict[str, Any]) -> str:
         read = "    pixels = rgb_pixels(Image.open(word))\n"
         read += f"    pixels = in_square(pixels, {side:d})\n" if side else ""
         if given["shape"][-1] == 1:
-            read += _GREY.format(most=repr(info.extra.get("max_value", 255)))
+            read += _GRAY.format(most=repr(info.extra.get("max_value", 255)))
         read += "    return pixels\n"
     elif "table" in info.extra:
         usage, needs, words, tokenizer, read = "ROWS.csv...", "torch alone", "rows", _ROWS, _ROW

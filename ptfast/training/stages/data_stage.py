@@ -150,8 +150,8 @@ def add_evals(config: Config, data: Data, ranks: Ranks, note: Callable[[str], ob
             raise error.moved("data", f"evals.{name}") from error
         note(f"evals.{name}: {found.note}")
         source = found.val or found.test or found.train.in_order()
-        held = data.choice is not None and data.choice.kind in DECODED_ONCE
-        if held and isinstance(source, MapSource) and source.storage != "memory":
+        in_memory = data.choice is not None and data.choice.kind in DECODED_ONCE
+        if in_memory and isinstance(source, MapSource) and source.storage != "memory":
             source = source.to_memory(SharedArrays(ranks))
         sets[name] = replace(found, val=source)
     return replace(data, evals=sets)

@@ -239,7 +239,7 @@ def test_unknown_categories_count_for_nothing_and_low_precision_is_rejected():
         out = model(torch.tensor([[1.0, 0, 0]]))
         linear = model.layers[1]
         assert out.item() == pytest.approx((linear.weight[0, 0] + linear.bias).item() * 10 + 100, rel=1e-6)
-    with pytest.raises(ConfigError, match="16-bit inputs cannot hold the numbers of 300 categories"):
+    with pytest.raises(ConfigError, match="16-bit inputs cannot represent the numbers of 300 categories"):
         model(torch.zeros(1, 3, dtype=torch.bfloat16))
 
 
