@@ -45,9 +45,13 @@ def build_task(name: str, info: DataInfo, **options: Any) -> Task:
             what = f"the task {chosen} takes no such option"
             raise ConfigError("C002", what, key=f"task.{option}", value=value)
     task = factory(info, **options)
+    if hasattr(task, "figures"):
+        hint = "Rename it to log_values; its arguments are the same"
+        raise ConfigError(
+            "C009", "its method figures has a new name", key="task", value=name, suggestion=hint
+        )
     trains = ("step",) if takes_own_steps(task) else ("count", "loss")
-    parts = ("metric", "mode", *trains, "metrics", "evaluate", "log_values")
-    missing = [part for part in parts if not hasattr(task, part)]
+    missing = [part for part in ("metric", "mode", *trains, "metrics", "evaluate") if not hasattr(task, part)]
     if missing:
         raise ConfigError("C009", f"is not a task: it has no {missing[0]}", key="task", value=name)
     return task
