@@ -27,7 +27,8 @@ from ptfast.cli.sweep_command import sweep_runs
 from ptfast.config.python_words import PythonWords, is_frame
 from ptfast.core import run_directory
 from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError
-from ptfast.core.sections.given import give_again, is_given
+from ptfast.core.sections.given import give_again
+from ptfast.core.sections.origins import is_given
 from ptfast.core.tensors.checkpoint_folders import config_of, find_checkpoint
 from ptfast.data.new_inputs import Text
 from ptfast.launch.host_process import borrowed, check_processes, without_script

@@ -12,6 +12,7 @@ from ptfast.config.checks.former_keys import in_todays_keys
 from ptfast.config.families import FAMILIES
 from ptfast.core.durations import Duration
 from ptfast.core.sections.coerce import POSITIVE, InUnit, Range
+from ptfast.core.sections.origins import is_ours
 from ptfast.core.sections.secret_values import SECRET, is_secret
 from ptfast.core.sections.section import (
     GATHERED,
@@ -247,7 +248,7 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], *, moves: bool = Fals
     before, after = in_todays_keys(flatten(with_defaults(old))), flatten(with_defaults(new))
     if "split" not in old.get("data", {}):
         before["data.split"] = after.get("data.split")  # the checkpoint says how its data was split
-    known = str(after.get("data._target_")).startswith("ptfast.data.")
+    known = is_ours(str(after.get("data._target_")))
     free_keys = (*FREE_KEYS, *(DATA_PLACES if moves and known else ()))
     return sorted(
         key

@@ -17,7 +17,7 @@ from ptfast.core import run_directory
 from ptfast.core.auto_choices import AutoChoices, read_choices
 from ptfast.core.errors import ConfigError, PtfastError, SavedStateError
 from ptfast.core.run_records import Environment, Summary, read_known
-from ptfast.core.sections.given import PREFIX
+from ptfast.core.sections.origins import GIVEN
 
 Tree = dict[str, Any]
 """A whole config as plain values."""
@@ -80,7 +80,7 @@ def find_start(composed: Composed, config: Config) -> RunStart:
 def resume_command(folder: Path) -> str:
     """Return the command line that resumes the run in `folder`: its own, with run.resume and run.dir."""
     words = _command_line(folder)
-    if any(PREFIX in word for word in words):
+    if any(GIVEN in word for word in words):
         return f"ptfast.train(..., run={{'resume': 'auto', 'dir': '{folder}'}}) with the same objects"
     kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.resume", "run.dir")]
     # The dots stand for the user's own options of torchrun; a sweep writes `++` before keys of its jobs.
@@ -90,7 +90,7 @@ def resume_command(folder: Path) -> str:
 
 def next_commands(folder: Path, task: str) -> list[str]:
     """Return the command lines that use a run's model; an empty list if it needs objects of the caller."""
-    if any(PREFIX in word for word in _command_line(folder)):
+    if any(GIVEN in word for word in _command_line(folder)):
         return []
     run = shlex.quote(str(folder))
     brought = "--prompt TEXT" if task == "language_modelling" else "FILE..."

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ptfast.core.errors import ConfigError, did_you_mean, summary_of
 from ptfast.core.protocols import DataInfo
+from ptfast.core.sections.origins import is_ours
 from ptfast.core.sections.targets import Target, keywords, swallows_keywords
 from ptfast.models import Model
 
@@ -64,7 +65,7 @@ def build_model(target: Target, info: DataInfo, *, pretrained: bool = False) -> 
             raise
         if isinstance(error, TypeError) and "keyword argument" in str(error):
             raise _unknown_keyword(target, error) from error
-        if not target.path.startswith("ptfast."):
+        if not is_ours(target.path):
             raise  # it is the user's, or named by the user
         raise ConfigError("C005", summary_of(error), key="model", value=target.path) from error
     if not isinstance(model, nn.Module):

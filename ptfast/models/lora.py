@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptfast.core.errors import ConfigError, did_you_mean, import_extra, name_of, name_some
+from ptfast.core.errors import ConfigError, did_you_mean, import_extra, name_some
+from ptfast.core.sections.origins import is_instance_of
 from ptfast.models import Lora
 from ptfast.optim.parameter_groups import layer_depths
 
-_TRANSPOSED = "transformers.pytorch_utils.Conv1D"
+_TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 _READ = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The last layer of torch's attention, which reads its weight and does not call it."""
 
@@ -61,7 +62,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers that are called and whose weight is their own, those of GPT-2 included."""
     weights = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     named: Any = [(name, each) for name, each in model.named_modules() if name and type(each) is not _READ]
-    linear = ((n, m) for n, m in named if isinstance(m, nn.Linear) or name_of(m) == _TRANSPOSED)
+    linear = ((n, m) for n, m in named if isinstance(m, nn.Linear) or is_instance_of(m, *_TRANSPOSED))
     return {name: each for name, each in linear if weights.count(id(each.weight)) == 1}
 
 

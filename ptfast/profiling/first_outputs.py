@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ptfast.core.errors import name_of
+from ptfast.core.sections.origins import is_ours
 from ptfast.core.tensors.kept_buffers import buffers_kept
 from ptfast.core.tensors.trees import copied, map_tensors, tensors_in, tree_leaves
 from ptfast.data.sampling.counter_draws import seeded
@@ -60,8 +61,7 @@ class FirstOutputs:
 
 def checking_outputs(forward: Any, run: Run) -> Any:
     """Return `forward` as `FirstOutputs` if the model is a user's and has not been checked yet."""
-    ours = name_of(run.model).startswith("ptfast.")
-    if run.outputs_checked or ours or run.sharded or not run.ranks.is_first:
+    if run.outputs_checked or is_ours(run.model) or run.sharded or not run.ranks.is_first:
         return forward
     return FirstOutputs(forward, run)
 

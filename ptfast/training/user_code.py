@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptfast.core.distributed import is_connection_lost
 from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of, summary_of
 from ptfast.core.machine import is_memory_error
-from ptfast.core.sections.given import is_ours
+from ptfast.core.sections.origins import comes_from, is_ours
 from ptfast.core.tensors.dtensors import is_sharded
 from ptfast.core.tensors.torch_internals import backward
 from ptfast.optim.layerwise import no_sparse
@@ -56,7 +56,7 @@ def parts_of(run: Any, *, ours: bool = False) -> list[UserPart]:
         UserPart(OPTIMIZER, getattr(run, "optimizer", None)),
         *(UserPart(f"callbacks.{index}._target_", callback) for index, callback in enumerate(callbacks)),
     ]
-    kept = [part for part in parts if part.made is not None and not name_of(part.made).startswith("ptfast.")]
+    kept = [part for part in parts if part.made is not None and not is_ours(part.made)]
     return [parts[0], *kept[kept[:1] == parts[:1] :]] if ours else kept
 
 
@@ -90,7 +90,7 @@ def failure(
         part, method, depth = found
         if part.key == OPTIMIZER and "sparse" in str(error):
             return no_sparse(f"{type(part.made).__name__} does")
-        if name_of(part.made).startswith("torch.optim."):
+        if comes_from(part.made, "torch.optim"):
             # Kernels fail late; and ptfast calls everything that is not a step.
             if isinstance(error, torch.AcceleratorError) or method not in ("step ", "wrapper "):
                 return None

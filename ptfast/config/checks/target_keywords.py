@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from ptfast.config.checks.target_kinds import check_kind
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, name_of
+from ptfast.core.errors import ConfigError, PtfastError, did_you_mean
 from ptfast.core.protocols import DataInfo
 from ptfast.core.sections.coerce import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, InUnit, coerce
+from ptfast.core.sections.origins import LIBRARIES, comes_from
 from ptfast.core.sections.targets import (
     EMPTY,
     METRIC_FACTS,
@@ -39,7 +40,6 @@ _OF_OWN_DATA = {
     )
 }
 """Keywords that count for a user's dataset, and are given to one that takes them."""
-_LIBRARIES = ("torch.", "torchvision.", "timm.", "transformers.", "schedulefree.")
 _RANGES = {
     **dict.fromkeys(("lr", "max_lr", "base_lr", "eps"), POSITIVE),
     **dict.fromkeys(("weight_decay", "lr_decay", "eta_min"), NOT_NEGATIVE),
@@ -47,7 +47,7 @@ _RANGES = {
     **dict.fromkeys(("attention_dropout", "drop_rate", "drop_path_rate", "stochastic_depth_prob"), FRACTION),
     **dict.fromkeys(("width", "depth", "hidden_size", "num_layers", "num_heads"), AT_LEAST_ONE),
 }
-"""Ranges of keywords in these libraries. A class of ours, or of a user, has them in its signature."""
+"""Ranges of keywords in `LIBRARIES`. A class of ours, or of a user, has them in its signature."""
 _TYPES: dict[type, Any] = {
     bool: bool | None,
     float: float | list[float],
@@ -55,7 +55,7 @@ _TYPES: dict[type, Any] = {
     Duration: Duration,
 }
 """The type that the default of a keyword without an annotation stands for; a bool is an int, too."""
-_PASSING_ON = (*_LIBRARIES, "ptfast.models.")
+_PASSING_ON = (*LIBRARIES, "ptfast.models")
 """Packages whose functions pass keywords that they do not name on to these libraries."""
 
 
@@ -103,7 +103,7 @@ def check_target(
                 in_unit = InUnit(unit, ("seconds",)) if unit == "seconds" else InUnit(unit)
                 kwargs[name] = coerce(value, parameter.annotation, in_unit)
             else:
-                passed_on = name in _RANGES and name_of(function).startswith(_PASSING_ON)
+                passed_on = name in _RANGES and comes_from(function, *_PASSING_ON)
                 kwargs[name] = coerce(value, Annotated[Any, _RANGES[name]] if passed_on else Any)
         except PtfastError as problem:
             problems.append(problem.at(key, value))
@@ -155,7 +155,7 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
         parameters = dict([*parameters.items()][2:])
     elif section == "sampling" and not is_class:
         parameters = {name: found for name, found in parameters.items() if name not in _OF_SAMPLES}
-    ranges = _RANGES if name_of(function).startswith(_LIBRARIES) else {}
+    ranges = _RANGES if comes_from(function, *LIBRARIES) else {}
     for name, parameter in parameters.items():
         annotation, default = parameter.annotation, parameter.default
         if annotation is EMPTY or annotation is Any:

@@ -15,8 +15,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ptfast.core.errors import ConfigError, name_of
+from ptfast.core.sections.origins import GIVEN, is_given
 
-PREFIX = "ptfast.given."
 _targets: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """Classes and functions by the last part of their path, as long as somebody holds them."""
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if (found := _targets.get(name)) is None:
-        raise _missing(f"{PREFIX}{name}")
+        raise _missing(f"{GIVEN}{name}")
     return found
 
 
@@ -45,13 +45,13 @@ def check_present(tree: dict[str, Any], *, trains: bool) -> None:
         tree["callbacks"] = [x for x in given if not _lacks(x.get("_target_") if isinstance(x, dict) else x)]
         for section in (tree.get("data", {}), *(tree.get("evals") or {}).values()):
             if isinstance(section, dict) and _lacks(section.get("_target_")):
-                section["_target_"] = f"{PREFIX}{absent.__name__}"
-    if names := [path for path in re.findall(rf"{re.escape(PREFIX)}\w+", str(tree)) if _lacks(path)]:
+                section["_target_"] = f"{GIVEN}{absent.__name__}"
+    if names := [path for path in re.findall(rf"{re.escape(GIVEN)}\w+", str(tree)) if _lacks(path)]:
         raise _missing(", ".join(dict.fromkeys(names)))
 
 
 def _lacks(path: Any) -> bool:
-    return isinstance(path, str) and is_given(path) and path.removeprefix(PREFIX) not in {*_targets, "absent"}
+    return isinstance(path, str) and is_given(path) and path.removeprefix(GIVEN) not in {*_targets, "absent"}
 
 
 def _missing(names: str) -> ConfigError:
@@ -82,7 +82,7 @@ def give(value: Any, key: str, taken: Container[str] = ()) -> tuple[str, Any]:
         return path, value
     name = f"{named.__name__.lstrip('_')}_{_digest(value, named)}"
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    path = next(path for each in names if (path := f"{PREFIX}{each}") not in taken)
+    path = next(path for each in names if (path := f"{GIVEN}{each}") not in taken)
     target = value if is_made else _class_of(value)
     give_again({path: target})
     return path, target
@@ -90,17 +90,7 @@ def give(value: Any, key: str, taken: Container[str] = ()) -> tuple[str, Any]:
 
 def give_again(objects: Mapping[str, Any]) -> None:
     """Have paths name what `give` returned for them; another object may have got the same path meanwhile."""
-    _targets.update({path.removeprefix(PREFIX): made for path, made in objects.items() if is_given(path)})
-
-
-def is_given(path: str) -> bool:
-    """Return True for the import path of an object that was handed over in Python."""
-    return path.startswith(PREFIX)
-
-
-def is_ours(path: str) -> bool:
-    """Return True for the import path of something in this package."""
-    return path.startswith("ptfast.") and not is_given(path)
+    _targets.update({path.removeprefix(GIVEN): made for path, made in objects.items() if is_given(path)})
 
 
 def _is_importable(value: Any) -> bool:

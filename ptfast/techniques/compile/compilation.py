@@ -12,6 +12,7 @@ from torch import nn
 
 from ptfast.core.clock import Clock
 from ptfast.core.errors import ConfigError
+from ptfast.core.sections.origins import comes_from
 from ptfast.core.units import counted
 from ptfast.techniques.compile import Compile, accumulating_in_graphs, compiler
 from ptfast.techniques.repeated_blocks import find_blocks
@@ -89,7 +90,7 @@ class Compilation:
             config.recompile_limit = max(config.recompile_limit, 4 * len(self.blocks))
             parts = list(self.blocks.values())
         for part in parts:
-            if not type(part).__module__.startswith("torch.nn."):
+            if not comes_from(f"{type(part).__module__}.", "torch.nn"):
                 part.compile(**self.options)
                 continue
             # Torch 2.9 to 2.11 do not compile methods that are defined in torch's own files.

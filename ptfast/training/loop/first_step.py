@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described, name_of
+from ptfast.core.errors import INSTALLED, ConfigError, DataError, PtfastError, described
 from ptfast.core.protocols import Mixed
+from ptfast.core.sections.origins import is_ours
 from ptfast.core.tensors.trees import copied, tree_leaves
 from ptfast.run import Run
 from ptfast.tasks.added_metrics import MetricTable, with_tables
@@ -78,7 +79,7 @@ class FirstStep:
 
     def __init__(self, run: Run) -> None:
         self._run, self._fresh = run, run.progress.step == 0
-        theirs = not name_of(run.model).startswith("ptfast.")
+        theirs = not is_ours(run.model)
         checks = getattr(run.task, "misfit", None) is not None
         self._follows = run.plan.followed[1] not in (run.task.metric, "loss")
         self._measures = self._follows or getattr(run.task, "adds_metrics", False)
@@ -189,7 +190,7 @@ class FirstStep:
     def _check_count(self, counted: Any, data: Any, num_samples: int) -> None:
         """Raise C017 if a user's task divides the gradient and the logged loss by different counts."""
         task: Any = self._run.task
-        if name_of(task).startswith("ptfast."):
+        if is_ours(task):
             return
         stated = num_samples if getattr(task, "counts_samples", False) else task.count(data, num_samples)
         if stated is not None and not math.isclose(float(stated), float(counted), rel_tol=CLOSE):

@@ -18,7 +18,7 @@ from ptfast.core.auto_choices import AutoChoices
 from ptfast.core.distributed import Ranks, on_first_rank
 from ptfast.core.errors import ConfigError, DataError, PtfastError, name_some, summary_of
 from ptfast.core.protocols import IGNORE_INDEX, DataInfo
-from ptfast.core.sections.given import is_ours
+from ptfast.core.sections.origins import is_ours
 from ptfast.core.sections.targets import Target, built, keywords, signature, takes
 from ptfast.data import SPLIT_KEYS
 from ptfast.data.build_data import Data, build_data

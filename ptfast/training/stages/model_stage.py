@@ -16,13 +16,13 @@ from ptfast.core.errors import (
     MachineError,
     PtfastError,
     SavedStateError,
-    name_of,
     name_some,
     shorten,
     summary_of,
 )
 from ptfast.core.machine import is_memory_error, memory_limit, network_error
 from ptfast.core.protocols import DataInfo, takes_own_steps
+from ptfast.core.sections.origins import CASTING, comes_from, is_ours
 from ptfast.core.sections.targets import EMPTY, Target, keywords
 from ptfast.core.tensors.dtensors import is_expanded
 from ptfast.core.tensors.trees import tensors_in
@@ -147,7 +147,7 @@ def _finding_room(target: Target, device: str) -> Iterator[None]:
 
 def _check_size(target: Target, info: DataInfo) -> None:
     """Reject weights larger than the free memory: the system would kill the process that fills it."""
-    ours = target.path.startswith("ptfast.models.") and isinstance(target.resolve(), type)
+    ours = is_ours(target.path) and isinstance(target.resolve(), type)
     if not ours or max(map(_largest, target.kwargs.values()), default=0) < LARGE:
         return
     try:
@@ -294,8 +294,8 @@ def _find_input_type(run: PartialRun) -> torch.dtype:
     """Return the type of training images: half if a known model casts them and no other part uses them."""
     model, task, config = run.model, run.task, run.config
     half = torch.bfloat16 if run.precision.half_weights else run.precision.autocast_dtype
-    ours = type(task).__module__.startswith("ptfast.") and not takes_own_steps(task)
-    known = name_of(model).partition(".")[0] in ("ptfast", "torchvision", "timm") and not run.shards_weights
+    ours = is_ours(task) and not takes_own_steps(task)
+    known = comes_from(model, *CASTING) and not run.shards_weights
     seen = run.training_plan.transforms or config.augment.mixup or config.augment.cutmix or config.callbacks
     # Fused like casts: kernels may sum in another order if images begin within a cache line.
     aligned = run.info.input_shape is not None and math.prod(run.info.input_shape) % 32 == 0
