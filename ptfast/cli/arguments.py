@@ -24,7 +24,8 @@ class Flag:
     Args:
         names: the long name, optionally a short one, and a word for the value in help: `--out FILE`.
         dest: the attribute to set; by default the flag's name.
-        read: parses the value from text, or raises ValueError; None for a flag without a value.
+        read: parses the value from text, or raises a ValueError of what is wrong and perhaps what to do about
+            it; None for a flag without a value.
     """
 
     names: str
@@ -88,7 +89,7 @@ def choice(names: str, help: str, *choices: str, default: str | None = None) -> 
 
     def read(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"unknown choice. Use {shown}")
+            raise ValueError("unknown choice", f"Use {shown}")
         return text
 
     return Flag(f"{names} NAME", f"{help}: {shown}", read=read, default=default)
@@ -170,8 +171,10 @@ def parse(name: str, command: Command, words: Sequence[str]) -> Namespace:
         try:
             setattr(arguments, flag.attribute, flag.default if text is None else flag.read(text))
         except ValueError as error:
-            what, _, hint = str(error).partition(". ")
-            raise ConfigError("C005", what, **details, value=text, suggestion=hint or None) from error
+            what, *hint = error.args
+            raise ConfigError(
+                "C005", what, **details, value=text, suggestion=next(iter(hint), None)
+            ) from error
     if unknown:
         raise _unknown_flag(unknown[0], list(words), command)
     hint = f"Usage: ptfast {name} {command.usage}".rstrip()
@@ -229,4 +232,4 @@ def pixels(text: str) -> int:
     try:
         return 0 if text == "keep" else number(1)(text)
     except ValueError as error:
-        raise ValueError(f"{error}. Give pixels, or keep") from error
+        raise ValueError(str(error), "Give pixels, or keep") from error

@@ -113,7 +113,7 @@ class PtfastError(Exception):
         subject = self.key or ""
         if self.key and value is not None:
             # An unknown key may be a secret's, misspelt, unless it resembles another more.
-            meant = (suggestion or "").partition("Did you mean ")[2].partition("?")[0]
+            meant = suggestion.name if isinstance(suggestion, Meant) else ""
             hidden = is_secret(self.key, misspelt=code == "C002" and not meant) or is_secret(meant)
             subject = f"{self.key}={SECRET if hidden else shorten(shown(value))}"
         if self.place:
@@ -137,8 +137,10 @@ class PtfastError(Exception):
         """The same error of keys in `section`, read as one of those in `place`."""
         if (self.key or "").split(".")[0] != section:
             return self
-        hint = (self.suggestion or "").replace(f"{section}.", f"{place}.")
-        return self.changed(key=place + (self.key or "").removeprefix(section), suggestion=hint or None)
+        hint, (old, new) = self.suggestion, (f"{section}.", f"{place}.")
+        if hint is not None:
+            hint = Meant(hint.name.replace(old, new)) if isinstance(hint, Meant) else hint.replace(old, new)
+        return self.changed(key=place + (self.key or "").removeprefix(section), suggestion=hint)
 
     @property
     def hint(self) -> str | None:
@@ -181,7 +183,7 @@ class NumericsError(PtfastError):
 
 
 class SavedStateError(PtfastError):
-    """A saved state that is damaged or belongs to something else. Exit code 6."""
+    """A checkpoint that is damaged or belongs to something else. Exit code 6."""
 
     exit_code = 6
 
@@ -228,13 +230,26 @@ def import_extra(module: str, extra: str, key: str, value: Any = None) -> Any:
 
 
 class ReportedError(Exception):
-    """A failure that another process has put into words, with the error itself if it has told its parts."""
+    """A failure that another process has put into words.
+
+    Args:
+        line: what the user sees.
+        details: the traceback.
+        error: the error itself, if the process has told its parts.
+        summary: its type and text, if not.
+    """
 
     def __init__(
-        self, line: str, exit_code: int, details: str = "", error: PtfastError | None = None
+        self,
+        line: str,
+        exit_code: int,
+        details: str = "",
+        error: PtfastError | None = None,
+        summary: str = "",
     ) -> None:
         super().__init__(line)
         self.exit_code, self.details, self.error = exit_code, details, error
+        self.summary = summary if error is None else str(error)
 
 
 def together(errors: Sequence[PtfastError]) -> PtfastError:
@@ -377,7 +392,21 @@ def _likeness(word: str, other: str) -> float:
     return ratio
 
 
-def did_you_mean(word: str, candidates: Iterable[str], template: str = "{}") -> str | None:
-    """The sentence `Did you mean lr?` for the candidate nearest to `word`, shown by a template, or None."""
+class Meant(str):
+    """The sentence `Did you mean NAME?`, which knows the name."""
+
+    name: str
+
+    def __new__(cls, name: str) -> Meant:
+        sentence = super().__new__(cls, f"Did you mean {name}?")
+        sentence.name = name
+        return sentence
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.name,)
+
+
+def did_you_mean(word: str, candidates: Iterable[str], template: str = "{}") -> Meant | None:
+    """`Meant` for the candidate nearest to `word`, shown by a template; None if none is near."""
     found = nearest(word, candidates)
-    return None if found is None else f"Did you mean {template.format(found)}?"
+    return None if found is None else Meant(template.format(found))

@@ -323,7 +323,7 @@ def _outcome(folder: Path, composed: Composed, ended: Ended, start_s: float) -> 
     error = lost_rank(ended, str(folder), reported)
     if failure := error or reported:
         # The first rank's summary may only say that another one was lost.
-        line = str(error) if error else str(reported).split(": ", 2)[-1]
+        line = failure.summary if isinstance(failure, ReportedError) else str(failure)
         path = folder / run_directory.SUMMARY
         known = {**run_directory.read_json(path), "status": "failed"}
         if (found := read_goodput(folder)) is not None:
@@ -375,9 +375,7 @@ def reported_failure(folder: Path, composed: Composed) -> ReportedError | None:
     failure = run_directory.read_json(folder / run_directory.FAILURE)
     if not failure:
         return None
-    line, error = str(failure["line"]), None
-    if "parts" in failure:
-        # Ranks read the frozen file; only this process knows where the user set the key.
-        error = composed.placed(rebuilt(failure["parts"]))
-        line = error_line(error)
-    return ReportedError(line, int(failure["exit_code"]), str(failure.get("traceback", "")), error)
+    # Ranks read the frozen file; only this process knows where the user set the key.
+    error = composed.placed(rebuilt(failure["parts"])) if failure["parts"] else None
+    line = error_line(error) if error else failure["line"]
+    return ReportedError(line, failure["exit_code"], failure["traceback"], error, failure["summary"])

@@ -309,10 +309,13 @@ def out_of_memory(config: Config) -> MachineError:
 
 def report_failure(folder: Path, error: BaseException) -> bool:
     """Report this rank's failure to the launcher; return False if another rank was first."""
-    word: dict[str, Any] = {"line": error_line(error), "exit_code": exit_code_of(error)}
-    if isinstance(error, PtfastError):
-        word["parts"] = error.parts
-    word["traceback"] = traceback_of(error)
+    word: dict[str, Any] = {
+        "line": error_line(error),
+        "summary": summary_of(error),
+        "exit_code": exit_code_of(error),
+        "parts": error.parts if isinstance(error, PtfastError) else None,
+        "traceback": traceback_of(error),
+    }
     try:
         with (folder / run_directory.FAILURE).open("x") as file:
             json.dump(word, file, default=str)

@@ -18,7 +18,7 @@ from ptfast.config.checks.trust import locate_trusted
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
-from ptfast.core.errors import ConfigError, PtfastError, did_you_mean, nearest, not_set, together
+from ptfast.core.errors import ConfigError, Meant, PtfastError, did_you_mean, nearest, not_set, together
 from ptfast.core.sections.section import GATHERED, Place, Section
 from ptfast.core.sections.targets import Target, keywords, locate, parse_target, parse_value
 from ptfast.data import SPLIT_KEYS, DataSection
@@ -261,12 +261,12 @@ class _Checker:
         near = None if name in ELSEWHERE else nearest(name, _known_keys(section))
         prefix, suffix = section and f"{section}.", leaf and f".{leaf}"
         if near == "recipe" and not section:
-            hint = f"Did you mean recipe={value}?"
+            meant = f"recipe={value}"
         elif near:
-            hint = f"Did you mean {prefix}{near}{suffix}?"
+            meant = f"{prefix}{near}{suffix}"
         else:
             meant = key_named(name, [known for known in flatten(self.tree) if known != f"{key}{suffix}"])
-            hint = f"Did you mean {meant}?" if meant else None
+        hint = Meant(meant) if meant else None
         return ConfigError("C002", "unknown key", key=f"{key}{suffix}", value=value, suggestion=hint)
 
 
