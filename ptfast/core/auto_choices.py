@@ -87,7 +87,11 @@ _KEYS_OF_0_1 = {
 def _of_version_0_1(tree: Mapping[str, Any]) -> dict[str, Any]:
     """`resolved.json` of version 0.1, which had a field for each choice and fact, as it is today."""
     # A number or text of 0 or "" was not decided yet.
-    decided = {name: value for name, value in tree.items() if value or isinstance(value, (bool, dict))}
+    decided = {
+        name: value
+        for name, value in tree.items()
+        if (value or isinstance(value, (bool, dict))) and name.removesuffix("_reason") not in {*tree} - {name}
+    }
     choices = [
         {"key": _KEYS_OF_0_1.get(name, name), "value": value, "reason": tree.get(f"{name}_reason", "")}
         for name, value in decided.items()

@@ -134,7 +134,7 @@ def _continue(
     # The content of the data is compared after it is read, if the checkpoint records it.
     changed = changed_keys(before, tree, moves=bool(facts["info"]["extra"].get("contents")))
     if changed:
-        hint = "Set them back, or start anew with run.resume=never"
+        hint = f"Set them back, or start anew from its weights: run.resume=never model.weights={source}"
         what = f"the config has changed since: {', '.join(changed)}"
         raise SavedStateError("S003", what, key=str(source), suggestion=hint)
     for key in changed_secrets(source, secrets):

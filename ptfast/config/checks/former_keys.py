@@ -1,4 +1,4 @@
-"""Keys that had another name, or were there, in the version before; dropped here at the next release."""
+"""Keys and values that the version before had, and today's in their place; dropped at the next release."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Former(NamedTuple):
     default: Any
     """Its value where nobody set it."""
     key: str | None = None
-    """Its name today; None if it is gone."""
+    """Its name today, the same if only values are gone; None if the key is."""
     values: tuple[tuple[Any, Any], ...] = ()
-    """Values that have another name: the former one and today's."""
+    """Former values and today's."""
 
     def today(self, value: Any) -> Any:
         """Today's value for a former one."""
@@ -35,7 +35,11 @@ FORMER = {
     "compile.keep": Former(False),
     "parallel.float8_gather": Former(False),
     "augment.augmix_severity": Former(3),
+    # Both computed as `highest` and `none` do, but for rounding.
+    "precision.matmul_precision": Former(None, "precision.matmul_precision", (("auto", "highest"),)),
+    "compile.mode": Former(None, "compile.mode", (("pointwise", "none"),)),
 }
+_SCHEDULES = "ptfast.techniques.schedule.lr_schedules"
 CHANGED = {"augment.brightness": 0.0, "augment.contrast": 0.0, "augment.saturation": 0.0}
 """Former defaults of keys that are null by default now."""
 
@@ -46,13 +50,28 @@ def drop_former(tree: dict[str, Any]) -> list[ConfigError]:
     for name, former in FORMER.items():
         section, _, key = name.rpartition(".")
         if isinstance(given := tree.get(section), dict) and key in given:
-            value = given.pop(key)
+            value, today = given[key], former.today(given[key])
+            if former.key == name and today == value:
+                continue
+            del given[key]
             if value is not None and value != former.default:
-                today = former.today(value)
                 shown = str(today).lower() if isinstance(today, bool) else today
-                what = f"renamed: use {former.key}={shown}" if former.key else "this key is gone"
+                way = "this value is gone" if former.key == name else "renamed"
+                what = f"{way}: use {former.key}={shown}" if former.key else "this key is gone"
                 problems.append(ConfigError("C002", what, key=name, value=value))
     return problems
+
+
+def drop_gone(tree: dict[str, Any]) -> None:
+    """Leave out of the config of an earlier run, whose model is used, how training went that is gone."""
+    for name, former in FORMER.items():
+        section, _, key = name.rpartition(".")
+        if former.key is None and isinstance(given := tree.get(section), dict):
+            given.pop(key, None)
+    if (tree.get("schedule") or {}).get("_target_") == f"{_SCHEDULES}.Cyclic":
+        tree["schedule"] = {"_target_": f"{_SCHEDULES}.Constant"}
+    for group in (tree.get("optimizer") or {}).get("groups") or ():
+        group.pop("clip_norm", None)
 
 
 def rename_former(tree: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ptfast.config.checks.former_keys import rename_former
+from ptfast.config.checks.former_keys import drop_gone, rename_former
 from ptfast.config.checks.interpolations import ENV, resolve_keeping_env
 from ptfast.config.checks.rules import losing_length
 from ptfast.config.checks.trust import check_reach
@@ -125,6 +125,8 @@ def load(
     """A whole config in one file, with arguments applied: `complete` as `compose`, else as `load_config`."""
     content = read_yaml(path)
     rename_former(content.data)
+    if not trains:
+        drop_gone(content.data)
     tree, places = apply(with_sections(content.data), content.places, arguments)
     if not trusted:
         check_reach(tree, lambda key: place_of(key, places), trains=trains)
