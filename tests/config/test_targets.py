@@ -15,7 +15,8 @@ from ptfast.config.checks.target_keywords import (
     check_target,
 )
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, did_you_mean, nearest
+from ptfast.core.errors import ConfigError, did_you_mean
+from ptfast.core.sections.spelling import nearest
 from ptfast.core.sections.targets import (
     EMPTY,
     Target,

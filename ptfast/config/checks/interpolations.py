@@ -14,16 +14,9 @@ from omegaconf.resolvers import oc
 from ptfast.config.checks.target_keywords import SECTIONS
 from ptfast.config.files import paths
 from ptfast.config.schema import VARIABLES, Config, flatten, lies_in, section_of
-from ptfast.core.errors import (
-    COMMAND_LINE,
-    ConfigError,
-    PtfastError,
-    did_you_mean,
-    nearest,
-    not_set,
-    together,
-)
+from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean, not_set, together
 from ptfast.core.sections.secret_values import keep_secret
+from ptfast.core.sections.spelling import nearest
 from ptfast.core.sections.targets import keywords, locate
 
 ENV = re.compile(r"\$\{oc\.env:[^{}]*\}")

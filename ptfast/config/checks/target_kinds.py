@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ptfast.core.errors import ConfigError, did_you_mean, nearest
+from ptfast.core.errors import ConfigError, did_you_mean
 from ptfast.core.protocols import HOOKS, LOGGER_METHODS, Callback
+from ptfast.core.sections.spelling import nearest
 from ptfast.core.sections.targets import is_torch_scheduler, keywords, signature, steps_on_metric
 
 _WANTED = {

@@ -18,8 +18,9 @@ from ptfast.config.checks.trust import locate_trusted
 from ptfast.config.files import paths
 from ptfast.config.schema import Config, entry_of, flatten, section_of
 from ptfast.core import protocols
-from ptfast.core.errors import ConfigError, Meant, PtfastError, did_you_mean, nearest, not_set, together
+from ptfast.core.errors import ConfigError, Meant, PtfastError, did_you_mean, not_set, together
 from ptfast.core.sections.section import GATHERED, Place, Section
+from ptfast.core.sections.spelling import nearest
 from ptfast.core.sections.targets import Target, keywords, locate, parse_target, parse_value
 from ptfast.data import SPLIT_KEYS, DataSection
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, nearest, shorten
+from ptfast.core.errors import COMMAND_LINE, ConfigError, did_you_mean, shorten
+from ptfast.core.sections.spelling import nearest
 
 # Presets are expanded into overrides before Hydra composes, so Hydra must not see them as a group.
 PRESETS = "preset"

@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from ptfast.core.durations import Duration
-from ptfast.core.errors import ConfigError, MachineError, PtfastError, nearest
+from ptfast.core.errors import ConfigError, MachineError, PtfastError
+from ptfast.core.sections.spelling import nearest
 
 EMPTY: Any = inspect.Parameter.empty
 METRIC_FACTS = frozenset({"num_classes", "num_labels", "task", "ignore_index"})
