@@ -121,7 +121,7 @@ COMMANDS: dict[str, Command] = {
             Flag("--out FOLDER", "new folder for weights, graph, facts and load.py", read=path),
             Flag("--hub FOLDER", "new folder in the layout of the Hugging Face hub", read=path),
             switch("--onnx", "also write an ONNX graph"),
-            choice("--weights", "default: averaged (EMA, SWA) if the run has them", "averaged", "last"),
+            choice("--weights", "weights, averaged by default if EMA or SWA is on", "averaged", "last"),
             switch("--weights-only", "write no graph, for models that cannot be traced"),
             _CHECKPOINT,
         ),
