@@ -56,7 +56,7 @@ class Ablation:
         """How much two processes of one config differ, as a fraction."""
         self.factors: list[Factor] = []
         self.blocks: list[Block] = []
-        self.fitted = Fit([], [], 0.0, 1)
+        self.fitted = Fit([], [], math.inf, 1)
         self.selected: list[Technique] = []
         self.confirmed: Confirmation | None = None
         self._on_top = Comparison([], {})
@@ -253,21 +253,14 @@ class Ablation:
     def _judge(self) -> None:
         """Compute all verdicts, given how much processes of one config differ.
 
-        That spread is estimated from the runs of the plan and of the selected config.
+        The plan shows it, unless it fits poorly; then the runs of the selected config do.
         """
-        of_plan = of_selected = (0.0, 0.0)
-        if any(self.fitted.effects) and math.isfinite(self.fitted.residual_sd):
-            of_plan = self.fitted.residual_sd, self.fitted.dof
-        if self.confirmed is not None:
-            of_selected = self.confirmed.process_sd, self.confirmed.over_plain.dof
-        sd, dof = of_selected[0], of_plan[1] + of_selected[1]
-        if self.fits_poorly or not dof:
-            dof = max(of_selected[1], 1)
-        else:
-            sd = math.sqrt(sum(each_sd**2 * each for each_sd, each in (of_plan, of_selected)) / dof)
-        self.process_sd = math.sqrt(2) * sd or None
+        sd, dof = self.fitted.residual_sd, self.fitted.dof
+        if self.confirmed is not None and (self.fits_poorly or not math.isfinite(sd)):
+            sd, dof = self.confirmed.process_sd, self.confirmed.over_plain.dof
+        self.process_sd = math.sqrt(2) * sd if math.isfinite(sd) else None
         effects, _ = self._on_top.effects()
-        for finding in self.apart if sd else ():
+        for finding in self.apart if self.process_sd is not None else ():
             if (effect := effects.get(finding.technique.name)) is not None:
                 num_runs = len(self._on_top.runs(finding.technique.name))
                 finding.effect = Effect(effect.log_ratio, sd * math.sqrt(2 / num_runs), dof)

@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,24 @@ class JsonlLogger:
             # This also drops a line that a kill has cut off.
             kept = [record for record in read_records(path) if record["step"] <= last_step]
             run_directory.write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-        try:
+        with self._writing():
             self._file = run_directory.open_inside(path, "a", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(error, str(path)) from error
 
     def log(self, record: Record) -> None:
         line = json.dumps(run_directory.plain_json(record), allow_nan=False)
-        try:
+        with self._writing():
             self._file.write(line + "\n")
             self._file.flush()
-        except OSError as error:
-            raise cannot_write(error, str(self.path)) from error
 
     def close(self) -> None:
-        try:
+        with self._writing():
             self._file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Report write failures inside this context."""
+        try:
+            yield
         except OSError as error:
             raise cannot_write(error, str(self.path)) from error
 

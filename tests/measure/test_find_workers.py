@@ -104,7 +104,7 @@ def test_slow_data_gets_as_many_workers_as_gain_something() -> None:
 def test_fast_data_gets_none() -> None:
     search = searched(Machine(fast))
     assert search.chosen == PLAIN
-    assert max(tried(search)) == 8
+    assert tried(search) == [1, 2, 4]
     assert searched(Machine(fast), most=2).chosen == PLAIN
 
 

@@ -238,23 +238,14 @@ class LoaderSearch:
             yield LoaderSetup("packed")
 
     def _ascend(self) -> None:
-        """Double the workers until that gains nothing twice in a row, or memory runs out."""
-        most, useless = self.most, 0
-        counts = [*(2**power for power in range(16) if 2**power < most), most]
-        for start in range(0, len(counts), 2):
-            pair = [count for count in counts[start : start + 2] if self._has_room(count)]
-            quickest = self.ratios(PLAIN)[self.best]
-            self.measure(*map(self.workers, pair))
-            if not pair or (len(pair) < 2 and start + 2 < len(counts)):
-                return
-            ratios = self.ratios(PLAIN)
-            for loader in map(self.workers, pair):
-                if loader in self.failed:
-                    return
-                ratio = ratios.get(loader, 0.0)
-                useless = 0 if ratio > quickest * math.exp(CLOSE) else useless + 1
-                quickest = max(quickest, ratio)
-            if useless >= 2 and max(pair) >= min(RULE, most):
+        """Double the workers, three counts in a block, until a block gains nothing or memory runs out."""
+        counts = [*(2**power for power in range(16) if 2**power < self.most), self.most]
+        for start in range(0, len(counts), 3):
+            loaders = [self.workers(count) for count in counts[start : start + 3] if self._has_room(count)]
+            before = self.best
+            self.measure(*loaders)
+            gain = self.ratios(before)[self.best]
+            if len(loaders) < 3 or gain <= 1 + CLOSE or self.failed.keys() & set(loaders):
                 return
 
     def _has_room(self, count: int) -> bool:
@@ -264,7 +255,7 @@ class LoaderSearch:
             return True
         plain = self.median(PLAIN, "memory_bytes")
         added = max(0.0, self.median(largest, "memory_bytes") - plain) / largest.workers * count
-        # The two counts of a block run at the same time.
+        # The smaller counts of a block run at the same time.
         if plain + 2 * added <= (free := available_memory()):
             return True
         taken = num_bytes(plain + added)

@@ -276,14 +276,11 @@ def _goodput(run: RunFiles) -> str:
     """What the attempts of the run together went to, if it took several."""
     if (found := run.summary.get("goodput")) is None or found["attempts"] < 2:
         return ""
-    seconds = [float(found["seconds"].get(name) or 0.0) for name in CATEGORIES]
-    spent = [
-        (label(name), s, color)
-        for name, s, color in zip(CATEGORIES, seconds, CATEGORY_COLORS, strict=True)
-        if s
-    ]
+    colors: dict[str, str] = dict(zip(CATEGORIES, CATEGORY_COLORS, strict=True))
+    spent = {name: float(found["seconds"].get(name) or 0.0) for name in CATEGORIES}
+    parts = {name: s for name, s in spent.items() if s}
     title = f"Over all {found['attempts']} attempts"
-    return _shares(title, [(name, s) for name, s, _ in spent], [color for *_, color in spent])
+    return _shares(title, [(label(name), s) for name, s in parts.items()], [colors[name] for name in parts])
 
 
 def _shares(title: str, parts: Sequence[tuple[str, float]], colors: Sequence[str]) -> str:

@@ -151,12 +151,11 @@ def curve_controls(last_step: float, knots: Sequence[tuple[float, float, float]]
     Args:
         knots: (step, epoch, seconds of training), rising, between which the two are linear.
     """
-    names = ["step", *["epoch"] * any(knot[1] for knot in knots), *["time"] * any(knot[2] for knot in knots)]
-    places = {"step": 0, "epoch": 1, "time": 2}
+    known = {"step": True, "epoch": any(knot[1] for knot in knots), "time": any(knot[2] for knot in knots)}
     radios = "".join(
-        f'<label><input type="radio" name="axis" value="{places[name]}"{" checked" * (name == "step")}>'
-        f"{name}</label>"
-        for name in names
+        f'<label><input type="radio" name="axis" value="{place}"{" checked" * (place == 0)}>{name}</label>'
+        for place, (name, is_known) in enumerate(known.items())
+        if is_known
     )
     slider = '<label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02" value="0">'
     rows = ",".join(f"[{step:.0f},{epoch:.5g},{seconds:.5g}]" for step, epoch, seconds in knots)
