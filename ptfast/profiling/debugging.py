@@ -18,14 +18,12 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from ptfast.core.errors import ConfigError, NumericsError, one_line
 from ptfast.core.run_directory import write_text
 from ptfast.core.tensors.trees import tree_leaves, tree_map
-from ptfast.profiling.step_phases import PHASES, Phases, watched
+from ptfast.profiling.step_phases import Phases, watched
 from ptfast.run import Run
 
 Mode = Literal["none", "anomaly", "profiler", "nvtx", "gradcheck"]
 TRACE, PROFILE, SNAPSHOT = "trace.json", "profile.txt", "memory.pickle"
 """Files in the run directory: all events, the table of torch.profiler, and one for pytorch.org/memory_viz."""
-TOP = 10
-"""Number of operators shown in the terminal."""
 NUM_SAMPLES = 4
 STEPS = (1e-6, 1e-4, 1e-2)
 """Lengths of a finite difference. Small ones are accurate, but parts of a model that compute in float32
@@ -104,11 +102,9 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
     begin = run.progress.step + wait + warmup
 
     def write(profile: Any) -> None:
-        averages = profile.key_averages()
         sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         profile.export_chrome_trace(str(run.folder / TRACE))
-        write_text(run.folder / PROFILE, averages.table(sort_by=sort_by, row_limit=100))
-        lines.extend(_top_operators(averages, sort_by, active))
+        write_text(run.folder / PROFILE, profile.key_averages().table(sort_by=sort_by, row_limit=100))
         if on_gpu:
             torch.cuda.memory._dump_snapshot(str(run.folder / SNAPSHOT))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -122,7 +118,6 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
             record_memory(step)
             profile.step()
 
-    lines: list[str] = []
     record_memory(run.progress.step)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Profiler won't be using warmup")
@@ -136,23 +131,7 @@ def _profiled(run: Run, *, wait: int, warmup: int, active: int) -> Iterator[None
     )
     with recording as profile, watched(run, phases):
         yield
-    for line in lines:
-        run.display.note(line)
-
-
-def _top_operators(averages: Any, sort_by: str, active: int) -> list[str]:
-    """Return lines for the terminal: the phases, then the operators that take the most time."""
-    phases = {event.key: event.cpu_time_total for event in averages if event.key in PHASES}
-    whole = sum(phases.values()) or 1
-    operators = [event for event in averages if event.key not in PHASES and "ProfilerStep" not in event.key]
-    operators.sort(key=lambda event: getattr(event, sort_by), reverse=True)
-    total = sum(getattr(event, sort_by) for event in operators) or 1
-    shares = ", ".join(f"{name} {phases.get(name, 0) / whole:.0%}" for name in PHASES)
-    lines = [f"profiler: {active} steps in {PROFILE} and {TRACE}; time of the host: {shares}"]
-    for event in operators[:TOP]:
-        time, calls = getattr(event, sort_by), f"{event.count / active:6g} calls"
-        lines.append(f"  {time / total:4.0%}  {time / active / 1000:9.3f} ms a step  {calls}  {event.key}")
-    return lines
+    run.display.note(f"profiler: {active} steps in {PROFILE} and {TRACE}")
 
 
 def check_gradients(run: Run) -> None:

@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import planted
@@ -58,7 +57,6 @@ MODELS = {
     "attention": ("hand-written attention", "line"),
     "gelu": ("hand-written gelu", "line"),
     "gelu_tanh": ("hand-written gelu", "line"),
-    "dropout": ("dropout of zero", "drop"),
     "parallel": ("data parallel", "inner"),
     "unused": ("unused parameters", "spare.weight, spare.bias"),
     "float64": ("float64", "line"),
@@ -163,16 +161,6 @@ def test_nothing_is_found_where_nothing_is_planted(tmp_path: Path) -> None:
     assert findings(tmp_path, "model.defect=clean") == []
 
 
-def test_many_shapes_under_a_search_for_kernels(tmp_path: Path) -> None:
-    config = read_config([*NET, *POINTS, *PLAIN, "backend.cudnn_benchmark=true"])[1]
-    with audit_context(config, tmp_path, Display()) as context:
-        many = changed(context, shapes=set(range(9)), device_type="cuda")
-        found = [*step_checks.check_data(many)]
-        few = [*step_checks.check_data(changed(context, device_type="cuda"))]
-    assert [finding.where for finding in found] == ["backend.cudnn_benchmark"]
-    assert few == []
-
-
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditContext]:
     """A run without a defect, for checks of the machine to be tried on."""
@@ -242,14 +230,6 @@ def test_a_model_that_cannot_be_traced_is_audited_without(
 ) -> None:
     assert command_line.run(["audit", *NET, *POINTS, *PLAIN, "model.defect=untraced", "--budget=0"]) == 0
     assert "could not be traced: RuntimeError: not under a mode" in capsys.readouterr().out
-
-
-def test_graphs_that_are_compiled_again_are_found(
-    context: AuditContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for report, num_found in (({"recompiled": 9, "advice": "pad"}, 1), ({"recompiled": 1}, 0)):
-        monkeypatch.setattr(context.run, "compilation", SimpleNamespace(report=lambda report=report: report))
-        assert len([*step_checks.check_loop(context)]) == num_found
 
 
 @pytest.mark.slow

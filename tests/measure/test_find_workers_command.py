@@ -17,6 +17,7 @@ from ptfast.cli import command_line
 from ptfast.config.read import read_config
 from ptfast.core.distributed import Ranks
 from ptfast.measure.experiment.trial import Segments
+from ptfast.report.terminal.display import Display
 
 SMALL = ("model=mlp", "model.hidden=[8]")
 
@@ -27,7 +28,7 @@ POINTS = (*SMALL, "data=custom", "data._target_=toys.SlowPoints", "batch_size=4"
 def test_what_waits_for_data_is_told_apart(tmp_path: Path) -> None:
     def figures(name: str, *words: str) -> dict[str, Any]:
         (tmp_path / name).mkdir()
-        segments = Segments(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks(), None)
+        segments = Segments(read_config([*words, "device=cpu"])[1], tmp_path / name, Ranks(), None, Display())
         segments.warm_up(0.1)
         return segments.train(10, 1)
 

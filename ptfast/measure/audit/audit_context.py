@@ -20,19 +20,16 @@ from ptfast.config.schema import Config
 from ptfast.core.distributed import Ranks
 from ptfast.core.errors import PtfastError, one_line
 from ptfast.core.machine import is_memory_error
-from ptfast.core.protocols import StepBatch
 from ptfast.core.sections.section import Kind
-from ptfast.core.tensors.trees import tensors_in
 from ptfast.data.build_data import Source
 from ptfast.data.map_source import MapSource
 from ptfast.data.sources.image_files import ImageFiles
 from ptfast.measure.audit.traces import CallTrace, OperatorTrace, cuda_syncs
+from ptfast.measure.experiment.trial import Segments
 from ptfast.measure.experiment.verdicts import Verdict
 from ptfast.report.terminal.display import Display
 from ptfast.run import Run
 from ptfast.techniques.backend.torch_settings import resolve_device
-from ptfast.training.build import build
-from ptfast.training.loop.step import Trainer
 from ptfast.training.stages.data_stage import build_choice, load_data
 from ptfast.training.user_code import naming_user_code
 
@@ -42,7 +39,6 @@ CALL_STEPS, NUM_SAMPLES = 2, 32
 """Number of steps and samples whose calls are traced."""
 DECODERS = ("PIL/ImageFile.py", "torchvision/io/image.py")
 """Modules that decode images."""
-ENDLESS = 2**31
 
 
 @dataclass(frozen=True)
@@ -97,28 +93,20 @@ class SampleTrace:
 class AuditContext:
     """A run and measurements of some steps: the first warms up, some are timed, and some are traced."""
 
-    def __init__(self, config: Config, run: Run, source: Source) -> None:
-        self.config, self.run, self.source = config, run, source
+    def __init__(self, config: Config, segments: Segments, source: Source) -> None:
+        self.config, self.run, self.source = config, segments.run, source
+        self._segments, run = segments, segments.run
         self.device_type = run.device.type
-        run.total_steps = ENDLESS
         breaks_before = _graph_breaks(run)
         run.call_back("on_start")
-        self._trainer = trainer = Trainer(run)
-        switches = trainer.first_checks.switches
-        self.batch: Any = None
-        """A micro-batch in the form the task receives it."""
-        self.shapes: set[Any] = set()
-        """Shapes of the inputs in all steps but the first."""
-        self._batches = self._noting(run.clock.waiting(run.train_loader.steps(0, ENDLESS)))
-        self._batches = trainer.warm_up(self._batches)
-        if run.compilation is not None:
-            run.compilation.start(0.0)
-        self.take_step()
+        segments.warm_up(STEPS_S)
+        switches = segments.trainer.first_checks.switches
         switches.check()
         self.aids = switches.found
         """Torch's debugging aids that are on, and where they were switched on."""
-        self.shapes.clear()
-        self._time_steps()
+        steps = min(max(LEAST_STEPS, int(STEPS_S / segments.step_s)), MOST_STEPS)
+        self.waiting = segments.train(steps, 0)["waiting"]
+        """Share of the time spent waiting for a batch."""
         self.graph_breaks = _graph_breaks(run) - breaks_before
         """Counts by reason; empty if nothing is compiled."""
         self.calls = CallTrace(run.device.type)
@@ -132,7 +120,7 @@ class AuditContext:
                 hooks.callback(hook.remove)
             # Operators are traced in a step of their own, so that a GPU's queue stays full in this one.
             with waits as self.syncs, self.calls:
-                trainer.train(self._batches, run.progress.step + CALL_STEPS)
+                segments.take(CALL_STEPS)
             self._trace_operators()
         self.unused = [name for name in trainable if name not in trained]
         """Trainable parameters that got no gradient in any step."""
@@ -146,26 +134,11 @@ class AuditContext:
         if isinstance(source, MapSource) and source.storage != "memory":
             self.samples = trace_samples(source)
 
-    def take_step(self) -> None:
-        """Train one more step, and wait for it."""
-        self._trainer.train(self._batches, self.run.progress.step + 1)
-        self._trainer.losses.read()
-
-    def _noting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        for batch in batches:
-            self.batch = batch.micro_batches[0].data
-            self.shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_in(self.batch)))
-            yield batch
-
-    def _time_steps(self) -> None:
-        ledger = self.run.clock.ledger
-        waited_s, start = ledger()["data"], time.perf_counter()
-        for num in range(MOST_STEPS):
-            if num >= LEAST_STEPS and time.perf_counter() - start >= STEPS_S:
-                break
-            self.take_step()
-        self.waiting = (ledger()["data"] - waited_s) / (time.perf_counter() - start)
-        """Share of the time spent waiting for a batch."""
+    @property
+    def batch(self) -> Any:
+        """A micro-batch in the form the task receives it."""
+        assert self._segments.batch is not None
+        return self._segments.batch.micro_batches[0].data
 
     def _trace_operators(self) -> None:
         calls = CallTrace(self.run.device.type)
@@ -174,7 +147,7 @@ class AuditContext:
         """Why operators could not be traced, if the model forbids it."""
         try:
             with calls, self.operators:
-                self.take_step()
+                self._segments.take(1)
         except Exception as error:
             if isinstance(error, PtfastError) or is_memory_error(error):
                 raise
@@ -188,12 +161,12 @@ def audit_context(config: Config, folder: Path, display: Display) -> Iterator[Au
     device = resolve_device(config.device, ranks)
     choice = build_choice(config, config.micro_batches or config.gradients.accumulate, device)
     data = load_data(config, ranks, choice)
-    run = build(config, ranks=ranks, folder=folder, display=display, data=data)
+    segments = Segments(config, folder, ranks, data, display)
     try:
-        with naming_user_code(run), display.status("training for some steps"):
-            yield AuditContext(config, run, data.train)
+        with naming_user_code(segments.run), display.status("training for some steps"):
+            yield AuditContext(config, segments, data.train)
     finally:
-        run.close()
+        segments.run.close()
 
 
 def _graph_breaks(run: Run) -> Counter[str]:

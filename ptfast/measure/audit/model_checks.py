@@ -20,7 +20,6 @@ WIDTH_SHARE = 0.01
 """Layers with a smaller share of the model's weights are not worth another width."""
 NAMED = 3
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def check_model(context: AuditContext) -> Iterator[Finding]:
@@ -35,9 +34,6 @@ def check_model(context: AuditContext) -> Iterator[Finding]:
         yield Finding("hand-written rms norm", what, where, mend, overrides, "reordered", handled=handled)
     run, operators = context.run, context.operators
     modules = dict(run.model.named_modules())
-    if names := [name for name, each in modules.items() if isinstance(each, _DROPOUTS) and each.p == 0]:
-        what, mend = f"{counted(len(names), 'dropout layer')} with p=0", "nn.Identity() where p is 0"
-        yield Finding("dropout of zero", what, name_some(names, NAMED), mend)
     for name, module in modules.items():
         if isinstance(module, nn.DataParallel):
             what = "nn.DataParallel copies the model in every step"

@@ -14,7 +14,6 @@ from ptfast.data.loaders.loader_choice import HAND_OVER_S
 from ptfast.measure.audit.audit_context import CALL_STEPS, AuditContext, Finding, Price, SampleTrace
 from ptfast.measure.audit.model_checks import times
 from ptfast.measure.audit.traces import source_place
-from ptfast.techniques.backend.torch_settings import MOST_SHAPES
 
 WAITING, PADDING, DECODING = 0.1, 0.1, 0.3
 """Smallest shares that count: waiting in a step, padding among tokens, decoding in the time of a sample."""
@@ -45,11 +44,6 @@ def check_data(context: AuditContext) -> Iterator[Finding]:
         overrides = ("dataloader.pin=true", "dataloader.side_stream=true")
         yield Finding("memory not pinned", what, "dataloader.pin", "", overrides)
     yield from _check_padding(context, dataset_place)
-    shapes = len(context.shapes)
-    if context.device_type == "cuda" and config.backend.cudnn_benchmark is True and shapes > MOST_SHAPES:
-        what = f"inputs of {shapes} shapes in a few steps; cuDNN times its kernels for each one"
-        key = "backend.cudnn_benchmark"
-        yield Finding("shapes under a search for kernels", what, key, "", (f"{key}=auto",), "reordered")
     if (what := _offset(context)) is not None:
         where = dataset_place if context.samples is not None else "data"
         own = "return uint8 images, which data.normalize handles, or normalize whole batches in the model"
@@ -164,12 +158,6 @@ def check_loop(context: AuditContext) -> Iterator[Finding]:
     for reason, count in context.graph_breaks.items():
         what = f"{times(count)}, graph break: {reason}"
         yield Finding("graph breaks", what, "compile", "code that torch can compile as one graph")
-    compilation = context.run.compilation
-    report = compilation.report() if compilation is not None else {}
-    # One recompilation is normal: the last batch of an epoch is smaller.
-    if "advice" in report:
-        what = f"{report['recompiled']} graphs compiled again within {context.run.progress.step} steps"
-        yield Finding("compiled again", what, "compile", "", ("compile.dynamic=true",), "reordered")
 
 
 def check_machine(context: AuditContext) -> Iterator[Finding]:

@@ -140,12 +140,15 @@ def memory_to_spare(device: torch.device, before: int) -> Iterator[None]:
 
 
 class Segments:
-    """A run that trains in segments; it evaluates, saves and logs nothing, and calls no callbacks."""
+    """A run that trains in segments; it evaluates, saves and logs nothing."""
 
-    def __init__(self, config: Config, folder: Path, ranks: Ranks, data: Data | None) -> None:
-        self.run = run = build(config, ranks=ranks, folder=folder, display=Display(), data=data)
+    def __init__(
+        self, config: Config, folder: Path, ranks: Ranks, data: Data | None, display: Display
+    ) -> None:
+        self.run = run = build(config, ranks=ranks, folder=folder, display=display, data=data)
         self._config, self._data = config, data
-        run.callbacks = []
+        self.batch: StepBatch | None = None
+        """The first batch."""
         run.total_steps = ENDLESS
         self.trainer = Trainer(run)
         self.step_s = 0.0
@@ -187,7 +190,7 @@ class Segments:
         self._batches = self.trainer.warm_up(self._batches)
         while True:
             start_s = time.perf_counter()
-            losses.append(self._take(1))
+            losses.append(self.take(1))
             times.append(mean_over_ranks(time.perf_counter() - start_s, self.run))
             elapsed_s = mean_over_ranks(time.perf_counter() - begin_s, self.run)
             if len(times) >= LEAST_STEPS and elapsed_s > most_s:
@@ -214,10 +217,10 @@ class Segments:
         if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(run.device)
         if lead_steps:
-            self._take(lead_steps)
+            self.take(lead_steps)
         self._num_tokens = None
         samples, spent_s, start_s = progress.samples, clock.ledger(), time.perf_counter()
-        self._take(num_steps)
+        self.take(num_steps)
         wall_s = time.perf_counter() - start_s
         spent_s = {cause: now_s - spent_s[cause] for cause, now_s in clock.ledger().items()}
         samples, wall_s = progress.samples - samples, mean_over_ranks(wall_s, run)
@@ -242,9 +245,9 @@ class Segments:
     def check_spare(self) -> dict[str, Any]:
         """Train on, evaluate and save while some memory is reserved."""
         with memory_to_spare(self.run.device, self.facts["built_bytes"]):
-            self._take(1)
+            self.take(1)
             try_out(self.run)
-            self._take(1)
+            self.take(1)
         return {}
 
     def describe_data(self) -> dict[str, Any]:
@@ -264,7 +267,7 @@ class Segments:
             facts["read_s"] = time_samples(train).seconds * len(train)
         return {"data": facts}
 
-    def _take(self, num_steps: int) -> float:
+    def take(self, num_steps: int) -> float:
         """Train some steps and return their mean loss, waiting for the device."""
         losses = self.trainer.losses
         losses.clear()
@@ -296,6 +299,7 @@ class Segments:
                 if num_samples and inputs is not None and inputs.dim() > 1:
                     found = (inputs != pad_id).sum()
                     self._num_tokens = found if self._num_tokens is None else self._num_tokens + found
+            self.batch = self.batch or batch
             yield batch
 
 

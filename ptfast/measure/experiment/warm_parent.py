@@ -44,6 +44,7 @@ from ptfast.measure.experiment.trial import (
     join,
     start_ranks,
 )
+from ptfast.report.terminal.display import Display
 from ptfast.techniques.backend.torch_settings import resolve_device
 from ptfast.training.stages.data_stage import build_choice, load_data
 
@@ -219,7 +220,8 @@ def _train_on_request(
     # Forks share their parent's memory layout, so each heap is shifted by a different amount.
     shift = bytearray(random.Random(seed).randrange(1, 256) * SHIFT_BYTES)
     try:
-        segments = Segments(config, folder, join(rendezvous, config), data)
+        segments = Segments(config, folder, join(rendezvous, config), data, Display())
+        segments.run.callbacks = []
         while True:
             method, *arguments = connection.recv()
             connection.send(getattr(segments, method)(*arguments))
