@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -26,7 +25,7 @@ from ptfast.config.checks.interpolations import (
 from ptfast.config.files import paths
 from ptfast.config.files.yaml_file import lineage
 from ptfast.config.hydra_loader import PRIMARY, TracingLoader
-from ptfast.config.overrides import Argument, expand_preset, parse
+from ptfast.config.overrides import Argument, expand_preset, parse, read
 from ptfast.config.schema import VARIABLES, defaults, flatten
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError, did_you_mean
 from ptfast.core.sections.secret_values import is_secret, keep_secret
@@ -209,7 +208,7 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):
         tree, loader = load(chosen, paths.shown(paths.builtin_root().conf))
-        overrides = OverridesParser.create().parse_overrides(values)
+        overrides = [read(text) for text in values]
         # Of the keys with these roots alone: OmegaConf takes most of the time.
         roots = {str(each.key_or_group).partition(".")[0] for each in overrides}
         config = OmegaConf.create({key: value for key, value in tree.items() if key in roots})
@@ -218,11 +217,16 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]
     return {**copy.deepcopy(tree), **changed}, loader
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _load_options(chosen: tuple[str, ...], folder: str) -> tuple[dict[str, Any], TracingLoader]:
     """What options make together; `folder` tells apart what is remembered."""
     loader = TracingLoader()
-    config = loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN)
+    try:
+        config = loader.load_options(list(chosen))
+    except (HydraException, OmegaConfBaseException):
+        # A recipe may choose options of Hydra's own section.
+        loader = TracingLoader()
+        config = loader.load_configuration(PRIMARY, list(chosen), RunMode.RUN)
     tree = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     tree.pop("hydra", None)
     return tree, loader

@@ -4,6 +4,7 @@ Everything private of Hydra and OmegaConf that ptfast uses is imported here:
 
 - `ConfigLoaderImpl`: `hydra.compose` does not say which file set which key, and works on global state.
 - `ConfigSearchPathImpl`: the search path that this loader takes.
+- `create_defaults_list`: which files are merged; Hydra's loader adds those of its own section, half of all.
 - `Hydra`: sweeps, `--cfg` and `--info` with a loader of our own; `hydra.main` reads the command line itself.
 - `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.
 - `BasicLauncher`: jobs that run at a time; a launcher of one's own takes a package of plugins.
@@ -20,6 +21,7 @@ from hydra import __version__, version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.hydra import Hydra
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
@@ -27,6 +29,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import OmegaConfDumper
 
@@ -177,6 +180,16 @@ class TracingLoader(ConfigLoaderImpl):
         search_path.append("schema", "structured://")
         super().__init__(search_path)
         self.files: list[tuple[str, YamlFile]] = []
+
+    def load_options(self, chosen: list[str]) -> DictConfig:
+        """The config that chosen options make, without Hydra's own section."""
+        parsed, repo = self._parse_overrides_and_create_caching_repo(PRIMARY, chosen)
+        self.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
+        found = create_defaults_list(repo, PRIMARY, parsed, prepend_hydra=False, skip_missing=False)
+        config = self._compose_config_from_defaults_list(found.defaults, repo)
+        OmegaConf.set_struct(config, True)
+        self._apply_overrides_to_config(found.config_overrides, config)
+        return config
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result = super()._load_single_config(default, repo)

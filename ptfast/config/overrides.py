@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,12 +80,11 @@ def parse(arguments: Sequence[str], *, sweep: bool = False) -> list[Argument]:
 def sift(arguments: Sequence[str], *, sweep: bool = False) -> tuple[list[Argument], list[PtfastError]]:
     """The arguments that can be read, as `parse` gives them, and what is wrong with the others."""
     groups = paths.groups()
-    parser = OverridesParser.create()
     result: dict[str, Argument] = {}
     errors: list[PtfastError] = []
     for written in arguments:
         try:
-            argument = _parse_one(written, parser, groups)
+            argument = _parse_one(written, groups)
             _check_single(argument, written, result.get(argument.key), sweep)
             result[argument.key] = argument
         except PtfastError as error:
@@ -122,9 +122,9 @@ def quoted(text: str | Path) -> str:
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
-def _parse_one(written: str, parser: OverridesParser, groups: list[str]) -> Argument:
+def _parse_one(written: str, groups: list[str]) -> Argument:
     _check_shape(written, groups)
-    override = _read(written, parser)
+    override = read(written)
     key = override.key_or_group
     if override.package is not None:
         raise _rejected(written, "packages (`@`) are not supported")
@@ -178,7 +178,10 @@ def _check_shape(written: str, groups: list[str]) -> None:
         raise _rejected(written, what)
 
 
-def _read(written: str, parser: OverridesParser) -> Override:
+@functools.lru_cache(maxsize=1024)
+def read(written: str) -> Override:
+    """An argument in Hydra's grammar; its parser takes a millisecond."""
+    parser = OverridesParser.create()
     with contextlib.suppress(HydraException, ValueError):
         return parser.parse_override(written)
     key, _, value = written.partition("=")
