@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -173,12 +172,11 @@ def on_small_data(words: Sequence[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "shown", [pytest.param(s, marks=[] if s in DRY_RUN else pytest.mark.slow) for s in TRAINING], ids=str
 )
-def test_a_dry_run_takes_steps(shown: Shown, small_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # --info adds one
+def test_a_dry_run_takes_steps(shown: Shown, small_data: Path) -> None:
     if {*EXEMPT} & {*shown.words}:
         pytest.skip("not trained")
     words = on_small_data(shown.words, small_data)
-    if {"--cfg", "--info", "--dry-run"} & {*words}:
+    if {"--cfg", "--dry-run"} & {*words}:
         assert run(words) == 0
     elif "-m" in words:
         jobs = {tuple(word for word in point if not word.startswith("seed=")) for point in points(words)}
@@ -191,7 +189,7 @@ def test_a_dry_run_takes_steps(shown: Shown, small_data: Path, monkeypatch: pyte
 @pytest.mark.parametrize("shown", [shown for shown in TRAINING if shown.page not in TASKS], ids=str)
 def test_a_training_runs(shown: Shown, small_data: Path, tmp_path: Path) -> None:
     """To its end: as it stands on the digits that come with the package, else twelve steps of small data."""
-    if {*EXEMPT, NODES, "--cfg", "--info", "--dry-run"} & {*shown.words}:
+    if {*EXEMPT, NODES, "--cfg", "--dry-run"} & {*shown.words}:
         pytest.skip("not trained")
     words = on_small_data(shown.words, small_data)
     if not {"recipe=resnet_digits"} & {*words} and shown.page != OWN_CONF:

@@ -9,7 +9,6 @@ _FOLDER = Flag("--out FOLDER", "folder to write into; default: a new one under r
 _WRITE = Flag("--write FILE", "recipe to write with the result", read=path)
 _SECONDS = Flag("--seconds N", "seconds to measure each", read=number())
 _CHECKPOINT = Flag("--checkpoint NAME", "checkpoint: best (the default), last or step-N", default="best")
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def _budget(text: str) -> float:
@@ -68,7 +67,6 @@ COMMANDS: dict[str, Command] = {
             switch("--dry-run", "take a few steps without saving; print memory, time and disk of the run"),
             Flag("--config RUN|FILE", "train from a run directory or its config.yaml"),
             choice("--cfg -c", "print the composed config", "job", "hydra"),
-            choice("--info -i", "print how the config is composed", *_INFO),
         ),
         (
             "train recipe=resnet_digits",

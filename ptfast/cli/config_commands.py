@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ def train(args: Namespace) -> int:
     # All flags except --config are actions; only one may be given.
     given = [flag.name for flag in COMMANDS["train"].flags if getattr(args, flag.attribute)]
     actions = [flag for flag in given if flag != "--config"]
-    alone = {"--multirun": args.multirun, "--info": args.info, "--cfg": args.cfg == "hydra"}
+    alone = {"--multirun": args.multirun, "--cfg": args.cfg == "hydra"}
     if args.config and any(alone.values()):
         actions = ["--config", *(flag for flag, is_given in alone.items() if is_given)]
     if len(actions) > 1:
@@ -38,15 +37,10 @@ def train(args: Namespace) -> int:
     file = Path(args.config) if args.config else None
     if file and file.is_dir():
         file /= CONFIG
-    if args.info or args.cfg:
-        from ptfast.config.multirun import show_config, show_info
+    if args.cfg:
+        from ptfast.config.multirun import show_config
 
-        if args.cfg:
-            print(show_config(args.cfg, words, file), end="")
-            return EXIT_OK
-        # Hydra prints through logging, which would report a closed pipe (`| head`) for every line.
-        logging.raiseExceptions = False
-        show_info(args.info, words)
+        print(show_config(args.cfg, words, file), end="")
         return EXIT_OK
     ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in words))
     if args.multirun:

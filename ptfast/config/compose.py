@@ -59,15 +59,10 @@ class Composed:
         """`error`, saying where its key was given if it is about a key of this config."""
         if error.place is not None or error.key is None:
             return error
-        section: Any = self.tree
-        for name in error.key.split("."):
-            if isinstance(section, list):
-                section = dict(enumerate(section))
-                name = int(name) if name.isdigit() else name
-            if not isinstance(section, dict) or name not in section:
-                return error
-            section = section[name]
-        return error.changed(place=self.place(error.key))
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            value_of(self.tree, error.key)
+            return error.changed(place=self.place(error.key))
+        return error
 
     @contextlib.contextmanager
     def naming_places(self) -> Iterator[None]:
@@ -75,10 +70,14 @@ class Composed:
         try:
             yield
         except PtfastError as error:
-            placed = self.placed(error)
-            if placed is error:
-                raise
-            raise placed from error
+            raise self.placed(error) from error.__cause__
+
+
+def value_of(tree: Any, key: str) -> Any:
+    """The value at a dotted key; raises LookupError, TypeError or ValueError where there is none."""
+    for name in key.split("."):
+        tree = tree[int(name)] if isinstance(tree, list) else tree[name]
+    return tree
 
 
 def place_of(key: str, places: dict[str, str]) -> str:
@@ -160,14 +159,9 @@ def apply(
             what = "a recipe cannot be laid over a whole config" if is_recipe else "cannot delete here"
             raise ConfigError("C011", what, key=argument.key, place=COMMAND_LINE)
         if argument.kind == "value":
-            top = argument.set_key.partition(".")[0]
-            with translated():
-                # Of the keys with one root alone: OmegaConf takes most of the time.
-                config = OmegaConf.create({key: value for key, value in result.items() if key == top})
-                OmegaConf.update(config, argument.set_key, argument.value, merge=True, force_add=True)
-                result |= cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
             _set_places(places, argument)
-    result = copy.deepcopy(result)
+    with translated():
+        result = copy.deepcopy(_with_values(result, [a.text for a in given if a.kind == "value"]))
     drop_inherited(result, lambda key: place_of(key, places) != COMMAND_LINE)
     return result, places
 
@@ -208,13 +202,17 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):
         tree, loader = load(chosen, paths.shown(paths.builtin_root().conf))
-        overrides = [read(text) for text in values]
-        # Of the keys with these roots alone: OmegaConf takes most of the time.
-        roots = {str(each.key_or_group).partition(".")[0] for each in overrides}
-        config = OmegaConf.create({key: value for key, value in tree.items() if key in roots})
-        TracingLoader._apply_overrides_to_config(overrides, config)
-    changed = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    return {**copy.deepcopy(tree), **changed}, loader
+        return copy.deepcopy(_with_values(tree, values)), loader
+
+
+def _with_values(tree: dict[str, Any], values: Sequence[str]) -> dict[str, Any]:
+    """`tree` with `++key=value` arguments laid over it."""
+    overrides = [read(text) for text in values]
+    # Of the keys with these roots alone: OmegaConf takes most of the time.
+    roots = {str(each.key_or_group).partition(".")[0] for each in overrides}
+    config = OmegaConf.create({key: value for key, value in tree.items() if key in roots})
+    TracingLoader._apply_overrides_to_config(overrides, config)
+    return {**tree, **cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))}
 
 
 @functools.lru_cache(maxsize=256)

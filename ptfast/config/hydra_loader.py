@@ -5,7 +5,7 @@ Everything private of Hydra and OmegaConf that ptfast uses is imported here:
 - `ConfigLoaderImpl`: `hydra.compose` does not say which file set which key, and works on global state.
 - `ConfigSearchPathImpl`: the search path that this loader takes.
 - `create_defaults_list`: which files are merged; Hydra's loader adds those of its own section, half of all.
-- `Hydra`: sweeps, `--cfg` and `--info` with a loader of our own; `hydra.main` reads the command line itself.
+- `Hydra`: sweeps and `--cfg hydra` with a loader of our own; `hydra.main` reads the command line itself.
 - `setup_globals`: the resolvers of `${hydra:...}`, which `hydra.main` registers.
 - `BasicLauncher`: jobs that run at a time; a launcher of one's own takes a package of plugins.
 - `OmegaConfDumper`: quotes texts that would be read as numbers; OmegaConf's `to_yaml` is ten times as slow.
@@ -29,7 +29,6 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import OmegaConfDumper
 
@@ -184,10 +183,8 @@ class TracingLoader(ConfigLoaderImpl):
     def load_options(self, chosen: list[str]) -> DictConfig:
         """The config that chosen options make, without Hydra's own section."""
         parsed, repo = self._parse_overrides_and_create_caching_repo(PRIMARY, chosen)
-        self.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
         found = create_defaults_list(repo, PRIMARY, parsed, prepend_hydra=False, skip_missing=False)
         config = self._compose_config_from_defaults_list(found.defaults, repo)
-        OmegaConf.set_struct(config, True)
         self._apply_overrides_to_config(found.config_overrides, config)
         return config
 

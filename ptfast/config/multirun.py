@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ptfast.config.compose import Composed, compose, translated
 from ptfast.config.files.frozen import frozen_tree, load
 from ptfast.config.hydra_loader import PRIMARY, BasicLauncher, Hydra, TracingLoader
-from ptfast.config.overrides import Argument, expand_preset, parse, quoted
+from ptfast.config.overrides import Argument, parse, quoted
 from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.units import better_mode
@@ -170,14 +170,6 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
     composed = load(file, arguments, complete=False) if file else compose(arguments, complete=False)
     tree, _ = frozen_tree(composed, resolved=False)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
-
-
-def show_info(kind: str, arguments: Sequence[str]) -> None:
-    """Print what `--info` asks for, as Hydra does."""
-    expanded, _ = expand_preset(parse(arguments))
-    hydra = Hydra(task_name="ptfast", config_loader=TracingLoader())
-    with translated():
-        hydra.show_info(kind, config_name=PRIMARY, overrides=[a.text for a in expanded])
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from ptfast.config.compose import compose
 from ptfast.config.files.frozen import freeze
 
 ACTIONS = {"-m": ("-m", "seed=0,1"), "--dry-run": ("--dry-run",), "--cfg": ("--cfg", "job")}
-ACTIONS |= {"--info": ("--info", "searchpath"), "--config": ("--config", "config.yaml")}
+ACTIONS |= {"--config": ("--config", "config.yaml")}
 HONOURED = {("--dry-run", "--config"), ("--cfg", "--config")}
 
 

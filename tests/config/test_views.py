@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -42,18 +41,6 @@ def test_cfg_hides_secrets_and_keeps_references() -> None:
     assert tree["run"]["name"] == "${oc.env:NO_SUCH}"
     assert "hydra" not in tree
     assert "launcher" in yaml.safe_load(multirun.show_config("hydra", []))["hydra"]
-
-
-def test_info_prints_the_search_path(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    write("conf/optimizer/mine.yaml", "lr: 1\n")
-    multirun.show_info("searchpath", [])
-    printed = capsys.readouterr().out
-    assert printed.index(f"ptfast://{Path.cwd()}/conf") < printed.index(
-        f"ptfast://{paths.builtin_root().conf}"
-    )
 
 
 def copied(name: str, file: str, capsys: pytest.CaptureFixture[str]) -> str:

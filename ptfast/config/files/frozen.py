@@ -17,7 +17,7 @@ from ptfast.config.checks.former_keys import drop_gone, rename_former
 from ptfast.config.checks.interpolations import ENV, resolve_keeping_env
 from ptfast.config.checks.rules import losing_length
 from ptfast.config.checks.trust import check_reach
-from ptfast.config.compose import Composed, apply, finish, place_of
+from ptfast.config.compose import Composed, apply, finish, place_of, value_of
 from ptfast.config.files.yaml_file import read_yaml
 from ptfast.config.hydra_loader import OmegaConfDumper, with_sections
 from ptfast.config.schema import VARIABLES, RunOptions
@@ -69,10 +69,9 @@ def changed_secrets(folder: Path, tree: dict[str, Any]) -> list[str]:
     known = read_known(folder / DIGESTS, Digests)
     changed = []
     for key, digest in known.get("digests", {}).items():
-        value: Any = tree
+        value: Any = None
         with contextlib.suppress(LookupError, TypeError, ValueError):
-            for name in key.split("."):
-                value = value[int(name)] if isinstance(value, list) else value[name]
+            value = value_of(tree, key)
         if digest_of(value, known.get("salt", "")) != digest:
             changed.append(key)
     return changed
