@@ -144,7 +144,7 @@ def shared_data() -> Path:
     return folder
 
 
-LONG = ("tests/core/test_world.py",)
+LONG = ("tests/core/test_world.py", "tests/test_techniques.py", "tests/test_docs_examples.py")
 """Files that take longest: they are begun first."""
 
 

@@ -104,7 +104,9 @@ def is_alive(pid: int) -> bool:
         # 1,617 samples leave a last batch of one: the first rank's share is empty.
         pytest.param((), ("parallel.nproc=2", "batch_size=202"), marks=pytest.mark.slow),
         # One sample to validate on: the first rank has none.
-        (("--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples")),
+        pytest.param(
+            ("--nproc-per-node", "2", "-m"), ("batch_size=256", "data.val=1samples"), marks=pytest.mark.slow
+        ),
         pytest.param(None, ("batch_size=256", "data.val=1samples"), marks=pytest.mark.slow),
     ],
     ids=["ptfast", "torchrun", "another engine"],
