@@ -16,21 +16,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
 from ptfast.core.machine import on_main_thread
+from ptfast.training.hangs.deadlines import (
+    AGENT_S,
+    EXIT_BARRIER_S,
+    LAST_S,
+    LEAVE_S,
+    POLL_S,
+    REPEATED_S,
+    SHUTDOWN_S,
+)
 from ptfast.training.hangs.hang_supervisor import DUMP
-
-POLL_S = 0.1
-SHUTDOWN_S = 600.0
-"""Seconds that ranks have after a signal to finish their step and save."""
-LEAVE_S = 20.0
-"""Seconds that ranks may stay after one has failed or left because of a signal: fewer than torchrun's 30."""
-LAST_S = 10.0
-"""Seconds that ranks may stay after a second signal."""
-REPEATED_S = 1.0
-"""Signals within this time count as one."""
-AGENT_S = 5.0
-"""How long the agent, which may wait for machines that do not answer, may outlast its ranks."""
-EXIT_BARRIER_S = 30.0
-"""How long it waits for the agents of the other machines after success."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from ptfast.config.files.frozen import redact
 from ptfast.core import run_directory
 from ptfast.core.distributed import THREADS_VARIABLE
 from ptfast.core.errors import MachineError, ParallelError
+from ptfast.training.hangs.deadlines import VISIBLE_S
 
 if TYPE_CHECKING:
     from ptfast.launch.agent import Ended
@@ -151,10 +152,6 @@ def _await(endpoint: str, timeout_s: float) -> tuple[Any, ...] | None:
 def _not_met(endpoint: str, what: str) -> ParallelError:
     hint = "Start the same command on each; parallel.timeout sets how long they wait for each other"
     return ParallelError("P002", what, key=endpoint, suggestion=hint)
-
-
-VISIBLE_S = 60
-"""How long a new file may be invisible to other machines: NFS caches folders for up to a minute."""
 
 
 def describe_node(words: Sequence[str]) -> str:

@@ -20,6 +20,16 @@ from ptfast.core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, user_place
 from ptfast.core.machine import on_main_thread
 from ptfast.core.protocols import takes_own_steps
 from ptfast.report.terminal.display import drop_unread
+from ptfast.training.hangs.deadlines import (
+    HUNG_S,
+    HUNG_TOGETHER_S,
+    LAST_S,
+    LATE_S,
+    REPEATED_S,
+    SAVING_S,
+    SLOW_DISK_BYTES_PER_S,
+    UNHANDLED_S,
+)
 from ptfast.training.hangs.hang_supervisor import DUMP
 
 if TYPE_CHECKING:
@@ -27,21 +37,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LATE_S = 5.0
-"""How long several ranks wait for data after a signal, then for each other; how often a run is checked."""
-HUNG_S, HUNG_TOGETHER_S = 10.0, 30.0
-"""How long a step, a batch or a callback may continue after a signal, on one rank or several."""
-UNHANDLED_S = 10.0
-"""The same for a call that keeps Python from handling the signal, such as a rank waiting for another."""
-SAVING_S, SLOW_DISK_BYTES_PER_S = 60.0, 2e6
-"""The same for saving: these seconds, plus the time to write the checkpoint to a disk this slow."""
-REPEATED_S = 1.0
-"""Signals within this time count as one: a scheduler and a script in between may both send it."""
 CAUGHT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 MOST_SWALLOWED = 3
 """Maximum number of times user code may swallow the exception that ends the run."""
-LAST_S = 10.0
-"""How long the process has to exit after a second signal."""
 
 
 class Preempted(BaseException):

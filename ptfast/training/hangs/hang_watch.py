@@ -22,16 +22,10 @@ from ptfast.core.errors import ParallelError, error_line
 from ptfast.core.run_directory import open_inside
 from ptfast.core.units import short_time
 from ptfast.training.hangs import hang_supervisor
+from ptfast.training.hangs.deadlines import LAST_S, LATE_S, LEAST_S, TICK_S, TIMES, UNHEARD_S
 from ptfast.training.hangs.hang_supervisor import BEAT, DUMP, HANDLED
-from ptfast.training.stopping import LATE_S, Signals
+from ptfast.training.stopping import Signals
 
-TICK_S = 1.0
-LEAST_S, TIMES = 60.0, 10
-"""Pause allowed unless the config sets one: this many times the longest pause so far."""
-LAST_S = 10.0
-"""Seconds a rank that is ending has to write its summary."""
-UNHEARD_S = 20.0
-"""How long a signal may wait for code that blocks Python's handler; two steps if that is longer."""
 SLOW_CAUSES = "start_up", "warm_up"
 """Phases that may take minutes: loading the data, and compiling."""
 
