@@ -51,7 +51,7 @@ class Result:
     path: Path
     """The run directory."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """Objects that it was handed, by import path; its config finds them as long as this is held."""
+    """Objects that it was handed, by import path; its config finds them as long as this exists."""
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_more_workers_than_cores(capsys: Capture, monkeypatch: Patch) -> None:
 
 def test_a_second_run_in_the_same_folder(capsys: Capture) -> None:
     Path("held").mkdir()
-    with run_directory.hold(Path("held")):
+    with run_directory.lock(Path("held")):
         says = (f"held: in use by process {os.getpid()} on ", "Wait for it to end, or set another run.dir")
         assert_refused(["train", "run.dir=held"], "E003", says, capsys)
 
@@ -205,7 +205,7 @@ def _went_back(state: Path) -> None:
     _changed("state.json", {"progress": {**progress, "went_back": False}})(state)
 
 
-FACTS = "state.json: the file does not hold what a run resumes from"
+FACTS = "state.json: the file lacks facts that a run resumes from"
 DAMAGES = {
     "truncated": (_cut, "S001", "model.pt: the file has changed since it was written"),
     "one bit flipped": (_flip, "S001", "model.pt: the file has changed since it was written"),
@@ -213,7 +213,7 @@ DAMAGES = {
     "empty": (lambda s: (s / "manifest.json").write_text(""), "S001", "the manifest cannot be read"),
     "a file gone": (lambda s: (s / "training.pt").unlink(), "S001", "training.pt: the file is missing"),
     "a newer format": (_newer, "S001", "format 99 is newer than this ptfast reads (3). Upgrade ptfast"),
-    "a pickled object": (_pickled, "S001", "model.pt: it holds a pickled object, which could run code"),
+    "a pickled object": (_pickled, "S001", "model.pt: it contains a pickled object, which could run code"),
     "another model's shapes": (_reshape, "S002", "another model"),
     "a format of nobody": (_changed("manifest.json", {"format": -1}), "S001", "the manifest cannot be read"),
     "nothing to check": (_changed("manifest.json", {"sha256": {}}), "S001", "the manifest cannot be read"),

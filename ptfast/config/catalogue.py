@@ -1,4 +1,4 @@
-"""Every technique, from the `records.yaml` beside its code, and which apply on this machine."""
+"""Every technique, from the `records.yaml` next to its code, and which apply on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptfast.core.sections.section import Need, Technique
 
 
 def read_records(file: Path) -> Iterator[Technique]:
-    """The records in a file, which holds them by family and name."""
+    """The records in a file, which has them by family and name."""
     # Read as text alone: to YAML 1.1 the keys `on` and `off` are true and false.
     families = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     for family, records in families.items():

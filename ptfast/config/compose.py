@@ -197,7 +197,7 @@ def _load(arguments: Sequence[Argument]) -> tuple[dict[str, Any], TracingLoader]
     values = [a.text for a in arguments if a not in options]
     chosen = tuple(a.text for a in options)
     recipes = {a.values[0] for a in options if a.kind == "recipe"}
-    # Hydra takes most of the time. Files of the package alone are merged once: nobody writes them meanwhile.
+    # Hydra takes most of the time. Files of the package alone are merged once: they do not change meanwhile.
     are_shipped = not paths.has_own() and recipes <= {*paths.options(paths.RECIPES)}
     load = _load_options if are_shipped else _load_options.__wrapped__
     with translated(OSError, RecursionError):

@@ -25,7 +25,7 @@ from ptfast.core import run_directory
 from ptfast.core.errors import COMMAND_LINE, ConfigError, PtfastError
 from ptfast.core.units import better_mode
 
-# Hydra writes nothing of its own: its files hold the command line in clear, secrets included.
+# Hydra writes nothing of its own: its files contain the command line in clear, secrets included.
 _QUIET = (
     *("hydra.mode=MULTIRUN", "hydra.output_subdir=null", "hydra.sweep.subdir=."),
     *("hydra/job_logging=none", "hydra/hydra_logging=none"),
@@ -174,7 +174,7 @@ def show_config(kind: str, arguments: Sequence[str], file: Path | None = None) -
 
 @contextlib.contextmanager
 def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
-    """Discard the multirun.yaml of Hydra's basic sweeper, which holds the arguments in clear."""
+    """Discard the multirun.yaml of Hydra's basic sweeper, which has the arguments in clear."""
     made = run_directory.create_folder(sweep_dir)
     file = sweep_dir / "multirun.yaml"
     with contextlib.suppress(OSError):
@@ -184,7 +184,7 @@ def _without_multirun_file(sweep_dir: Path) -> Iterator[None]:
     except PtfastError:
         file.unlink(missing_ok=True)
         for folder in made:
-            with contextlib.suppress(OSError):  # it holds jobs already
+            with contextlib.suppress(OSError):  # it contains jobs already
                 folder.rmdir()
         raise
     finally:

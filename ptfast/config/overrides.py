@@ -24,7 +24,7 @@ from ptfast.core.sections.secret_values import is_secret
 _SET_BY_US = {
     "hydra.run": "Use run.dir={} for the run's own folder",
     "hydra.sweep": "Use run.root={} for the folder of all runs: a sweep lies in its sweeps/",
-    "hydra.output_subdir": "Leave it out: the run's config.yaml holds the config, without secrets",
+    "hydra.output_subdir": "Leave it out: the run's config.yaml has the config, without secrets",
     "hydra.job.chdir": "Leave it out: a run stays in the folder that it was started in",
     "hydra.mode": "Use -m to sweep",
 }
@@ -118,7 +118,7 @@ def merge(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def quoted(text: str | Path) -> str:
-    """`text` as a value on the command line, whatever characters it holds."""
+    """`text` as a value on the command line, whatever characters it has."""
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
@@ -229,7 +229,7 @@ def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[s
     """Put what the preset sets before `arguments`; also returns where its file sets each of those keys.
 
     A preset named on the command line goes over the recipe; one that the recipe names goes under what else
-    the recipe says. The default preset needs no expanding: the primary config holds its values.
+    the recipe says. The default preset needs no expanding: the primary config has its values.
     """
     given = {a.key: a for a in arguments}
     name, taken = None, set(given)
@@ -254,7 +254,7 @@ def expand_preset(arguments: Sequence[Argument]) -> tuple[list[Argument], dict[s
             expanded.append(Argument("group", key, (value,), False, f"{key}={value}"))
             continue
         if isinstance(value, (dict, list)):
-            what = "a preset holds `group: option` and `dotted.key: value` lines"
+            what = "a preset consists of `group: option` and `dotted.key: value` lines"
             raise ConfigError("C007", what, key=key, place=place)
         text = OmegaConf.to_yaml(OmegaConf.create([value])).removeprefix("- ").strip()
         expanded.append(Argument("value", key, (text,), False, f"++{key}={text}"))

@@ -26,7 +26,7 @@ _READ_AS_OTHERS = ("null", "true", "false", "nan", "inf")
 
 
 class PythonWords:
-    """The words of values given in Python, and the objects among them, which have to be held while they run.
+    """The words of values given in Python, and the objects among them, which have to be kept while they run.
 
     Args:
         sweeps: a list is a choice of values, each of which is trained with.
@@ -83,8 +83,8 @@ class PythonWords:
             whole = copy.copy(value[0])
             whole.val, whole.test = (*value[1:], None)[:2]
             value = whole
-        path, held = give(value, key, self.objects)
-        self.objects[path] = held
+        path, kept = give(value, key, self.objects)
+        self.objects[path] = kept
         return path
 
 

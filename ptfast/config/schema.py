@@ -201,14 +201,14 @@ class Config(Section):
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of `Config` holds, or None for a plain value."""
+    """The section of a field of `Config`, or None for a plain value."""
     # Python 3.10 takes list[int] for a type.
     plain = isinstance(annotation, type) and get_origin(annotation) is None
     return annotation if plain and issubclass(annotation, Section) else None
 
 
 def entry_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds a list of, or None."""
+    """The section that a field is a list of, or None."""
     return section_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 

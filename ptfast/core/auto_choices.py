@@ -1,4 +1,4 @@
-"""The automatic choices of a run, as `resolved.json` and its checkpoints hold them."""
+"""The automatic choices of a run, as `resolved.json` and its checkpoints have them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _of_version_0_1(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_choices(folder: Path, facts: Mapping[str, Any] | None = None) -> dict[str, AutoChoice]:
-    """What a run chose and noted: from its directory, or from the `facts` of a state if the file is gone.
+    """What a run chose and noted: from its directory, or without the file from a checkpoint's `facts`.
 
     S001 if the file is damaged.
     """
@@ -118,5 +118,5 @@ def read_choices(folder: Path, facts: Mapping[str, Any] | None = None) -> dict[s
 
 
 def _damaged(what: str, path: str | Path = run_directory.RESOLVED) -> SavedStateError:
-    hint = "Remove the file: the checkpoint holds the same facts"
+    hint = "Remove the file: the checkpoint has the same facts"
     return SavedStateError("S001", what, key=str(path), suggestion=hint)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STARTED_VARIABLE = "PTFAST_STARTED"
-"""Variable with the moment from which the wall time of a run counts, by the clock that nobody sets."""
+"""Variable with the moment from which the wall time of a run counts, by the clock that is never set."""
 STEP = ("data", "transfer", "forward", "teacher", "backward", "gradient_sync", "optimizer", "callbacks")
 """The phases of a training step."""
 CAUSES = (
@@ -24,7 +24,7 @@ CAUSES = (
     *("evaluation", "saving", "logging", "measuring", "closing", "unexplained"),
 )
 """All that the time of a run goes to, in the order in which it is shown."""
-BESIDE = ("logging", "evaluation", None)
+BETWEEN_STEPS = ("logging", "evaluation", None)
 """What the host turns to while a device may still train."""
 SAMPLED = 17
 """One in so many steps is timed on a device. A prime: loaders stutter with the number of their workers."""
@@ -100,30 +100,31 @@ class Clock:
 class DeviceClock(Clock):
     """A clock of training on a device that works asynchronously, where the host's time means nothing.
 
-    Events in the device's queue mark some steps, and all other work of the host beside training (`BESIDE`).
-    Before any other cause the device is waited for, and the time since training began divided: work beside
-    training gets what its events say, the wait that it has cost; the steps share the rest as those sampled.
+    Events in the device's queue mark some steps, and the host's work between steps (`BETWEEN_STEPS`).
+    Before any other cause the device is waited for, and the time since training began divided: work
+    between steps gets what its events say, the wait that it has cost; the steps share the rest as those
+    sampled.
 
     Args:
         before: the clock so far, which this one continues.
         event: makes an event with `record`, `query`, `synchronize`, and `elapsed_time` in ms.
 
-    Cost: as for the host, and some 5 us a mark in one step of `SAMPLED` and beside training.
+    Cost: as for the host, and some 5 us a mark in one step of `SAMPLED` and between steps.
     """
 
     def __init__(self, before: Clock, event: Callable[[], Any]) -> None:
         super().__init__()
         vars(self).update(vars(before))
         self._event = event
-        self._training, self._sampling, self._beside, self._steps = False, False, False, 0
+        self._training, self._sampling, self._between, self._steps = False, False, False, 0
         self._marks = deque[tuple[str | None, bool, Any]]()
-        """Causes, whether they lie beside training, and the events at which they begin."""
+        """Causes, whether they lie between steps, and the events at which they begin."""
         self._spare: list[Any] = []
         self._spans, self._samples = defaultdict[str, float](float), defaultdict[str, float](float)
-        self._beside_s = defaultdict["str | None", float](float)
+        self._between_s = defaultdict["str | None", float](float)
 
     def to(self, cause: str | None) -> None:
-        if not (cause in STEP or cause in BESIDE):
+        if not (cause in STEP or cause in BETWEEN_STEPS):
             self._stop_training(cause)
             return
         if not self._training:
@@ -131,16 +132,16 @@ class DeviceClock(Clock):
             self._training = cause in STEP and cause != "callbacks"
             if not self._training:
                 return
-        was_marked = self._sampling or self._beside
-        # A callback is beside training if it is called between steps.
-        self._beside = cause in BESIDE or (cause == "callbacks" and self._beside)
+        was_marked = self._sampling or self._between
+        # A callback may be called in a step or between steps.
+        self._between = cause in BETWEEN_STEPS or (cause == "callbacks" and self._between)
         # What a loader says while it transfers lies within one wait for data.
         if cause == "data" and self.cause != "transfer":
             self._steps += 1
             self._sampling = self._steps % SAMPLED == 2
-        self._sampling = self._sampling and not self._beside
-        if self._sampling or self._beside or was_marked:
-            self._record(cause if self._sampling or self._beside else "training")
+        self._sampling = self._sampling and not self._between
+        if self._sampling or self._between or was_marked:
+            self._record(cause if self._sampling or self._between else "training")
         self.cause = cause
         if cause == "logging":
             self._collect()
@@ -170,34 +171,34 @@ class DeviceClock(Clock):
         if self._training:
             with contextlib.suppress(RuntimeError):  # of a device that has failed
                 self._record("training").synchronize()
-            self.cause, self._training, self._sampling, self._beside = "training", False, False, False
+            self.cause, self._training, self._sampling, self._between = "training", False, False, False
         super().to(cause)
         self._collect(finished=True)
-        for beside, seconds in self._beside_s.items():
+        for cause, seconds in self._between_s.items():
             self.seconds["training"] -= seconds
-            self.seconds[beside] += seconds
+            self.seconds[cause] += seconds
         # If no step was sampled, the time of these steps waits for one.
         self._split(self._spans)
         self._spare += (event for _, _, event in self._marks)
-        for found in (self._marks, self._beside_s, self._spans):
+        for found in (self._marks, self._between_s, self._spans):
             found.clear()
 
     def _record(self, cause: str | None) -> Any:
         event = self._spare.pop() if self._spare else self._event()
         event.record()
-        self._marks.append((cause, self._beside, event))
+        self._marks.append((cause, self._between, event))
         return event
 
     def _collect(self, *, finished: bool = False) -> None:
         """Add up the time between marks that the device is past: all if it has `finished`."""
         with contextlib.suppress(RuntimeError):
             while len(self._marks) > 1 and (finished or self._marks[1][2].query()):
-                cause, beside, begin = self._marks[0]
+                cause, between, begin = self._marks[0]
                 span = begin.elapsed_time(self._marks[1][2])
                 self._marks.popleft()
                 self._spare.append(begin)
-                if beside:
-                    self._beside_s[cause] += span / 1e3
+                if between:
+                    self._between_s[cause] += span / 1e3
                 elif cause not in ("training", None):
                     self._spans[cause] += span
                     self._samples[cause] += span

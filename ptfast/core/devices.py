@@ -125,7 +125,7 @@ def multiplies_bf16(device: str) -> bool:
         return torch.backends.mps.is_macos_or_newer(14, 0)
     flags = _cpu_flags()
     if "avx512_fp16" in flags and "GenuineIntel" in cpu_facts("vendor_id"):
-        # Beside AMX, which virtual machines may hide, AVX-512 is half as fast in bfloat16 as in float32.
+        # Next to AMX, which virtual machines may hide, AVX-512 is half as fast in bfloat16 as in float32.
         return "amx_bf16" in flags
     # Without known features float32 is used: the wrong choice of bfloat16 would cost more.
     return not flags.isdisjoint(BF16_FLAGS)

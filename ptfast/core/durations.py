@@ -33,7 +33,7 @@ def read_number(text: str) -> float | None:
 
 
 def is_finite(number: float) -> bool:
-    """Return True if a float can hold the number; a whole number of 400 digits is too large."""
+    """Return True if the number fits a float; a whole number of 400 digits is too large."""
     return abs(number) <= sys.float_info.max
 
 

@@ -213,7 +213,7 @@ def cannot_write(
     with contextlib.suppress(OSError, AttributeError):
         disk = os.statvfs(Path(key).absolute().parent)
         if error.errno == errno.ENOSPC and disk.f_files and not disk.f_ffree:
-            full = "the disk can hold no more files (its inodes are used up)"
+            full = "the disk has no room for more files (its inodes are used up)"
     what = full or f"cannot be written: {reason}"
     return MachineError("E002" if full else "E001", what, key=key, value=value, suggestion=suggestion)
 

@@ -35,7 +35,7 @@ STATUS_STYLES = {"finished": "green", "stopped": "green", "failed": "red"}
 
 
 class LastingOutput(io.TextIOWrapper):
-    """Output that a command outlives: once its reader has left or its disk is full, it writes nowhere."""
+    """Output that a command outlives: once its pipe is closed or its disk is full, it writes nowhere."""
 
     error: OSError | None = None
 
@@ -151,7 +151,7 @@ class Display:
         self._print(f"warning: {text}", style="yellow")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The closing summary, from what summary.json holds."""
+        """The closing summary, from the content of summary.json."""
         self.close()
         self.panel(*closing(summary), style=STATUS_STYLES.get(str(summary.get("status")), "yellow"))
         if command := summary.get("resume"):
@@ -168,7 +168,7 @@ class Display:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = one_line(text).encode(encoding, "replace").decode(encoding)
-        # A reader that has gone (`| head`, a closed terminal) must not end the training.
+        # A pipe that is closed (`| head`, a closed terminal) must not end the training.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(line + "\n")
             self._stream.flush()

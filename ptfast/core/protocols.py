@@ -21,7 +21,7 @@ TASKS = {
 }
 """Built-in tasks by name."""
 IGNORE_INDEX = -100
-"""The label that torch's losses skip: of padding, of a sample nobody has labelled."""
+"""The label that torch's losses skip: of padding, of a sample without a label."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class DataInfo:
     task_reason: str = ""
     """The labels' trait that implies the task, in words for the panel; empty if nothing was guessed."""
     target_kind: Literal["whole", "mask", "map", "unknown"] = "whole"
-    """A target describes the whole input (a class, a figure), each pixel of an image (a `mask` of classes, a
-    `map` of figures), or something `unknown`, such as boxes, which would move with the pixels."""
+    """A target describes the whole input (a class, a number), each pixel of an image (a `mask` of classes, a
+    `map` of numbers), or something `unknown`, such as boxes, which would move with the pixels."""
     ignore_index: int = IGNORE_INDEX
     """The label of pixels that do not count, in masks."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class StepBatch(NamedTuple):
 
 
 class Stateful(Protocol):
-    """A part of a run that its checkpoints hold: tensors and plain values, in any nest."""
+    """A part of a run that is saved in checkpoints: tensors and plain values, in any nest."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
@@ -207,7 +207,7 @@ class Callback:
         """After an evaluation of `split`, before it is logged: numbers added to `figures` are logged too."""
 
     def on_save(self, run: Any, step: int, folder: Path) -> None:
-        """After the state of `step` was written to `folder`; on the first rank alone, which writes it."""
+        """After the checkpoint of `step` was written to `folder`; on the first rank, which writes it."""
 
     def on_end(self, run: Any, status: str) -> None:
         """After the last evaluation and save: `finished`, `stopped`, `paused`, `preempted`, `interrupted`.
@@ -231,7 +231,7 @@ def hooks(callbacks: Sequence[Any], name: str) -> list[Callable[..., None]]:
 
 
 class Logger:
-    """Takes records of plain host values: `step`, `epoch`, `split`, figures by name. This one drops them."""
+    """Takes records of plain host values: `step`, `epoch`, `split`, metrics by name. This one drops them."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Write one record."""
@@ -240,4 +240,4 @@ class Logger:
         """Write the records so far, before a checkpoint."""
 
     def close(self) -> None:
-        """Write what is still held back and let go of files and connections."""
+        """Write the remaining records, and close files and connections."""

@@ -30,7 +30,7 @@ WANDB = "wandb.json"
 EXAMPLES = "examples.json"
 MLFLOW = "mlflow.json"
 METRICS = "metrics"
-"""Folder of what metrics give besides figures, a file for each split."""
+"""Folder of what metrics give besides numbers, a file for each split."""
 FAILURE = ".failure.json"
 LOGS = (".log", ".out", ".err", ".txt")
 """Endings of files in which the output of a run may be kept, in its folder."""
@@ -60,7 +60,7 @@ def create_folder(folder: Path) -> list[Path]:
 
 
 def discard(folder: Path, made: list[Path]) -> None:
-    """Remove a run that never began, with the parents `made` for it; one with figures or states stays."""
+    """Remove a run that never began, with the parents `made` for it; one with results stays."""
     logged = folder / "metrics.jsonl"
     if folder not in made or (folder / "saved").exists() or (logged.is_file() and logged.stat().st_size):
         return
@@ -93,27 +93,27 @@ def check_free(folder: Path) -> None:
         return
     files = [path for path in sorted(folder.iterdir()) if path.is_file() or path.is_symlink()]
     if found := [path.name for path in files if path.name[0] != "." and path.suffix not in LOGS]:
-        what = f"holds files that no run has made: {name_some(found, 3)}"
+        what = f"contains files that no run has made: {name_some(found, 3)}"
         hint = f"Choose a new folder, such as run.dir={folder / 'run'}"
         raise ConfigError("C011", what, key="run.dir", value=folder, suggestion=hint)
 
 
-_held: set[TextIO] = set()
+_locked: set[TextIO] = set()
 
 
 def _release_in_child() -> None:
     """Leave the lock to the parent, which a worker process may outlive."""
-    for file in _held:
+    for file in _locked:
         file.close()
-    _held.clear()
+    _locked.clear()
 
 
 os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextlib.contextmanager
-def hold(folder: Path) -> Any:
-    """Lock `folder` until this process ends, however it does; E003 names the run that holds it already."""
+def lock(folder: Path) -> Any:
+    """Lock `folder` until this process ends, however it does; E003 names the run that has done so."""
     try:
         file: TextIO = open_inside(folder / ".lock", "a+")
     except OSError as error:
@@ -126,7 +126,7 @@ def hold(folder: Path) -> Any:
         file.close()
         hint = "Wait for it to end, or set another run.dir"
         raise MachineError("E003", f"in use by {holder}", key=str(folder), suggestion=hint) from error
-    _held.add(file)
+    _locked.add(file)
     try:
         file.truncate(0)
         file.write(
@@ -135,11 +135,11 @@ def hold(folder: Path) -> Any:
         file.flush()
         yield
     finally:
-        # The file stays: were it removed, one process could hold the old file and another a new one.
+        # The file stays: were it removed, one process could lock the old file and another a new one.
         if not file.closed:
             file.truncate(0)
             file.close()
-        _held.discard(file)
+        _locked.discard(file)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -29,7 +29,7 @@ class Progress:
     best_value: float | None = None
     best_step: int | None = None
     best_states: list[tuple[float, int]] = field(default_factory=list)
-    """Value and step of the best evaluations whose states are kept, the best first."""
+    """Value and step of the best evaluations whose checkpoints are kept, the best first."""
     evaluations_without_gain: int = 0
     timed_steps: int = 0
     """Steps that its speed is computed from, over all attempts, without warm-up and measured steps."""
@@ -37,7 +37,7 @@ class Progress:
     timed_s: float = 0.0
     """Seconds that those steps took."""
     window_loss: float = 0.0
-    """Sum of the item losses since the last log line, so that a resumed run logs the same figure."""
+    """Sum of the item losses since the last log line, so that a resumed run logs the same loss."""
     window_items: float = 0.0
     epoch_loss: float = 0.0
     """Sum of the item losses since the last evaluation, without the open window."""
@@ -70,8 +70,8 @@ class Progress:
 
 # What follows is checked by pydantic when a file is read, which may come from a stranger.
 Number = float | None
-"""A figure; one that is not finite is null in JSON."""
-Figures = dict[str, Number]
+"""A metric; one that is not finite is null in JSON."""
+Numbers = dict[str, Number]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -144,19 +144,19 @@ class SavedChoices(TypedDict):
     facts: dict[str, Any]
 
 
-class StateFacts(TypedDict):
+class CheckpointFacts(TypedDict):
     """`state.json`."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
     progress: Progress
     info: DataInfo
     choices: NotRequired[SavedChoices]
-    figures: dict[str, Figures]
-    best_figures: Figures
+    figures: dict[str, Numbers]
+    best_figures: Numbers
 
 
 class Manifest(TypedDict):
-    """`manifest.json` of a state."""
+    """`manifest.json` of a checkpoint."""
 
     format: int
     step: Count
@@ -166,12 +166,12 @@ class Manifest(TypedDict):
 
 class Spikes(TypedDict):
     count: int
-    largest: Figures
+    largest: Numbers
 
 
 class Goodput(TypedDict):
     attempts: int
-    seconds: Figures
+    seconds: Numbers
 
 
 class Roofline(TypedDict, total=False):
@@ -195,13 +195,13 @@ class Summary(TypedDict, total=False):
     peak_memory_bytes: Number
     best_metric: str
     weights: str
-    train: Figures
-    val: Figures
-    test: Figures
-    best: Figures
-    evals: dict[str, Figures]
+    train: Numbers
+    val: Numbers
+    test: Numbers
+    best: Numbers
+    evals: dict[str, Numbers]
     loss_spikes: Spikes
-    time_budget: Figures
+    time_budget: Numbers
     goodput: Goodput | None
     roofline: Roofline
     next: list[str]

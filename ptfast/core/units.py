@@ -129,7 +129,7 @@ def labelled(name: str, value: Any) -> str:
 
 
 def are_numbers(cells: Sequence[str]) -> bool:
-    """Return True if a table's column holds numbers, which are aligned to the right; cells may be empty."""
+    """Return True for a column of numbers, which are aligned to the right; cells may be empty."""
     known = [cell for cell in cells if cell not in ("", "-")]
     return bool(known) and all(NUMBER.fullmatch(cell) for cell in known)
 

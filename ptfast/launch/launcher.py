@@ -91,7 +91,7 @@ def start_here(composed: Composed, config: Config) -> tuple[Path, int]:
             return start.folder, _run_ranks(start, composed, world_size, config.parallel.max_restarts)
         from ptfast.launch import rank_main
 
-        code = rank_main.train(config, start.folder, ranks=Ranks(), state_folder=start.state_folder)
+        code = rank_main.train(config, start.folder, ranks=Ranks(), checkpoint_folder=start.checkpoint_folder)
         return start.folder, code
 
 
@@ -105,7 +105,7 @@ def _run_ranks(start: RunStart, composed: Composed, world_size: int, max_restart
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=timeout=60"),
         f"--rdzv-id=ptfast-{os.getpid()}",
     ]
-    state, left = start.state_folder, max_restarts
+    state, left = start.checkpoint_folder, max_restarts
     last = start.folder / "saved" / "last"
     while True:
         start_s, before = time.time(), _identity(last)
@@ -165,7 +165,7 @@ def start_rank(ranks: Ranks, read_config: Callable[[], tuple[Composed, Config]],
             print(FINISHED.format(start.folder))
             broadcast_text(json.dumps({"exit_code": EXIT_OK}), ranks)
             return EXIT_OK
-        state = str(start.state_folder) if start.state_folder is not None else None
+        state = str(start.checkpoint_folder) if start.checkpoint_folder is not None else None
         started = run_directory.read_json(start.folder / run_directory.ENVIRONMENT)["started"]
         word = {"folder": str(start.folder.absolute()), "state": state, "places": composed.places}
         broadcast_text(json.dumps({**word, "started": started}), ranks)
@@ -195,7 +195,9 @@ def _train_rank(word: dict[str, Any], ranks: Ranks) -> int:
     composed = replace(composed, places=word["places"])
     try:
         with composed.naming_places():
-            return rank_main.train(config, folder, ranks=ranks, state_folder=Path(state) if state else None)
+            return rank_main.train(
+                config, folder, ranks=ranks, checkpoint_folder=Path(state) if state else None
+            )
     except Exception as error:
         # One rank reports for all; torchrun ends the others.
         if rank_main.report_failure(folder, error):
@@ -214,12 +216,12 @@ def _prepared(start: RunStart, composed: Composed) -> Iterator[None]:
     made = run_directory.create_folder(start.folder)
     exit_code = None
     # Only the owner of the lock may remove the directory: two starts may use the same one.
-    with run_directory.hold(start.folder):
+    with run_directory.lock(start.folder):
         try:
             for name in (run_directory.FAILURE, run_directory.SUMMARY, run_directory.EXAMPLES):
                 (start.folder / name).unlink(missing_ok=True)
             restore_links(start.folder / "saved")
-            if start.state_folder is None:
+            if start.checkpoint_folder is None:
                 for name in (run_directory.RESOLVED, run_directory.WANDB):
                     (start.folder / name).unlink(missing_ok=True)
             for warning in freeze(composed, start.folder / run_directory.CONFIG):

@@ -71,16 +71,18 @@ class Outcome:
     """False if this rank leaves without waiting for the others."""
 
 
-def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | None) -> int:
+def train(config: Config, folder: Path, *, ranks: Ranks, checkpoint_folder: Path | None) -> int:
     """Train on this rank and return its exit code; the first rank writes summary, metrics and report.
 
-    The files of `state_folder`, the checkpoint to resume, have been checked.
+    The files of `checkpoint_folder`, the checkpoint to resume, have been checked.
     """
     ranks = replace(ranks, grouped=config.parallel.wrap_one_rank and config.parallel.strategy != "single")
     clock = Clock(max(time.monotonic() - float(os.environ.get(STARTED_VARIABLE, time.monotonic())), 0.0))
     part = RankPart(config, folder, ranks, build_display(ranks.rank), clock)
     if ranks.is_first:
-        begun = 0 if state_folder is None else run_directory.read_json(state_folder / MANIFEST)["step"]
+        begun = (
+            0 if checkpoint_folder is None else run_directory.read_json(checkpoint_folder / MANIFEST)["step"]
+        )
         part.attempt = Attempt(folder, clock, begun)
     outcome = Outcome()
     # Signal handlers stay until all is written: torchrun sends one more signal to ranks that exit late.
@@ -93,7 +95,7 @@ def train(config: Config, folder: Path, *, ranks: Ranks, state_folder: Path | No
         else contextlib.nullcontext(),
     ):
         try:
-            run = part.build(state_folder, signals)
+            run = part.build(checkpoint_folder, signals)
             show_panel(dict(config), run)
             outcome = part.fit(run)
         except (Exception, SystemExit, KeyboardInterrupt, Preempted) as error:
@@ -128,7 +130,7 @@ class RankPart:
     """The step from which a resumed run starts."""
     attempt: Attempt | None = None
 
-    def build(self, state_folder: Path | None, signals: Signals) -> Run:
+    def build(self, checkpoint_folder: Path | None, signals: Signals) -> Run:
         """Join the other ranks, build the run, and open its loggers on the first of them."""
         config, ranks = self.config, self.ranks
         if ranks.distributed:
@@ -146,12 +148,12 @@ class RankPart:
             folder=self.folder,
             display=self.display,
             clock=self.clock,
-            state_folder=state_folder,
+            checkpoint_folder=checkpoint_folder,
             # The first machine has checked the checkpoint already; on each other machine one rank does.
             check_state=ranks.local_rank == 0 and not ranks.is_first,
         )
         signals.run, self.clock = run, run.clock
-        self.resumed_step = run.progress.step if state_folder is not None else None
+        self.resumed_step = run.progress.step if checkpoint_folder is not None else None
         run.stop_signal = signals.received
         if self.attempt is not None:
             self.attempt.clock = run.clock
@@ -351,7 +353,7 @@ def main() -> None:
         from ptfast.config.read import load_config
 
         _, config = load_config(folder / run_directory.CONFIG, trusted=True)
-        train(config, folder, ranks=world() or Ranks(), state_folder=Path(state) if state else None)
+        train(config, folder, ranks=world() or Ranks(), checkpoint_folder=Path(state) if state else None)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:

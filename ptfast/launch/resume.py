@@ -28,7 +28,7 @@ class RunStart:
     """The directory of a run, and the checkpoint it resumes from."""
 
     folder: Path
-    state_folder: Path | None = None
+    checkpoint_folder: Path | None = None
     finished: bool = False
     """Whether training is complete."""
 
@@ -67,14 +67,14 @@ def find_start(composed: Composed, config: Config) -> RunStart:
         if folder is None:
             return fresh
         return _continue(folder, tree, config, *_newest_intact(folder), folder, composed.tree)
-    state_folder = find_to_resume(Path(resume))
-    source, facts = state_folder.parent.parent, read_facts(state_folder)
+    checkpoint_folder = find_to_resume(Path(resume))
+    source, facts = checkpoint_folder.parent.parent, read_facts(checkpoint_folder)
     if not (source / run_directory.CONFIG).is_file():
         hint = "Give a checkpoint inside a run directory, or start anew with model.weights=PATH"
         raise SavedStateError("S004", "its run directory is missing", key=resume, suggestion=hint)
     if given and given.resolve() != source.resolve() and _holds_run(given):
         raise ConfigError("C011", "already contains another run", key="run.dir", value=given)
-    return _continue(source, tree, config, state_folder, facts, given or source, composed.tree)
+    return _continue(source, tree, config, checkpoint_folder, facts, given or source, composed.tree)
 
 
 def resume_command(folder: Path) -> str:
@@ -124,7 +124,13 @@ def _check_lost(folder: Path) -> None:
 
 
 def _continue(
-    source: Path, tree: Tree, config: Config, state_folder: Path, facts: Tree, folder: Path, secrets: Tree
+    source: Path,
+    tree: Tree,
+    config: Config,
+    checkpoint_folder: Path,
+    facts: Tree,
+    folder: Path,
+    secrets: Tree,
 ) -> RunStart:
     """Resume in `folder` from a checkpoint of the run in `source`, if its `facts` and the config agree.
 
@@ -144,9 +150,9 @@ def _continue(
     summary = read_known(source / run_directory.SUMMARY, Summary)
     reached = step >= summary.get("steps", 0) and _same_length(before, tree)
     if folder.resolve() == source.resolve() and reached and _has_ended(summary, before, tree):
-        return RunStart(folder, state_folder, finished=True)
+        return RunStart(folder, checkpoint_folder, finished=True)
     _check_length(facts, AutoChoices(read_choices(source, facts)), before, config)
-    return RunStart(folder, state_folder)
+    return RunStart(folder, checkpoint_folder)
 
 
 def _has_ended(summary: Tree, before: Tree, tree: Tree) -> bool:
@@ -203,9 +209,9 @@ def _newest_intact(folder: Path) -> tuple[Path, Tree]:
     from ptfast.core.tensors.checkpoint_folders import list_checkpoints
 
     states = list_checkpoints(folder / "saved")
-    for state_folder in states[:-1]:
+    for checkpoint_folder in states[:-1]:
         try:
-            return state_folder, read_facts(state_folder)
+            return checkpoint_folder, read_facts(checkpoint_folder)
         except SavedStateError as error:
             print(f"ptfast: warning: {error} Continuing from an older checkpoint.", file=sys.stderr)
     return states[-1], read_facts(states[-1])

@@ -50,7 +50,7 @@ def build(
     display: Display,
     logger: Logger | None = None,
     clock: Clock | None = None,
-    state_folder: Path | None = None,
+    checkpoint_folder: Path | None = None,
     check_state: bool = True,
     data: Data | None = None,
 ) -> Run:
@@ -60,17 +60,17 @@ def build(
     trained. The first rank writes what `auto` became to `resolved.json`, from which a resumed run takes it.
 
     Args:
-        state_folder: the state to resume; None starts afresh.
+        checkpoint_folder: the state to resume; None starts afresh.
         check_state: hash its files; False if this machine has done so for this load.
         data: the splits, if they have been loaded already and it is known who loads them.
     """
-    state = read_checkpoint(state_folder, check=check_state) if state_folder is not None else None
+    state = read_checkpoint(checkpoint_folder, check=check_state) if checkpoint_folder is not None else None
     device = resolve_device(config.device, ranks)
     run = PartialRun(
         config=config, folder=folder, device=device, ranks=ranks, display=display, state=state, data=data
     )
     run.clock, run.logger = for_device(clock or Clock(), device), logger or Logger()
-    run.choices = _former_choices(run, state_folder)
+    run.choices = _former_choices(run, checkpoint_folder)
     run.checkpointer = Checkpointer(run)
     set_up_machine(run)
     choose_micro_batches(run)
@@ -101,11 +101,11 @@ def build(
     return run
 
 
-def _former_choices(run: PartialRun, state_folder: Path | None) -> AutoChoices:
+def _former_choices(run: PartialRun, checkpoint_folder: Path | None) -> AutoChoices:
     """Read what `auto` became in a run that is resumed, perhaps in another folder than it began in."""
     begun_in = run.folder
-    if state_folder is not None and not (begun_in / run_directory.RESOLVED).exists():
-        begun_in = state_folder.parent.parent
+    if checkpoint_folder is not None and not (begun_in / run_directory.RESOLVED).exists():
+        begun_in = checkpoint_folder.parent.parent
     previous = read_choices(begun_in, run.state.facts if run.state is not None else None)
     return AutoChoices(broadcast_object(previous, run.ranks))
 

@@ -58,21 +58,21 @@ def saved_run(path: Path, words: Sequence[str] = (), *, checkpoint: str = "best"
         say(f"ptfast: {saved.checkpoint.label}", sys.stderr)
 
 
-def load_saved(config: Config, state_folder: Path, student: PartialRun | None = None) -> PartialRun:
+def load_saved(config: Config, checkpoint_folder: Path, student: PartialRun | None = None) -> PartialRun:
     """Build the model of a checkpoint, and the average of its weights if it has one. Needs no data.
 
     The model is on its device, in evaluation mode, with its own weights; `ema` can swap the average in. S001
     if the checkpoint is damaged, S002 if it is of another model. It computes like `student`, if given.
     """
-    state = read_checkpoint(state_folder)
-    folder = config_of(state_folder).parent
+    state = read_checkpoint(checkpoint_folder)
+    folder = config_of(checkpoint_folder).parent
     run = PartialRun(
         folder=folder,
         device=student.device if student else resolve_device(config.device, Ranks()),
         config=config,
         choices=AutoChoices(read_choices(folder, state.facts)),
         state=state,
-        checkpoint=Checkpoint(state_folder, name_checkpoint(state_folder, state.facts)),
+        checkpoint=Checkpoint(checkpoint_folder, name_checkpoint(checkpoint_folder, state.facts)),
     )
     if student is None:
         set_up_machine(run, trains=False)

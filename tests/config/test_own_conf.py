@@ -69,7 +69,7 @@ def test_a_variable_that_nothing_refers_to_is_unknown() -> None:
     ]
     assert "Did you mean ${vars.width}?" in refused("recipe=mine", "batch_size=${vars.widht}")[0]
     freeze(compose(["recipe=mine"]), Path("config.yaml"))
-    with pytest.raises(ConfigError, match=r"config\.yaml holds values in place of variables"):
+    with pytest.raises(ConfigError, match=r"config\.yaml has values in place of variables"):
         load(Path("config.yaml"), ["vars.width=3"])
 
 

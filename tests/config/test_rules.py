@@ -105,7 +105,7 @@ def test_keys_that_what_is_chosen_leaves_without_effect() -> None:
     assert warning.startswith("batch_size=32 (command line): means nothing to training by batching.batch_tok")
     assert not list(unused_keys(check(batch_size=32), typed))
     (warning,) = unused_keys(check(run__name="mine", run__dir="there"), typed)
-    assert warning.startswith("run.name=mine (command line): means nothing beside run.dir=there")
+    assert warning.startswith("run.name=mine (command line): means nothing next to run.dir=there")
     assert not list(unused_keys(check(run__name="mine"), typed))
 
 

@@ -158,12 +158,12 @@ def test_statistics_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.M
     words = ("data=custom", "data._target_=test_saved_data.Images", "model.hidden=[4]", "steps=2")
     words = (*words, "batch_size=8", "dataloader=plain", f"run.dir={tmp_path / 'run'}")
     assert train(*words) == 0
-    state_folder = (tmp_path / "run" / "saved" / "last").resolve()
+    checkpoint_folder = (tmp_path / "run" / "saved" / "last").resolve()
     calls: list[int] = []
     monkeypatch.setattr("ptfast.data.build_data.statistics", lambda *given: calls.append(1))
-    run = build_run(tmp_path / "run", *words, state_folder=state_folder)
+    run = build_run(tmp_path / "run", *words, checkpoint_folder=checkpoint_folder)
     assert calls == []
-    saved = json.loads((state_folder / "state.json").read_text())["info"]
+    saved = json.loads((checkpoint_folder / "state.json").read_text())["info"]
     assert run.info.extra["normalize"] == saved["extra"]["normalize"]
     assert command_line.run(["eval", str(tmp_path / "run")]) == 0
     assert calls == []

@@ -39,7 +39,7 @@ def test_a_link_that_a_kill_left_behind_is_put_right(in_tmp: Path) -> None:
     best = json.loads(Path("a/saved/last/state.json").read_text())["progress"]["best_step"]
     assert best == 12
     point(Path("a/saved"), "best", Path("step-6"))
-    run = build_run(Path("a"), *words, state_folder=Path("a/saved/step-17"))
+    run = build_run(Path("a"), *words, checkpoint_folder=Path("a/saved/step-17"))
     assert run.progress.best_step == 12
     assert Path("a/saved/best").resolve().name == "step-12"
 
@@ -238,7 +238,7 @@ import os, signal, sys
 from pathlib import Path
 from ptfast.core import run_directory
 forked, told = os.pipe()
-with run_directory.hold(Path(sys.argv[1])):
+with run_directory.lock(Path(sys.argv[1])):
     if os.fork() == 0:
         os.write(told, b".")
         sys.stdin.read()
@@ -249,7 +249,7 @@ with run_directory.hold(Path(sys.argv[1])):
     command, environment = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, **WITH_TESTS}
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as killed:
         assert killed.wait(timeout=60) == -signal.SIGKILL
-        with run_directory.hold(tmp_path):
+        with run_directory.lock(tmp_path):
             pass
 
 
@@ -264,7 +264,7 @@ def test_a_folder_with_a_users_own_files_is_left_alone(
     for words in (("run.dir=.",), ("run.dir=.", "run.resume=auto"), (f"run.dir={project}",)):
         assert train(*BASE, *words) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"holds files that no run has made: {name}" in line
+        assert f"contains files that no run has made: {name}" in line
         assert "Choose a new folder, such as run.dir=" in line
     assert [(path.name, path.read_text()) for path in project.iterdir()] == [(name, "mine: 1\n")]
 
@@ -301,7 +301,7 @@ def test_a_directory_in_use_is_refused(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("a").mkdir()
-    with run_directory.hold(Path("a")), monkeypatch.context() as patch:
+    with run_directory.lock(Path("a")), monkeypatch.context() as patch:
         # Both found no such directory, and each made it, as far as it knows.
         patch.setattr(run_directory, "create_folder", lambda folder: [folder])
         assert train(*BASE, "run.dir=a") == 4

@@ -128,7 +128,7 @@ def stuck(on: Cases) -> tuple[str, int, bool]:
     if on.ranks.is_first:
         Path("stuck").unlink()
     state = Path("stuck-run/saved/last").resolve()
-    again = on.train("stuck-again", *STUCK, state_folder=state)
+    again = on.train("stuck-again", *STUCK, checkpoint_folder=state)
     return status, run.progress.step, same_bits(again["weights"], whole["weights"])
 
 

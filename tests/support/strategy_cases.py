@@ -87,7 +87,7 @@ class Cases:
         whole = self.train(name, *words, "saving.every=4steps", "saving.keep=9", **given)
         again = f"{name}-resumed"
         middle = Path(name) / "saved" / "step-4"
-        run = self.build(again, *words, state_folder=middle, **given)
+        run = self.build(again, *words, checkpoint_folder=middle, **given)
         assert run.progress.step == 4
         fit(run)
         torch.distributed.barrier()
@@ -216,7 +216,7 @@ def fsdp_cases(on: Cases) -> dict[str, Any]:
         found |= float8_cases(on)
     middle = Path("mixed-ddp/saved/step-4")
     words = (*SMALL, *MIXED)
-    found["taken up"] = on.train("taken-up", *words, strategy="fsdp", state_folder=middle)
+    found["taken up"] = on.train("taken-up", *words, strategy="fsdp", checkpoint_folder=middle)
     words = ("model=resnet_digits", "batch_size=32", "steps=2", "precision.mode=bf16_true")
     try:
         on.build("two types", *words, strategy="fsdp")

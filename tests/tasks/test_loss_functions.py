@@ -208,7 +208,7 @@ def test_a_run_of_weights_resumes_to_the_same_bits(tmp_path: Path, name: str) ->
         "eval.every=3epochs",
     )
     whole = trained(tmp_path / "whole", *words, "saving.keep=9")
-    run = run_of(tmp_path / "again", *words, state_folder=tmp_path / "whole" / "saved" / "step-2")
+    run = run_of(tmp_path / "again", *words, checkpoint_folder=tmp_path / "whole" / "saved" / "step-2")
     run.logger = logger = Lines()
     fit(run)
     assert same_bits(weights(tmp_path / "again"), whole[2])

@@ -52,13 +52,13 @@ def test_a_step_that_overflows_is_left_out_and_counted(tmp_path: Path) -> None:
     assert all(bool(p.isfinite().all()) for p in run.model.parameters())
 
 
-def cycled(folder: Path, stop: int | None = None, state_folder: Path | None = None) -> tuple[Run, Rates]:
+def cycled(folder: Path, stop: int | None = None, checkpoint_folder: Path | None = None) -> tuple[Run, Rates]:
     """Train 12 steps in fp16, of which the 3rd, 4th and 8th overflow, up to `stop`; or on from a state."""
     words = ("data=custom", "data._target_=toys.blobs", "data.val=0", "batch_size=10", "log_every=5")
     model = ("model=custom", "model._target_=toys.Overflowing", "+model.calls=[3,4,8]")
     words = (*words, *model, "optimizer=sgd", "schedule=onecycle", "precision=amp_fp16", "steps=12")
     rates = f"callbacks=[{{_target_: test_numerics.Rates, stop: {stop or 'null'}}}]"
-    run = build_run(folder, *words, rates, state_folder=state_folder)
+    run = build_run(folder, *words, rates, checkpoint_folder=checkpoint_folder)
     run.model.count = run.progress.step  # type: ignore[assignment] - the model's own
     run.logger = Lines()
     fit(run)
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_any_step_with_the_rates_it_would_have_had(tmp_path: 
     for stop in (1, 3, 4, 5, 8, 11):
         folder = tmp_path / str(stop)
         stopped, before = cycled(folder, stop)
-        run, after = cycled(folder, state_folder=folder / "saved" / "last")
+        run, after = cycled(folder, checkpoint_folder=folder / "saved" / "last")
         assert before.seen + after.seen == rates.seen
         assert same_bits(dict(run.model.state_dict()), dict(whole.model.state_dict()))
         assert run.progress.skipped_steps == 3

@@ -91,7 +91,7 @@ def test_a_slice_trains_as_without_fused_steps(words: tuple[str, ...], tmp_path:
         f"model._target_={HERE}.Sliced",
         *words,
         "optimizer.fused=auto",
-        state_folder=tmp_path / "auto" / "saved" / "step-4",
+        checkpoint_folder=tmp_path / "auto" / "saved" / "step-4",
     )
     fit(resumed)
     assert same_bits(weights(tmp_path / "resumed"), weights(tmp_path / "auto"))

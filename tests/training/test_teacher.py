@@ -109,7 +109,7 @@ def test_a_changed_or_missing_teacher_is_rejected_when_a_run_is_resumed(
     own = shutil.copytree(teacher, tmp_path / "teacher", symlinks=True)
     words: tuple[str, ...] = (*ALONE, f"task.teacher={own}")
     fit(build_run(tmp_path / "run", *words))
-    state: dict[str, Any] = {"state_folder": tmp_path / "run/saved/last"}
+    state: dict[str, Any] = {"checkpoint_folder": tmp_path / "run/saved/last"}
     build_run(tmp_path / "run", *words, **state)
     manifest = next((own / "saved").glob("step-*")) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()), indent=3))

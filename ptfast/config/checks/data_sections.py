@@ -1,4 +1,4 @@
-"""Sections of datasets beside the run's own, which inherit its keys: evaluation sets, parts of a mixture."""
+"""Sections of datasets besides the run's own, which inherit its keys: evaluation sets, parts of a mixture."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class Former(NamedTuple):
     """What became of a key of the version before."""
 
     default: Any
-    """Its value where nobody set it."""
+    """Its value where it was not set."""
     key: str | None = None
     """Its name today, the same if only values are gone; None if the key is."""
     values: tuple[tuple[Any, Any], ...] = ()

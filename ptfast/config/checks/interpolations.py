@@ -137,7 +137,7 @@ def _too_large(tree: dict[str, Any]) -> str | None:
 
 
 def resolve_keeping_env(tree: dict[str, Any], tree_unresolved: dict[str, Any]) -> dict[str, Any]:
-    """`tree` as a file may hold it: references to the environment kept, any other `${` as text."""
+    """`tree` as a file may have it: references to the environment kept, any other `${` as text."""
     references: list[str] = []
 
     def refer(*arguments: Any) -> str:
@@ -176,14 +176,14 @@ def check_used(tree: dict[str, Any], places: dict[str, str]) -> list[str]:
     typed = [key for key in typed if "." in key and key.partition(".")[0] in sections]
     references = " ".join(str(value) for value in flatten(tree).values() if "${" in str(value))
     known = sorted(set(re.findall(rf"\b(?:{'|'.join(map(re.escape, sections))})\b(?:\.\w+)*", references)))
-    # A reference to a key names those inside it, and those that hold it.
+    # A reference to a key names those inside it, and those that contain it.
     named = {
         key for key in (*typed, *sections) if lies_in(key, known) or any(lies_in(k, [key]) for k in known)
     }
     errors: list[PtfastError] = []
     for key in typed:
         if key not in named:
-            hint = did_you_mean(key, known) or "A run's config.yaml holds values in place of variables"
+            hint = did_you_mean(key, known) or "A run's config.yaml has values in place of variables"
             what = f"no key refers to ${{{key}}}"
             errors.append(ConfigError("C002", what, key=key, place=COMMAND_LINE, suggestion=hint))
     if errors:

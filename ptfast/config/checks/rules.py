@@ -1,4 +1,4 @@
-"""Rules across keys of a config: those of the run as a whole here, those of its parts beside the parts."""
+"""Rules across keys of a config: those of the run as a whole here, those of its parts are with the parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UNUSED_OF_RUN = (
     Unused(
         ("run.root", "run.name"),
         lambda run: run.dir is None,
-        "beside run.dir={run.dir}, which is the run's own folder",
+        "next to run.dir={run.dir}, which is the run's own folder",
         "one of the two",
     ),
     Unused.without("model.lora.rank", "8", *(f"model.lora.{key}" for key in ("alpha", "dropout", "targets"))),

@@ -161,7 +161,7 @@ def own_parameters(function: Any, section: str, given: Iterable[str] = ()) -> di
         if annotation is EMPTY or annotation is Any:
             annotation = next((wanted for kind, wanted in _TYPES.items() if isinstance(default, kind)), Any)
         # A default outside the range says that this library means something else by the name.
-        if (bounds := ranges.get(name)) and bounds.holds(default):
+        if (bounds := ranges.get(name)) and bounds.contains(default):
             annotation = Annotated[annotation, bounds]
         if (section, name) == ("optimizer", "fused"):
             annotation = Literal["auto"] | annotation

@@ -32,7 +32,7 @@ _HOOK_CALLS = {name: [*inspect.signature(getattr(Callback, name)).parameters][1:
 def check_kind(found: Any, path: str, section: str) -> None:
     """Raise a C009 unless `found` can be called for what the section needs."""
     if isinstance(found, ModuleType):
-        # The class is often beside or inside a module of its name: `torch.optim.SGD` for `torch.optim.sgd`.
+        # The class is often next to or inside a module of its name: `torch.optim.SGD` for `torch.optim.sgd`.
         before, _, name = path.rpartition(".")
         hint = None
         for prefix, module in ((path, found), (before, sys.modules.get(before, found))):

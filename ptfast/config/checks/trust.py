@@ -107,7 +107,7 @@ def is_own(config_file: Path) -> bool:
     """Return True if `remember` was called on this very text, whatever folder it lies in by now."""
     try:
         marker = _marker(config_file)
-        # In a cache folder that users share, nobody's word counts but one's own.
+        # In a cache folder that users share, only one's own word counts.
         return marker.is_file() and marker.parent.stat().st_uid == os.getuid()
     except OSError:
         return False

@@ -168,7 +168,7 @@ def _target_section(group: str, section: Schema) -> Schema:
 
 
 def _task() -> Schema:
-    """A task by name or import path, alone or with its keywords beside it."""
+    """A task by name or import path, alone or with its keywords next to it."""
     loose, strict = _keywords(map(locate, TASKS.values()), "task", ["name"])
     own = {"type": "string", "pattern": r"\."}
     doc = TaskSection.model_fields["name"].description

@@ -17,7 +17,7 @@ from ptfast.core.errors import ConfigError, MachineError, cannot_write
 from ptfast.core.sections.secret_values import is_secret
 
 OWN = ("run", "recipe")
-"""Sections of a single run, which no recipe holds."""
+"""Sections of a single run, which no recipe has."""
 
 
 def check_overlay(file: Path, flag: str = "--write") -> None:
@@ -84,6 +84,6 @@ def write_overlay(
             target.write(head + choices + (OmegaConf.to_yaml(values) if values else ""))
     except OSError as error:
         raise cannot_write(error, flag, file) from error
-    # Nobody is told of a recipe that cannot be read.
+    # A recipe that cannot be read must not be announced.
     compose([f"recipe={called}"], complete=False)
     return called

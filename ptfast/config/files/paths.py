@@ -66,7 +66,7 @@ def groups() -> list[str]:
 
 
 def own_groups() -> list[str]:
-    """Names of the groups that the user has made beside the package's."""
+    """Names of the user's own groups, besides the package's."""
     return [name for name in groups() if not (builtin_root().conf / name).is_dir()] if has_own() else []
 
 
@@ -167,7 +167,7 @@ def _hint(group: str, option: str, known: list[str], groups: Iterable[str]) -> s
         meant = f"model=torchvision model.name={option}"
     elif meant := _ELSEWHERE.get((group, option)):
         # The two meanings of the word are the commonest mix-up: say what each is.
-        everything = f"`{group}` is activation checkpointing; the state on disk is `saving`. {everything}"
+        everything = f"`{group}` is activation checkpointing; checkpoints on disk are `saving`. {everything}"
     elif option.lower() in ("none", "null", "off", "false", "no") and "none" in known:
         meant = f"{group}=none"
     elif near := whole or nearest(option, known):

@@ -26,7 +26,7 @@ _FLOAT = re.compile(
 _ODD_SPACE = re.compile(
     r"""(?: *|[^#"']*?[:,\[{-])([\xa0\u1680\u2000-\u200b\u202f\u205f\u3000])|[^"']*?([\x85\u2028\u2029])"""
 )
-"""Looks like a space that indents a line or ends a key, and is none; or ends a line where nobody sees it."""
+"""Looks like a space that indents a line or ends a key, and is none; or ends a line invisibly."""
 _BOOL, _INT, _STR = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:str"
 
 
@@ -103,7 +103,7 @@ class _Text:
 
 
 def read_yaml(path: Path, *, allow_empty: bool = False) -> YamlFile:
-    """Read a file that holds one mapping, or comments alone if `allow_empty`; C007 names line and column."""
+    """Read a file of one mapping, or comments alone if `allow_empty`; C007 names line and column."""
     name = paths.shown(path)
     try:
         content = path.read_text(encoding="utf-8-sig")

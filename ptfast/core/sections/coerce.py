@@ -32,10 +32,10 @@ class Range:
     open_low: bool = False
     open_high: bool = False
 
-    def holds(self, value: Any) -> bool:
+    def contains(self, value: Any) -> bool:
         """Return True if every number in `value` lies within; what is no number does."""
         if isinstance(value, (list, tuple)):
-            return all(self.holds(item) for item in value)
+            return all(self.contains(item) for item in value)
         number = value.value if isinstance(value, Duration) else value
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             return True
@@ -135,7 +135,7 @@ def coerce(value: Any, annotation: Any, in_unit: InUnit = _STEPS) -> Any:
     else:
         _reject_not_finite(value)
     for bounds in metadata:
-        if isinstance(bounds, Range) and not bounds.holds(result):
+        if isinstance(bounds, Range) and not bounds.contains(result):
             low = f"{'above' if bounds.open_low else 'at least'} {bounds.low:g}"
             high = f" and {'below' if bounds.open_high else 'at most'} {bounds.high:g}"
             raise ConfigError("C005", f"must be {low}{high if bounds.high < math.inf else ''}")
@@ -244,13 +244,13 @@ def _to_union(value: Any, members: tuple[Any, ...], in_unit: InUnit) -> Any:
         return value
     if problem is not None and (problem.code == "C005" or len(known) == 1):
         raise problem
-    # `or null` would help nobody who meant to give a value.
+    # `or null` does not help a user who meant to give a value.
     what = f"expected {_either([word for member in known for word in _words(member)])}"
     raise ConfigError("C004", what, suggestion=problem.suggestion if problem else None)
 
 
 def _parts(annotation: Any, in_unit: InUnit = _STEPS) -> tuple[Any, tuple[Any, ...], list[Any], InUnit]:
-    """The type that an annotation stands for, its arguments, its metadata, and the units that hold in it."""
+    """The type that an annotation stands for, its arguments, its metadata, and its units."""
     metadata: list[Any] = []
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)

@@ -18,7 +18,7 @@ from ptfast.core.errors import ConfigError, name_of
 from ptfast.core.sections.origins import GIVEN, is_given
 
 _targets: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""Classes and functions by the last part of their path, as long as somebody holds them."""
+"""Classes and functions by the last part of their path, as long as a reference to them exists."""
 
 
 def __getattr__(name: str) -> Any:
@@ -61,7 +61,7 @@ def _missing(names: str) -> ConfigError:
 
 
 def give(value: Any, key: str, taken: Container[str] = ()) -> tuple[str, Any]:
-    """The import path that names `value` in a config, and what has to be held for it to be found.
+    """The import path that names `value` in a config, and the object to keep, so that it is found.
 
     A class or function of a module keeps its own path. Another one, such as that of a notebook, and any other
     object get a name of their class and a digest of their structure and source, by which a resumed run sees

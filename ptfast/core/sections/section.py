@@ -34,7 +34,7 @@ WallTime = Annotated[Duration, InUnit("seconds", ("seconds",)), POSITIVE]
 OrAuto = Literal["auto"]
 
 GATHERED = ("target", "options", "several")
-"""Fields of sections that hold what is gathered from the keys of a config, and are no keys themselves."""
+"""Fields of sections that are gathered from several keys of a config, and are no keys themselves."""
 
 
 class Section(BaseModel):
@@ -165,7 +165,7 @@ class Technique:
     audit: str
     """How to see in a model, a loader or a loop that it is missing."""
     about: tuple[str, ...] = ()
-    """Option files that it is about beside those that `on` selects, such as `augment/mixup`."""
+    """Option files that it is about besides those that `on` selects, such as `augment/mixup`."""
     alternatives: str | None = None
     """The set of techniques of which one at most is on, such as `precision`."""
     needs: tuple[Need, ...] = ()
@@ -175,7 +175,7 @@ class Technique:
     stands for the path of any text file, `{pack}` for that of a pack of images, `{images}` for that of
     class folders of JPEG files, `{shards}` for that of tar shards of images."""
     measured: str = ""
-    """Its worth as found by `command`; all figures in it stand in the docs beside that."""
+    """Its worth as found by `command`; the docs have all its numbers next to that."""
     command: str = ""
     """The command that measures that again, such as `python scripts/bench_data.py jpeg`."""
     drift: float | None = None
@@ -190,7 +190,7 @@ class Technique:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of techniques: what it states about its keys, beside their section.
+    """A family of techniques: what it states about its keys, besides their section.
 
     It loads no torch. `ptfast.config.families` collects the families.
     """

@@ -24,7 +24,7 @@ from ptfast.core.distributed import Ranks, broadcast_object, once_per_rank
 from ptfast.core.errors import SavedStateError, cannot_write, shorten
 from ptfast.core.protocols import DataInfo
 from ptfast.core.run_directory import CONFIG
-from ptfast.core.run_records import InputFacts, Manifest, Progress, StateFacts, checked
+from ptfast.core.run_records import CheckpointFacts, InputFacts, Manifest, Progress, checked
 from ptfast.core.tensors.checkpoint_folders import MANIFEST, REPLACED, hide, list_checkpoints, point
 from ptfast.core.tensors.dtensors import pack, unpack, write_tensors
 
@@ -32,7 +32,7 @@ FORMAT = 1
 SHARDED_FORMAT = 2
 """Of a checkpoint that several ranks have written."""
 EXPORT_FORMAT = 3
-"""Of an export: weights alone, in a folder that holds its own config."""
+"""Of an export: weights alone, in a folder with its own config."""
 WEIGHTS = "model.safetensors"
 """The weights of an export."""
 TREE = "tree.json"
@@ -112,19 +112,24 @@ class WholeDraft:
 class ShardedDraft:
     """A checkpoint of which each rank writes a part, with the guarantees of `WholeDraft`.
 
-    Every rank writes its rows into a file of its own, so that none holds more than its share. When all files
-    are on disk, the first rank adds what is whole, the facts and the manifest, and renames the folder, which
-    until then is no checkpoint.
+    Every rank writes its rows into a file of its own, so that none needs memory for more than its share.
+    When all files are on disk, the first rank adds what is whole, the facts and the manifest, and renames the
+    folder, which until then is no checkpoint.
     """
 
     together = True
 
     def __init__(
-        self, saved: Path, step: int, state: CheckpointContent, ranks: Ranks, mark: Mark = lambda folder: None
+        self,
+        saved: Path,
+        step: int,
+        content: CheckpointContent,
+        ranks: Ranks,
+        mark: Mark = lambda folder: None,
     ) -> None:
-        self.step, self._ranks, self._facts, self._mark = step, ranks, state.facts, mark
+        self.step, self._ranks, self._facts, self._mark = step, ranks, content.facts, mark
         self._folder = saved / f".step-{step}.{broadcast_object(uuid.uuid4().hex, ranks)}"
-        parts = {"model": state.model, "training": state.training}
+        parts = {"model": content.model, "training": content.training}
         self._tree, self.content = pack(parts, is_first=ranks.is_first)
 
     def write(self, content: dict[str, Tensor]) -> tuple[str, str]:
@@ -197,16 +202,16 @@ def read_facts(folder: Path, *, check: bool = True) -> dict[str, Any]:
             raise ValueError("facts of another step")
         given = {"progress": {*facts["progress"]}, "info": {*facts["info"]}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(file, "the file does not hold what a run resumes from") from error
+        raise damaged(file, "the file lacks facts that a run resumes from") from error
     if any(given[name] - known for name, known in _FACTS.items()):
         hint = f"Go on with that version, or start afresh from its weights: model.weights={folder}"
         raise damaged(folder, "it was saved by another version of ptfast", hint)
     try:
-        checked(StateFacts, text)
+        checked(CheckpointFacts, text)
         checked(InputFacts, json.dumps(facts["info"]["extra"]))
         return facts
     except ValueError as error:
-        raise damaged(file, f"it holds a fact of the wrong type ({shorten(error)})") from error
+        raise damaged(file, f"a fact in it has the wrong type ({shorten(error)})") from error
 
 
 def check_files(folder: Path, *, check: bool = True) -> dict[str, Any]:
@@ -258,7 +263,7 @@ def read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         parts = unpack(json.loads((folder / TREE).read_text()), files)
         return parts["model"], parts["training"]
     except Exception as error:
-        raise damaged(source, "it cannot be read, or not with the files beside it") from error
+        raise damaged(source, "it cannot be read, or does not fit the files next to it") from error
 
 
 def check_stored(path: Path) -> None:
@@ -276,7 +281,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         pickled = "weights_only" in str(error).lower()
-        what = "it holds a pickled object, which could run code" if pickled else "it cannot be read"
+        what = "it contains a pickled object, which could run code" if pickled else "it cannot be read"
         raise damaged(path, what) from error
 
 

@@ -63,7 +63,7 @@ def list_checkpoints(saved: Path) -> list[Path]:
     """The checkpoint folders of a run, newest first."""
     if not saved.is_dir():
         return []
-    # A copy may hold a checkpoint under the name of a link alone. A replaced one counts only if a kill came
+    # A copy may have a checkpoint under the name of a link alone. A replaced one counts only if a kill came
     # before the new one took its place.
     copies = [path for name in LINKS if _is_folder(path := saved / name)]
     found = [*copies, *saved.glob(f".step-*{REPLACED}"), *saved.glob("step-*")]
@@ -85,7 +85,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def config_of(folder: Path) -> Path:
-    """The config of the run that a checkpoint belongs to; an export holds its own."""
+    """The config of the run that a checkpoint belongs to; an export has its own."""
     own = folder / CONFIG
     return own if own.is_file() else folder.parent.parent / CONFIG
 

@@ -1,4 +1,4 @@
-"""States written beside training: a copy in main memory, and a thread that writes it."""
+"""Checkpoints written in the background: a copy in main memory, and a thread that writes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Main memory held by the buffers."""
+        """Main memory of the buffers."""
         return sum(map(len, self._buffers))
 
     def take(self, values: T) -> tuple[T, Callable[[], Any]]:
@@ -139,7 +139,7 @@ class CheckpointWriter:
 
         Args:
             due: what the first rank's `interval_over` said, the same on all ranks; and `all_written`, whether
-                `is_written` held on each. What they said before the last save is passed over.
+                `is_written` was true on each. What they said before the last save is passed over.
         """
         if self._together:
             if all_written and not self._is_stale:

@@ -14,7 +14,7 @@ from ptfast.core.errors import ConfigError, described
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True if each rank holds only a part of `tensor`."""
+    """Return True if each rank has only a part of `tensor`."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -143,7 +143,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     path.touch()
     mode = path.stat().st_mode
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    # Newer versions leave a file that nobody but its owner may read.
+    # Newer versions leave a file that only its owner may read.
     path.chmod(mode)
 
 

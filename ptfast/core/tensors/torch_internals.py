@@ -52,7 +52,7 @@ def set_allocator(settings: str) -> None:
 
 
 def dump_nccl_trace() -> bytes:
-    """What NCCL's flight recorder holds, pickled, without stacks, which need Python's lock for long."""
+    """The content of NCCL's flight recorder, pickled, without stacks, which need Python's lock for long."""
     from torch._C import _distributed_c10d as c10d
 
     return c10d._dump_nccl_trace(True, False, False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -30,7 +30,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with `function` of every tensor, saved one, or object with `to` in its place.
 
-    Types stay, with what else their objects hold.
+    Types stay, with the other attributes of their objects.
     """
     if isinstance(value, (Tensor, SavedTensor)) or hasattr(value, "to"):
         return function(value)

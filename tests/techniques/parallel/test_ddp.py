@@ -348,7 +348,9 @@ def test_ranks_are_started_again_as_long_as_they_get_further(
     assert capsys.readouterr().err.count("ptfast: restarting the ranks from step-4\n") == 2
     codes[5] = 0
     assert (
-        _run_ranks(replace(place, state_folder=in_tmp / "saved" / "step-4"), compose(), 2, max_restarts=1)
+        _run_ranks(
+            replace(place, checkpoint_folder=in_tmp / "saved" / "step-4"), compose(), 2, max_restarts=1
+        )
         == 0
     )
     assert given[4:] == ["step-4", "step-6"]

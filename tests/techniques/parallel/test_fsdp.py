@@ -131,7 +131,7 @@ def test_one_process_loads_what_it_saves(rank_folder: Path, tmp_path: Path) -> N
     ):
         for name, value in state.items():
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5)
-    run = build_run(tmp_path, *SMALL, *MIXED, state_folder=saved["mixed-fsdp"])
+    run = build_run(tmp_path, *SMALL, *MIXED, checkpoint_folder=saved["mixed-fsdp"])
     assert run.progress.step == 8
     again = evaluate(run, run.eval_loaders["val"])
     assert again["loss"] == pytest.approx(run.metrics["val"]["loss"], rel=1e-6)
