@@ -45,12 +45,12 @@ def train(args: Namespace) -> int:
     ranks = world(meets=any(word.startswith("parallel.nnodes=") for word in words))
     if args.multirun:
         from ptfast.cli.command_line import run
-        from ptfast.cli.sweep_command import sweep
+        from ptfast.cli.sweep_command import sweep_runs
 
         if ranks is not None or nodes_from_environment():
             hint = "Start it without torchrun; parallel=ddp launches the ranks of each job"
             raise ConfigError("C014", "every rank would run the whole sweep", key="-m", suggestion=hint)
-        return sweep(words, run)
+        return sweep_runs(words, run)[1]
 
     started = [f"--config={file}", *words] if file else words
     if ranks is not None and not args.dry_run:

@@ -133,13 +133,11 @@ def _ending(run_dir: Path, code: int) -> str:
     return str(summary.get("error") or status or ENDINGS.get(code) or f"exit code {code}")
 
 
-def sweep(arguments: list[str], run: Callable[[list[str]], int]) -> int:
-    """Run a sweep of valid points, print its ranking, and return the exit code of its first failure."""
-    return sweep_runs(arguments, run)[1]
-
-
 def sweep_runs(arguments: list[str], run: Callable[[list[str]], int]) -> tuple[list[Path], int]:
-    """Do the work of `sweep`, and also return the run directories of its jobs."""
+    """Run a sweep of valid points, and print its ranking.
+
+    Returns the run directories of its jobs, and the exit code of its first failure.
+    """
     given = parse(arguments, sweep=True)
     first = compose(next(sample_points(given)))
     config = validate(first.tree, first.place)

@@ -303,14 +303,12 @@ def broadcast_text(word: str | None, ranks: Ranks, name: str = "word") -> str:
 
 
 def gather_texts(word: str, ranks: Ranks, name: str) -> list[str]:
-    """The `word` of each rank on the first, over their store; an empty list on the others."""
+    """The `word` of each rank, on every rank, over their store."""
     if not ranks.distributed:
         return [word]
     place = _place(name)
     with _meeting() as store:
         store.set(f"{place}/{ranks.rank}", word)
-        if not ranks.is_first:
-            return []
         return [store.get(f"{place}/{rank}").decode() for rank in range(ranks.world_size)]
 
 
@@ -318,13 +316,10 @@ def count_neighbors(ranks: Ranks) -> Ranks:
     """`ranks` with the number of those on this machine, if no launcher has said it; as `broadcast_text`."""
     if "LOCAL_WORLD_SIZE" in os.environ or not ranks.distributed:
         return ranks
-    mine = socket.gethostname()
-    with _meeting() as store:
-        store.set(f"ptfast/host/{ranks.rank}", mine)
-        hosts = [store.get(f"ptfast/host/{rank}").decode() for rank in range(ranks.world_size)]
+    neighbors = gather_texts(mine := socket.gethostname(), ranks, "host").count(mine)
     # Read wherever the machine is divided among ranks.
-    os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(mine))
-    return replace(ranks, local_world_size=hosts.count(mine))
+    os.environ["LOCAL_WORLD_SIZE"] = str(neighbors)
+    return replace(ranks, local_world_size=neighbors)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ptfast.core.distributed import Ranks, on_all_ranks
 from ptfast.core.errors import NumericsError
 from ptfast.core.machine import available_memory, usable_cores
 from ptfast.core.tensors.async_host_copy import wait_for
+from ptfast.core.tensors.checkpoint_files import ShardedDraft, WholeDraft
 from ptfast.core.tensors.trees import tensors_in
 
 T = TypeVar("T")
@@ -78,17 +79,6 @@ class HostCopies:
         devices = {source.device for source in sources if source.is_cuda}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return deepcopy(values, memo), lambda: deque(map(wait_for, events), maxlen=0)
-
-
-class Draft(Protocol):
-    """A checkpoint on its way to disk: `WholeDraft`, or `ShardedDraft` for several ranks."""
-
-    step: int
-    together: bool
-    content: Any
-
-    def write(self, content: Any) -> Any: ...
-    def publish(self, written: Callable[[], Any]) -> Path: ...
 
 
 class CheckpointWriter:
@@ -155,7 +145,7 @@ class CheckpointWriter:
 
     def write(
         self,
-        draft: Draft,
+        draft: WholeDraft | ShardedDraft,
         *,
         check: Sequence[Tensor] = (),
         tell: Callable[[Path], object] = lambda folder: None,
@@ -168,7 +158,7 @@ class CheckpointWriter:
             tell: called by the main thread of the first rank, with the folder once it is in place.
             background: a thread may write it while training goes on.
         """
-        content = draft.content, [*check]
+        content: Any = draft.content, [*check]
         size, on_gpu = _size_of(content)
         fits = size < available_memory() // 2 + self._copies.num_bytes
         background = background and self.background is not False
