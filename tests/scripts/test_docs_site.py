@@ -65,6 +65,6 @@ def test_mistakes_fail_the_build_and_are_named(tmp_path: Path) -> None:
     (tmp_path / "docs/help/unlisted.md").write_text("# A page that the start page does not list\n")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode == 1
-    assert done.stderr.count("WARNING") == 3, done.stderr
+    assert done.stderr.count("WARNING -") == 3, done.stderr
     for warning in ("does not contain an anchor", "not found", "unlisted.md"):
         assert warning in done.stderr
