@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -228,26 +229,11 @@ def in_threads(count: int, work: Callable[[int], Result]) -> list[Result]:
     if not count:
         return []
     start_s = time.perf_counter()
-    results: list[Any] = [work(0), *[None] * (count - 1)]
-    errors: dict[int, Exception] = {}
-    threads = max(1, min(torch.get_num_threads(), count - 1))
-    if time.perf_counter() - start_s < SHORT_S:
-        threads = 1
-
-    def work_some(start: int) -> None:
-        for place in range(1 + start, count, threads):
-            try:
-                results[place] = work(place)
-            except Exception as error:
-                errors[place] = error
-                return
-
-    if threads > 1:
-        # Threads that outlived this call would not survive the fork of a worker process.
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work_some, range(threads)))
-    else:
-        work_some(0)
-    if errors:
-        raise errors[min(errors)]
-    return results
+    first, places, threads = work(0), range(1, count), min(torch.get_num_threads(), count - 1)
+    if threads <= 1 or time.perf_counter() - start_s < SHORT_S:
+        return [first, *map(work, places)]
+    size = -(-len(places) // threads)
+    parts = [places[start : start + size] for start in range(0, len(places), size)]
+    # Threads that outlived this call would not survive the fork of a worker process.
+    with ThreadPoolExecutor(threads) as pool:
+        return [first, *chain.from_iterable(pool.map(lambda part: [*map(work, part)], parts))]

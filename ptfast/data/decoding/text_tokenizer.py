@@ -202,30 +202,21 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Encoded:
     """
     if sum(map(len, texts)) < CACHE_FROM_CHARACTERS:
         return encode_anew(texts, tokenizer)
-    encoded: Encoded | None = None
 
     def store() -> Path:
-        nonlocal encoded
         sha = hashlib.sha256(json.dumps([_FORMAT, tokenizer.describe()]).encode())
         for text in texts:
             data = text.encode("utf-8", "surrogatepass")
             sha.update(b"%d:" % len(data))
             sha.update(data)
         path = cache_folder() / "tokens" / f"{sha.hexdigest()[:32]}.npz"
-        encoded = _stored(path)
-        if encoded is None:
-            encoded = encode_anew(texts, tokenizer)
-            save_arrays(path, tokens=encoded.tokens, lengths=encoded.lengths)
+        if not load_arrays(path):
+            save_arrays(path, **encode_anew(texts, tokenizer)._asdict())
         return path
 
-    path = once_per_machine(store)
+    arrays = load_arrays(once_per_machine(store))
     # Nothing was stored if the cache folder cannot be written.
-    return encoded or _stored(path) or encode_anew(texts, tokenizer)
-
-
-def _stored(path: Path) -> Encoded | None:
-    arrays = load_arrays(path)
-    return Encoded(**arrays) if arrays.keys() == {"tokens", "lengths"} else None
+    return Encoded(**arrays) if arrays else encode_anew(texts, tokenizer)
 
 
 def encode_anew(texts: list[str], tokenizer: Tokenizer) -> Encoded:

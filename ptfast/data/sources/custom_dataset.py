@@ -273,19 +273,11 @@ def _opaque_info(
         names = tuple(map(str, names)) if names is not None else None
         return DataInfo(kind="other", task=task, num_classes=num_classes, class_names=names)
     wanted = "batches of (inputs, targets)" if collate.is_own else "samples of (input, target)"
-    if collate.is_own:
-        found = f"{collate.name} gives {described(batch)}"
-    elif isinstance(batch, Mapping):
-        found = f"this data has mappings of {', '.join(map(str, batch))}"
-    elif not isinstance(batch, (tuple, list)):
-        found = f"this data has a {type(batch).__name__} each"
-    elif len(batch) != 2:
-        found = f"this data has {len(batch)} item{'s' * (len(batch) != 1)} each"
-    else:
-        name, part = ("targets", batch[1]) if isinstance(batch[0], Tensor) else ("inputs", batch[0])
-        found = f"{name} of this data are not tensors or numbers: each is a {type(part).__name__}"
+    found = f"{collate.name} gives" if collate.is_own else "this data has batches of"
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    what = f"takes {wanted}, and {found} {' and '.join(map(described, parts))}"
     hint = "Return those two, or set task to the import path of your own, such as task=mine.Task"
-    raise DataError("D004", f"takes {wanted}, and {found}", key="task", value=task, suggestion=hint)
+    raise DataError("D004", what, key="task", value=task, suggestion=hint)
 
 
 def _names_otherwise(labels: Tensor, task: str) -> bool:

@@ -49,7 +49,7 @@ def read_table(path: Path, text: Sequence[str] = (), label: str | None = None) -
         text, label: columns by their names in the first line; those that are not given are found.
     """
     rows, delimiter = read_rows(path)
-    header = _header([fields for _, fields in rows], text, label)
+    header = _header(path, [fields for _, fields in rows], text, label)
     if path.suffix.lower() in RECORDS:
         header = tuple(rows[0][1])
     place, texts, guessed, columns, text_names = -1, list[int](), True, "", list[str]()
@@ -111,8 +111,10 @@ def _check_no_table(path: Path, rows: Sequence[tuple[int, list[str]]]) -> None:
     raise DataError("D005", what, key=f"{path}:{number}", suggestion=hint)
 
 
-def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -> tuple[str, ...] | None:
-    """The first row, if it names columns: these, where the user names some."""
+def _header(
+    path: Path, rows: Sequence[list[str]], text: Sequence[str], label: str | None
+) -> tuple[str, ...] | None:
+    """The first row, if it names columns: these, where the user names some; D005 where it may be either."""
     first, others = [field.strip() for field in rows[0]], rows[1:]
     if missing := [name for name in text if name not in first]:
         what = f"no such column in the first line, which is {_shown(first)}"
@@ -128,8 +130,15 @@ def _header(rows: Sequence[list[str]], text: Sequence[str], label: str | None) -
     named = [place for place, name in enumerate(names) if name in LABELS]
     place = named[0] if named else len(names) - 1
     labels = {fields[place].strip() for fields in others if place < len(fields)}
-    numbers = len(others) > 1 and all(map(_is_number, labels))
-    return tuple(first) if first[place] not in labels and (named or numbers) else None
+    if first[place] in labels:
+        return None
+    if named or (len(others) > 1 and all(map(_is_number, labels))):
+        return tuple(first)
+    if 2 * len(labels) <= len(others):
+        what = f"may name columns or be a sample: no other line has its label {_shown([first[place]])}"
+        hint = "Set data.text and data.label if it names columns; else begin with a sample of another class"
+        raise DataError("D005", what, key=f"{path}:1", suggestion=hint)
+    return None
 
 
 def _columns(

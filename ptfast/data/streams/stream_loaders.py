@@ -40,10 +40,12 @@ class Item(NamedTuple):
     num_samples: int
     mark: Mark = Mark()
     digest: int = 0
-    """`digest` of the first step, or of the worker's first micro-batch; 0 where none is compared."""
+    """`digest` of the first step, or of the worker's first samples; 0 where it identifies nothing."""
 
 
 END = Item(None, 0)
+COMPARED = 16
+"""Samples, at least, by which workers notice that they read the same: a single one may recur by chance."""
 
 
 @dataclass
@@ -117,12 +119,13 @@ class StreamReader:
         """This reader's own part, pass after pass, with an end after each; the last of a pass is short."""
         reader = self.reader
         for epoch in count(mark.epoch):
-            samples, number = self.source.read(epoch, reader), reader.index
+            samples, number, checksum = self.source.read(epoch, reader), reader.index, 0
+            if epoch == mark.epoch:
+                first = self._take(samples, max(self.size, COMPARED))
+                samples, checksum = chain(first, samples), digest(first)
             while batch := self._take(samples, self.size):
-                is_first = epoch == mark.epoch and number == reader.index
                 numbers = number + reader.count * np.arange(len(batch))
                 number += len(batch) * reader.count
-                checksum = digest(batch) if is_first else 0
                 raw = self.source.batch(batch, MicroBatchIndices(epoch, numbers, len(batch)), self.augment)
                 yield Item(raw, len(batch), digest=checksum)
             yield END
@@ -279,6 +282,8 @@ class StreamBatches(Batches):
         self.workers, self.marks = len(pools), Marks(1)
         self._source, self._sharding, self._once = readers[0].source, readers[0].sharding, readers[0].once
         self._per_rank = self._sharding.per_rank
+        self._compared = False
+        """The first samples were compared between ranks, which is done once, not at every evaluation."""
 
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
         if self.pools:
@@ -303,7 +308,8 @@ class WholeBatches(StreamBatches):
         turn = first_step * self._per_rank
         for step in range(first_step, last_step):
             items = [next(readers[(turn + i) % len(readers)]) for i in range(self._per_rank)]
-            if step == first_step and self._source.is_guessed:
+            if not self._compared and self._source.is_guessed:
+                self._compared = True
                 digests = on_all_ranks(items[0].digest, self._sharding.world_size)
                 check_same(digests, self._source.class_name)
             if any(item.raw is None for item in items):
@@ -332,8 +338,10 @@ class PartBatches(StreamBatches):
         mark = self.marks.at(first_step)
         readers, step = self._open(first_step, mark), mark.first
         first_items = [next(reader) for reader in readers]
-        digests = on_all_ranks([item.digest for item in first_items], self._sharding.world_size)
-        check_parted([*chain(*digests)], self._source.class_name)
+        if not self._compared:
+            digests = on_all_ranks([item.digest for item in first_items], self._sharding.world_size)
+            check_parted([*chain(*digests)], self._source.class_name)
+            self._compared = True
         readers[:] = (chain([item], reader) for item, reader in zip(first_items, readers, strict=True))
         for epoch in count(mark.epoch):
             mark = Mark(epoch, step)

@@ -116,6 +116,15 @@ def test_a_sample_in_the_first_line_stays_one(tmp_path: Path, rows: str):
     assert len(load(TextTsv(path=str(tmp_path / "train.tsv"))).train) == 3
 
 
+def test_a_first_line_that_may_name_columns_is_not_read_as_a_sample(tmp_path: Path):
+    path = tmp_path / "train.tsv"
+    path.write_text("utterance\tmood\n" + "a good film\tjoy\nbad film\tanger\n" * 4)
+    with pytest.raises(DataError, match=r"train\.tsv:1: may name columns .* its label mood\. Set data\.text"):
+        load(TextTsv(path=str(path)))
+    data = load(TextTsv(path=str(path), text="utterance", label="mood"))
+    assert data.info.class_names == ("anger", "joy")
+
+
 def test_columns_that_are_named_are_found_by_their_names(folder: Path):
     (folder / "train.tsv").write_text("id\tlabel\tsentence\n7\t1\ta good film\n8\t0\tbad film\n")
     (folder / "test.tsv").write_text("index\tsentence\n0\ta film\n1\ta film\n")

@@ -60,7 +60,7 @@ def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict
     assert refusals["SaysSo"] == ""
 
 
-@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (2, 2), (3, 3), (2, 6)])
 def test_readers_that_all_read_the_same_are_noticed(workers: int, micro_batches: int) -> None:
     with pytest.raises(DataError, match=f"yields the same to each of {workers} readers") as caught:
         some(build(Asks(), kind="workers", workers=workers, micro_batches=micro_batches), 9)
