@@ -202,7 +202,7 @@ CASES: dict[str, BadData] = {
     "more workers than shards": _stream(
         "ShardedStream",
         "C011",
-        "dataloader.workers=4 (command line): 4 readers, and the dataset has 3 shards to give them",
+        "dataloader.workers=4 (command line): 4 data workers, and the dataset has 3 shards to give them",
         "Use dataloader.workers=3",
         more="dataloader.workers=4",
     ),

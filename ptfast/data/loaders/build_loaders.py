@@ -224,7 +224,7 @@ def build_eval_loader(
     prepare = Prepare(loading, info, images=source.images)
     if isinstance(source, IterableSource):
         # A held-out split may have fewer shards than the training data, for which workers were counted.
-        workers = source.readers_at_most(count_workers(loading.workers), world_size)
+        workers = source.workers_at_most(count_workers(loading.workers), world_size)
         kind = loading.kind if loading.kind == "workers" else "plain"
         sharding = Sharding(BatchPlan(None, batch_size * world_size), world_size, rank, world_size)
         how = replace(loading, kind=kind, workers=workers)

@@ -131,7 +131,7 @@ def _check_kind(train: MapSource, kind: str, crops: bool) -> None:
 def _of_stream(
     train: IterableSource, kind: str, workers: int | str, world_size: int, before: str | None
 ) -> Choice:
-    """Workers for data that shares itself out; a second reader of the whole stream gains nothing."""
+    """Workers for data that shares itself out; a second data worker of the whole stream gains nothing."""
     if kind not in ("auto", "plain", "workers"):
         what, hint = "iterable data is read in order and cannot be kept in memory", "Use dataloader=auto"
         raise ConfigError("C011", what, key="dataloader.kind", value=kind, suggestion=hint)
@@ -140,7 +140,7 @@ def _of_stream(
     shared = train.shared_by != "none" or train.shares_batches
     count = count_workers(workers)
     if workers == "auto":
-        count = train.readers_at_most(count, world_size) if shared else min(count, 1)
+        count = train.workers_at_most(count, world_size) if shared else min(count, 1)
         count = max(1, count) if kind == "workers" else count
     if kind == "workers":
         return Choice(kind, before or "as the config says", count)

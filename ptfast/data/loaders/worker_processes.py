@@ -42,7 +42,7 @@ class _Fetch(Dataset[Any]):
     def __getitem__(self, micro_batch: Any) -> Any:
         try:
             raw = self.batches(micro_batch)
-            # The queue would do it in a thread of its own, where an error would hang the reader.
+            # The queue would do it in a thread of its own, where an error would hang whoever waits.
             for tensor in tensors_in(raw):
                 tensor.share_memory_()
         except PtfastError as error:

@@ -1,4 +1,4 @@
-"""Iterable data of unknown length: read pass after pass, by one reader or shared out over several."""
+"""Iterable data of unknown length: read pass after pass, by one data worker or shared out over several."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ptfast.data.sampling.sampler import MicroBatchIndices
 from ptfast.data.transforms.augment_plan import Augment
 from ptfast.data.transforms.row_windows import augmented
 
-Sharing = Literal["none", "readers", "ranks"]
+Sharing = Literal["none", "workers", "ranks"]
 
 
 @dataclass(frozen=True)
-class Reader:
+class DataWorker:
     """One of the processes that read a dataset together: a worker of a rank."""
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Reader:
 
     @property
     def index(self) -> int:
-        """Number among the `count` readers of all ranks."""
+        """Number among the `count` data workers of all ranks."""
         return self.rank * self.num_workers + self.worker
 
     @property
@@ -56,8 +56,8 @@ class IterableSource(BaseSource):
     - Any other yields everything wherever it is read; each process keeps its part. `shared_by = "none"` marks
       a dataset of this kind that asks nevertheless.
 
-    Draws from the global generators (torch, numpy, random) are seeded by the pass and the reader; those that
-    the dataset holds by the pass alone, because an order of its own must be that of all readers. A method
+    Draws from the global generators (torch, numpy, random) are seeded by pass and data worker; those that
+    the dataset holds by the pass alone, because an order of its own must be that of all of them. A method
     `set_epoch` receives the number of the pass. State that the dataset itself carries from one pass to the
     next is not restored when a run resumes.
     """
@@ -75,32 +75,33 @@ class IterableSource(BaseSource):
         """Samples among which the next is drawn; None leaves them in their order."""
         stated = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
         self.num_shards = next((number for number in stated if isinstance(number, int)), None)
-        """The most readers that the dataset can be shared out over; None if it does not say."""
+        """The most data workers that the dataset can be shared out over; None if it does not say."""
 
     @property
     def shared_by(self) -> Sharing:
-        """Who shares the dataset out: its `readers`, its `ranks`, or no one (`none`).
+        """Who shares the dataset out: its `workers`, its `ranks`, or `none` of them.
 
         Raises:
             DataError: D008 if it states something else.
         """
         stated = getattr(self.dataset, "shared_by", None)
         if stated is None:
-            return "readers" if self.first[1] else "none"
-        if stated not in ("none", "readers", "ranks"):
+            return "workers" if self.first[1] else "none"
+        stated = "workers" if stated == "readers" else stated  # its former name
+        if stated not in ("none", "workers", "ranks"):
             what = f"{self.class_name}.shared_by is {stated!r}"
-            raise DataError("D008", what, key="data", suggestion='It is "none", "readers" or "ranks"')
+            raise DataError("D008", what, key="data", suggestion='It is "none", "workers" or "ranks"')
         return cast(Sharing, stated)
 
-    def readers_at_most(self, wanted: int, world_size: int) -> int:
-        """Readers of each rank: `wanted`, or as many as the dataset can be shared out over."""
+    def workers_at_most(self, wanted: int, world_size: int) -> int:
+        """Data workers of each rank: `wanted`, or as many as the dataset can be shared out over."""
         if self.shared_by == "none" or self.num_shards is None:
             return wanted
         return min(wanted, self.num_shards // world_size)
 
-    def read(self, epoch: int, reader: Reader = Reader()) -> Iterator[Any]:
-        """One pass over the samples of `reader`; advance it inside `OwnGenerators.in_place`, `as_reader`."""
-        several = (reader.index,) if reader.count > 1 else ()
+    def read(self, epoch: int, worker: DataWorker = DataWorker()) -> Iterator[Any]:
+        """One pass over the samples of `worker`; advance it inside `OwnGenerators.in_place`, `as_worker`."""
+        several = (worker.index,) if worker.count > 1 else ()
         seed_all(counter_draws.key(self.seed, epoch, counter_draws.GLOBAL, *several))
         with as_data_errors(self.dataset):
             state = DatasetState(self.dataset)
@@ -123,14 +124,14 @@ class IterableSource(BaseSource):
             raw = (raw[0].permute(0, 2, 3, 1).contiguous(), *raw[1:])
         return augmented(augment, raw, micro_batch) if augment else raw
 
-    def as_reader(self, reader: Reader) -> contextlib.AbstractContextManager[None]:
-        """A context in which `get_worker_info()` describes `reader` to the dataset."""
+    def as_worker(self, worker: DataWorker) -> contextlib.AbstractContextManager[None]:
+        """A context in which `get_worker_info()` describes `worker` to the dataset."""
         shared_by = self.shared_by
         if shared_by == "none":
             return contextlib.nullcontext()
-        index, count = reader.index, reader.count
+        index, count = worker.index, worker.count
         if shared_by == "ranks":
-            index, count = reader.worker, reader.num_workers
+            index, count = worker.worker, worker.num_workers
         seed = counter_draws.key(self.seed, counter_draws.GLOBAL, index)
         info = data_worker.WorkerInfo(id=index, num_workers=count, seed=seed, dataset=self.dataset)
         return _answering(info)

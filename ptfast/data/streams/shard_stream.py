@@ -1,4 +1,4 @@
-"""Images out of shards that are fetched as they are needed: one order for all readers, by seed and pass."""
+"""Images out of shards that are fetched as they are needed: one order for all workers, by seed and pass."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ptfast.data.loaders.pipeline import Batches, LoaderOptions, Prepare
 from ptfast.data.loaders.worker_processes import WorkerPool
 from ptfast.data.sampling.counter_draws import OwnGenerators
 from ptfast.data.sampling.sampler import MicroBatchIndices, Sharding
-from ptfast.data.streams.iterable import IterableSource, Reader
+from ptfast.data.streams.iterable import DataWorker, IterableSource
 from ptfast.data.transforms.augment_plan import Augment
 
 
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
 
     epoch: int = 0
     first: int = 0
-    """The number of its first sample in the stream, or of its first step where readers have parts."""
+    """The number of its first sample in the stream, or of its first step where data workers have parts."""
 
 
 class Item(NamedTuple):
@@ -49,15 +49,15 @@ COMPARED = 16
 
 
 @dataclass
-class StreamReader:
-    """The micro-batches of one reader. Calling it gives the next one, so that it can run in a worker."""
+class StreamWorker:
+    """The micro-batches of one data worker. Calling it gives the next one, so that it can run in a worker."""
 
     source: IterableSource
-    reader: Reader
+    worker: DataWorker
     augment: Augment
     sharding: Sharding
     in_parts: bool
-    """The dataset gives each reader a part of its own."""
+    """The dataset gives each data worker a part of its own."""
     once: bool
     """End with the first pass, whose last batch may be short; else batches continue into the next pass."""
 
@@ -78,23 +78,23 @@ class StreamReader:
         return self._part_items(mark) if self.in_parts else self._whole_items(first_step, mark)
 
     def _whole_items(self, first_step: int, mark: Mark) -> Iterator[Item]:
-        """This reader's share of a whole stream; samples of micro-batches do not depend on who reads them."""
-        reader, plan, per_rank = self.reader, self.sharding.plan, self.sharding.per_rank
+        """This worker's share of a whole stream; samples of micro-batches do not depend on who reads them."""
+        worker, plan, per_rank = self.worker, self.sharding.plan, self.sharding.per_rank
         self._mark = mark
         samples = self._passes()
-        with self._generators.in_place(), self.source.as_reader(reader):
+        with self._generators.in_place(), self.source.as_worker(worker):
             skipped = plan.batch(first_step)[1] - mark.first
             next(islice(samples, skipped, skipped), None)
         for step in count(first_step):
             _, first, end = plan.batch(step)
             now = self._mark
             batch = self._take(samples, end - first)
-            checksum = digest(batch) if reader.world_size > 1 and step == first_step else 0
+            checksum = digest(batch) if worker.world_size > 1 and step == first_step else 0
             if not batch or (len(batch) < end - first and not self.once):
                 break
             micro_batches = self.sharding.cut(0, np.arange(len(batch)))
             for number, micro_batch in enumerate(micro_batches, step * per_rank):
-                if number % reader.num_workers == reader.worker:
+                if number % worker.num_workers == worker.worker:
                     taken = [batch[place] for place in micro_batch.indices]
                     # Numbers continue over the passes.
                     numbers = MicroBatchIndices(0, first + micro_batch.indices, len(taken))
@@ -116,22 +116,22 @@ class StreamReader:
             self._mark = Mark(self._mark.epoch + 1, self._mark.first + num_samples)
 
     def _part_items(self, mark: Mark) -> Iterator[Item]:
-        """This reader's own part, pass after pass, with an end after each; the last of a pass is short."""
-        reader = self.reader
+        """This worker's own part, pass after pass, with an end after each; the last of a pass is short."""
+        worker = self.worker
         for epoch in count(mark.epoch):
-            samples, number, checksum = self.source.read(epoch, reader), reader.index, 0
+            samples, number, checksum = self.source.read(epoch, worker), worker.index, 0
             if epoch == mark.epoch:
                 first = self._take(samples, max(self.size, COMPARED))
                 samples, checksum = chain(first, samples), digest(first)
             while batch := self._take(samples, self.size):
-                numbers = number + reader.count * np.arange(len(batch))
-                number += len(batch) * reader.count
+                numbers = number + worker.count * np.arange(len(batch))
+                number += len(batch) * worker.count
                 raw = self.source.batch(batch, MicroBatchIndices(epoch, numbers, len(batch)), self.augment)
                 yield Item(raw, len(batch), digest=checksum)
             yield END
 
     def _take(self, samples: Iterator[Any], number: int) -> list[Any]:
-        with self._generators.in_place(), self.source.as_reader(self.reader):
+        with self._generators.in_place(), self.source.as_worker(self.worker):
             return list(islice(samples, number))
 
 
@@ -150,12 +150,12 @@ def check_same(digests: Sequence[int], name: str) -> None:
     if len(set(digests)) <= 1:
         return
     what = f"{name} yields different samples on each rank, and does not say why"
-    hint = 'Give it shared_by = "ranks" if it splits itself over ranks, else "readers" or "none"'
+    hint = 'Give it shared_by = "ranks" if it splits itself over ranks, else "workers" or "none"'
     raise DataError("D008", what, key="data", suggestion=hint)
 
 
 def check_parted(digests: Sequence[int], name: str) -> None:
-    """Check that a dataset which shares itself out over readers gives each something else.
+    """Check that a dataset which shares itself out over data workers gives each something else.
 
     Raises:
         DataError: D008 if all have read the same.
@@ -163,9 +163,9 @@ def check_parted(digests: Sequence[int], name: str) -> None:
     if len(digests) <= 1 or len(set(digests)) > 1 or not digests[0]:
         return
     what = (
-        f"{name} yields the same to each of {len(digests)} readers: every sample would come that many times"
+        f"{name} yields the same to each of {len(digests)} workers: every sample would come that many times"
     )
-    hint = 'Give it shared_by = "none", or have each reader take its share by get_worker_info()'
+    hint = 'Give it shared_by = "none", or have each data worker take its share by get_worker_info()'
     raise DataError("D008", what, key="data", suggestion=hint)
 
 
@@ -186,26 +186,26 @@ def sum_of(value: Any) -> int:
 
 
 def share_out(source: IterableSource, sharding: Sharding, loading: LoaderOptions) -> tuple[int, bool, str]:
-    """The workers of this rank (0 for this process), whether readers have parts of their own, and why."""
+    """The workers of this rank (0 for this process), whether they have parts of their own, and why."""
     world_size = sharding.world_size
     workers = count_workers(loading.workers) if loading.kind == "workers" else 0
-    readers = max(1, workers) * world_size
+    total = max(1, workers) * world_size
     shared, shards = source.shared_by != "none", source.num_shards
-    if shared and shards is not None and readers > shards:
-        what = f"{readers} readers, and the dataset has {shards} shards to give them"
+    if shared and shards is not None and total > shards:
+        what = f"{total} data workers, and the dataset has {shards} shards to give them"
         fits = shards // world_size
         hint = f"Use dataloader.workers={fits}" if fits else f"Use {shards} ranks or fewer"
         raise ConfigError("C011", what, key="dataloader.workers", value=max(1, workers), suggestion=hint)
     who = loading.describe(workers) if workers else "in this process"
-    if readers == 1:
+    if total == 1:
         how = "read in order"
     elif shared:
-        how = f"the dataset shares itself out over {readers} readers"
+        how = f"the dataset shares itself out over {total} data workers"
     elif source.shares_batches:
-        how = f"{readers} readers share the batches of one order"
+        how = f"{total} data workers share the batches of one order"
     else:
-        how = "each reader goes through the whole stream: the dataset does not ask get_worker_info()"
-    return workers, shared and readers > 1, f"{who}, {how}"
+        how = "each data worker goes through the whole stream: the dataset does not ask get_worker_info()"
+    return workers, shared and total > 1, f"{who}, {how}"
 
 
 def build_stream_batches(
@@ -219,7 +219,7 @@ def build_stream_batches(
 ) -> WholeBatches | PartBatches:
     """The batches of iterable data, on one rank.
 
-    If readers have parts of their own, the plan's `last` (`keep` or `drop`) applies to the end of each pass.
+    If data workers have parts of their own, the `drop_last` applies to the end of each pass.
     """
     augment = augment or Augment()
     if augment.resized_crop is not None and not source.shares_batches:
@@ -232,13 +232,14 @@ def build_stream_batches(
         check_same(on_all_ranks(begins, sharding.world_size), source.class_name)
     workers, in_parts, reason = share_out(source, sharding, loading)
     if in_parts and sharding.plan.drop_last == "pad":
-        what = "a dataset that splits itself over readers has parts of unequal length, which cannot be padded"
+        what = "a dataset that splits itself over data workers has unequal parts, which cannot be padded"
         hint = "Use dataloader.drop_last=false or true"
         raise ConfigError("C011", what, key="dataloader.drop_last", value="pad", suggestion=hint)
-    num_readers = max(1, workers)
-    readers = [Reader(sharding.rank, sharding.world_size, each, num_readers) for each in range(num_readers)]
-    streams = [StreamReader(source, reader, augment, sharding, in_parts, once) for reader in readers]
-    pools = [loading.pool(reader, 1, among=workers) for reader in streams if workers]
+    streams: list[StreamWorker] = []
+    for number in range(max(1, workers)):
+        worker = DataWorker(sharding.rank, sharding.world_size, number, max(1, workers))
+        streams.append(StreamWorker(source, worker, augment, sharding, in_parts, once))
+    pools = [loading.pool(stream, 1, among=workers) for stream in streams if workers]
     kind = PartBatches if in_parts else WholeBatches
     return kind(streams, pools, prepare, reason)
 
@@ -247,7 +248,7 @@ def build_stream_batches(
 class Marks:
     """The start of each pass, by step: with it a resumed run reads no more than one pass again."""
 
-    readers: int
+    workers: int
     _found: list[tuple[int, Mark]] = field(default_factory=lambda: [(0, Mark())])
 
     def note(self, step: int, mark: Mark) -> None:
@@ -260,27 +261,29 @@ class Marks:
         return max((found for found in self._found if found[0] <= step), default=self._found[0])[1]
 
     def state(self, step: int) -> dict[str, int]:
-        return {**self.at(max(0, step - 1))._asdict(), "readers": self.readers}
+        return {**self.at(max(0, step - 1))._asdict(), "readers": self.workers}
 
     def load(self, state: dict[str, int], step: int) -> str:
         """Resume from a checkpoint; return what that takes, for the panel."""
         mark = Mark(state["epoch"], state["first"])
         self._found = [(0, mark)]
         text = f"iterable data is read again from the start of its pass {mark.epoch + 1} up to step {step:,}"
-        if state["readers"] != self.readers:
-            text += f", which {state['readers']} readers had cut otherwise than {self.readers} do now"
+        if state["readers"] != self.workers:
+            text += (
+                f", which {state['readers']} data workers had divided otherwise than {self.workers} do now"
+            )
         return text
 
 
 class StreamBatches(Batches):
-    """The step batches of a stream on one rank, by its readers or their `pools`. Subclasses give `steps`."""
+    """The step batches of a stream on one rank, by its data workers or their `pools`."""
 
     def __init__(
-        self, readers: list[StreamReader], pools: list[WorkerPool], prepare: Prepare, reason: str
+        self, workers: list[StreamWorker], pools: list[WorkerPool], prepare: Prepare, reason: str
     ) -> None:
-        self._readers, self.pools, self.prepare, self.reason = readers, pools, prepare, reason
+        self._workers, self.pools, self.prepare, self.reason = workers, pools, prepare, reason
         self.workers, self.marks = len(pools), Marks(1)
-        self._source, self._sharding, self._once = readers[0].source, readers[0].sharding, readers[0].once
+        self._source, self._sharding, self._once = workers[0].source, workers[0].sharding, workers[0].once
         self._per_rank = self._sharding.per_rank
         self._compared = False
         """The first samples were compared between ranks, which is done once, not at every evaluation."""
@@ -288,7 +291,7 @@ class StreamBatches(Batches):
     def _open(self, step: int, mark: Mark) -> list[Iterator[Item]]:
         if self.pools:
             return [pool.fetch(repeat((step, mark))) for pool in self.pools]
-        return [reader.items(step, mark) for reader in self._readers]
+        return [worker.items(step, mark) for worker in self._workers]
 
     def _step_batch(self, items: Sequence[Item], num_samples: int) -> StepBatch:
         micro_batches = [MicroBatch(item.raw, item.num_samples) for item in items]
@@ -296,18 +299,18 @@ class StreamBatches(Batches):
 
 
 class WholeBatches(StreamBatches):
-    """Batches of a stream that each reader goes through as a whole, one pass after another.
+    """Batches of a stream that each data worker goes through as a whole, one pass after another.
 
     A batch that the end of a pass leaves short is filled up from the next pass, unless the stream is read
     once. Unless the dataset says who shares it out, the first batches of all ranks are compared.
     """
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        readers = self._open(first_step, self.marks.at(first_step))
+        workers = self._open(first_step, self.marks.at(first_step))
         # Micro-batches are numbered from the start of the run.
         turn = first_step * self._per_rank
         for step in range(first_step, last_step):
-            items = [next(readers[(turn + i) % len(readers)]) for i in range(self._per_rank)]
+            items = [next(workers[(turn + i) % len(workers)]) for i in range(self._per_rank)]
             if not self._compared and self._source.is_guessed:
                 self._compared = True
                 digests = on_all_ranks(items[0].digest, self._sharding.world_size)
@@ -321,7 +324,7 @@ class WholeBatches(StreamBatches):
 
 
 class PartBatches(StreamBatches):
-    """Batches of a stream of which every reader has a part of its own.
+    """Batches of a stream of which every data worker has a part of its own.
 
     A pass ends when all parts have: each sample comes once. Ranks sum their numbers of samples a step early,
     while the device trains, and a rank whose part has ended joins without samples.
@@ -330,22 +333,22 @@ class PartBatches(StreamBatches):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sums = host_sums(self._sharding.world_size)
-        self.marks = Marks(self._sharding.world_size * len(self._readers))
+        self.marks = Marks(self._sharding.world_size * len(self._workers))
         self._drops = self._sharding.plan.drop_last is True
         self._last_raw: Any = None
 
     def steps(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         mark = self.marks.at(first_step)
-        readers, step = self._open(first_step, mark), mark.first
-        first_items = [next(reader) for reader in readers]
+        workers, step = self._open(first_step, mark), mark.first
+        first_items = [next(worker) for worker in workers]
         if not self._compared:
             digests = on_all_ranks([item.digest for item in first_items], self._sharding.world_size)
             check_parted([*chain(*digests)], self._source.class_name)
             self._compared = True
-        readers[:] = (chain([item], reader) for item, reader in zip(first_items, readers, strict=True))
+        workers[:] = (chain([item], worker) for item, worker in zip(first_items, workers, strict=True))
         for epoch in count(mark.epoch):
             mark = Mark(epoch, step)
-            for items, num_samples in self._one_pass(readers):
+            for items, num_samples in self._one_pass(workers):
                 if items:
                     self._last_raw = items[-1].raw
                 if step >= first_step:
@@ -363,9 +366,9 @@ class PartBatches(StreamBatches):
             if step == mark.first or self._once:
                 return
 
-    def _one_pass(self, readers: list[Iterator[Item]]) -> Iterator[tuple[list[Item], int]]:
+    def _one_pass(self, workers: list[Iterator[Item]]) -> Iterator[tuple[list[Item], int]]:
         """This rank's micro-batches of each step up to the end of the pass, and the samples of all ranks."""
-        items = _in_turn(readers)
+        items = _in_turn(workers)
         following = self._ask(items)
         while True:
             mine, answer = following
@@ -384,24 +387,24 @@ class PartBatches(StreamBatches):
         """
         mine = list(islice(items, self._per_rank))
         num_samples = sum(item.num_samples for item in mine)
-        return mine, self._sums([num_samples, num_samples < self._per_rank * self._readers[0].size])
+        return mine, self._sums([num_samples, num_samples < self._per_rank * self._workers[0].size])
 
     def _empty(self) -> DataError:
-        rank, readers = self._sharding.rank, self.marks.readers
-        what = f"the dataset gives rank {rank} no samples where it has {readers} readers"
+        rank, total = self._sharding.rank, self.marks.workers
+        what = f"the dataset gives rank {rank} no samples where it has {total} data workers"
         hint = "Use fewer ranks or workers, or more shards"
         if self._drops:
             what, hint = f"{what} of full batches", "Use dataloader.drop_last=false, or a smaller batch_size"
         return DataError("D006", what, key="data", suggestion=hint)
 
 
-def _in_turn(readers: list[Iterator[Item]]) -> Iterator[Item]:
+def _in_turn(workers: list[Iterator[Item]]) -> Iterator[Item]:
     """Their items by turns; when the pass of one ends, the others continue without it."""
-    reading = list(readers)
+    reading = list(workers)
     while reading:
-        for reader in tuple(reading):
-            item = next(reader)
+        for worker in tuple(reading):
+            item = next(worker)
             if item.raw is None:
-                reading.remove(reader)
+                reading.remove(worker)
             else:
                 yield item

@@ -82,7 +82,7 @@ def test_images_are_decoded_as_they_are_asked_for() -> None:
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("shuffle_buffer", [None, 5])
-def test_all_readers_make_the_same_batches(shuffle_buffer: int | None) -> None:
+def test_all_data_workers_make_the_same_batches(shuffle_buffer: int | None) -> None:
     data = load("texts", shuffle_buffer=shuffle_buffer)
     plain = steps(data, 6)
     assert same_bits(steps(data, 6, kind="workers", workers=2), plain)

@@ -1,4 +1,4 @@
-"""Shards at URLs: read while they are fetched, the same bits for all readers, in a cache of bounded size."""
+"""Shards at URLs: read while they are fetched, the same bits for all workers, in a cache of bounded size."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_each_pass_has_every_sample_once_in_an_order_of_its_own(server: ShardSer
 
 
 @pytest.mark.parametrize("shuffle_buffer", [None, 6])
-def test_all_readers_make_the_same_batches(server: ShardServer, shuffle_buffer: int | None) -> None:
+def test_all_data_workers_make_the_same_batches(server: ShardServer, shuffle_buffer: int | None) -> None:
     data = stream(server.url + PATTERN, shuffle_buffer=shuffle_buffer)
     plain = steps(data, 6)
     assert same_bits(steps(data, 6, kind="workers", workers=2), plain)

@@ -34,7 +34,7 @@ from ptfast.data.streams.stream_loaders import digest, share_out, sum_of
 
 
 def test_under_keep_two_ranks_of_three_workers_read_every_sample_exactly_once() -> None:
-    """Six readers of seven uneven shards, up to the end of the first pass, and the second likewise."""
+    """Six data workers of seven uneven shards, up to the end of the first pass, and the second likewise."""
     first, second = over_ranks(24, kind="workers", workers=3)
     assert [batch.num_samples for batch in first] == [batch.num_samples for batch in second]
     seen, passes = Counter[float](), 0
@@ -56,16 +56,16 @@ def test_two_processes_share_a_stream_and_go_on_to_the_same_bits(two_ranks: dict
             f"D008: data: {name} yields different samples on each rank, and does not say why"
         )
         assert 'Give it shared_by = "ranks" if it splits itself over ranks' in refusals[name]
-    assert refusals["Asks"].startswith("D008: data: Asks yields the same to each of 6 readers: every sample")
+    assert refusals["Asks"].startswith("D008: data: Asks yields the same to each of 6 workers: every sample")
     assert refusals["SaysSo"] == ""
 
 
 @pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (2, 2), (3, 3), (2, 6)])
-def test_readers_that_all_read_the_same_are_noticed(workers: int, micro_batches: int) -> None:
-    with pytest.raises(DataError, match=f"yields the same to each of {workers} readers") as caught:
+def test_data_workers_that_all_read_the_same_are_noticed(workers: int, micro_batches: int) -> None:
+    with pytest.raises(DataError, match=f"yields the same to each of {workers} workers") as caught:
         some(build(Asks(), kind="workers", workers=workers, micro_batches=micro_batches), 9)
     assert caught.value.code == "D008"
-    # One reader has nobody to differ from, and readers of shards have parts of their own.
+    # A lone data worker differs from none, and those of shards have parts of their own.
     assert len(some(build(Asks()), 9)) == 9
     assert len(some(build(Sharded(), kind="workers", workers=workers, micro_batches=micro_batches), 9)) == 9
 
@@ -139,7 +139,7 @@ def test_a_data_set_that_shares_itself_out_gets_workers(monkeypatch: pytest.Monk
     workers, in_parts, reason = share_out(IterableSource(Sharded(), 0), *on_two_ranks(3))
     assert workers == 3
     assert in_parts
-    assert reason == "3 processes, the dataset shares itself out over 6 readers"
+    assert reason == "3 processes, the dataset shares itself out over 6 data workers"
     assert get_worker_info() is None
     chosen = choose(IterableSource(Sharded(), 0), kind="auto")
     assert (chosen.kind, chosen.workers) == ("workers", 3)
@@ -158,28 +158,28 @@ def test_what_a_data_set_says_of_itself_counts() -> None:
     assert IterableSource(dataset, 0).shared_by == "none"
     dataset.shared_by = "ranks"
     source = IterableSource(dataset, 0)
-    with source.as_reader(source_reader := _reader(rank=1, worker=2)):
+    with source.as_worker(worker := _worker(rank=1, worker=2)):
         info: Any = get_worker_info()
         assert (info.id, info.num_workers) == (2, 3)
     dataset.shared_by = "readers"
-    with IterableSource(dataset, 0).as_reader(source_reader):
+    with IterableSource(dataset, 0).as_worker(worker):
         info = get_worker_info()
         assert (info.id, info.num_workers) == (5, 6)
     dataset.shared_by = "shards"
-    with pytest.raises(DataError, match='It is "none", "readers" or "ranks"'):
+    with pytest.raises(DataError, match='It is "none", "workers" or "ranks"'):
         _ = source.shared_by
 
 
-def _reader(*, rank: int, worker: int) -> Any:
-    from ptfast.data.streams.iterable import Reader
+def _worker(*, rank: int, worker: int) -> Any:
+    from ptfast.data.streams.iterable import DataWorker
 
-    return Reader(rank, 2, worker, 3)
+    return DataWorker(rank, 2, worker, 3)
 
 
-def test_more_readers_than_shards_are_refused() -> None:
+def test_more_data_workers_than_shards_are_refused() -> None:
     source = IterableSource(Sharded(num_shards=7), 0)
     with pytest.raises(
-        ConfigError, match=r"8 readers, and .* 7 shards .* Use dataloader.workers=3"
+        ConfigError, match=r"8 data workers, and .* 7 shards .* Use dataloader.workers=3"
     ) as caught:
         share_out(source, *on_two_ranks(4))
     assert caught.value.code == "C011"

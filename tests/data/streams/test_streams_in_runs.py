@@ -76,7 +76,7 @@ def test_resuming_begins_with_the_pass_that_the_run_was_in(workers: int) -> None
         note == f"iterable data is read again from the start of its pass {state['epoch'] + 1} up to step 14"
     )
     assert some(again, 6, first=14) == whole[14:]
-    assert "had cut otherwise" in loader().marks.load({**state, "readers": 9}, 14)
+    assert "had divided otherwise" in loader().marks.load({**state, "readers": 9}, 14)
 
 
 def test_an_evaluation_reads_every_sample_once() -> None:
@@ -130,7 +130,9 @@ def test_a_run_trains_evaluates_and_resumes(in_tmp: Path, capsys: Capture) -> No
         "eval.every=6steps",
     )
     assert train(*words, "steps=14", "run.dir=whole") == 0
-    assert "workers (2 processes, the dataset shares itself out over 2 readers)" in capsys.readouterr().out
+    assert (
+        "workers (2 processes, the dataset shares itself out over 2 data workers)" in capsys.readouterr().out
+    )
     assert train(*words, "steps=10", "run.dir=parts") == 0
     assert train(*words, "steps=14", "run.dir=parts", "run.resume=auto") == 0
     out = " ".join(capsys.readouterr().out.split())
